@@ -1,11 +1,11 @@
-"""`jaxcross contention FILE -n 2 --hosts a,b`: how much computations and exchanges slow each other
-down on a machine.
+"""`jaxcross contention FILE -n 2 --hosts a,b`: measures how much computations and exchanges slow
+each other down on a machine.
 
-Starts ranks as `jaxcross launch` does. On all of them a small network's step computes and an
-all-reduce exchanges, each alone and next to the other, for about a minute. The factors go into the
-file, next to the rate of the link; `jaxcross plan --contention FILE` reads it. A file that is there
-gets one more rate: measure each machine and each MPI into a file of its own, while nothing else
-runs.
+Starts ranks like `jaxcross launch`. On all ranks, a small network's step computes and an all-reduce
+exchanges, each alone and both at the same time, for about a minute. The resulting factors are
+written to the file, together with the rate of the link. `jaxcross plan --contention FILE` reads the
+file. If the file exists, another rate is added to it. So use a separate file for each machine and
+each MPI, and measure while nothing else runs.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints a table and writes the file; returns the exit code of the ranks, or 2 for a
-    wrong option.
+    """Measures, prints a table and writes the file.
+
+    Returns the ranks' exit code, or 2 for a wrong option.
     """
     try:
         known = _checked(args)
     except ValueError as error:
         print(f"jaxcross contention: {error}", file=sys.stderr)
         return 2
-    # What a rank on another host writes must be readable here: they share the working directory, if
-    # anything.
+    # We must be able to read here what ranks write on other hosts. If they share any folder with
+    # this machine, it is the working directory.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-contention-", dir=where) as folder:
         written = Path(folder, "measured.json")
@@ -82,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> MachineContention | None:
-    """Returns what the file holds already; None if there is none.
+    """Returns what the file already contains; None if it doesn't exist.
 
     Raises:
-        ValueError: An option is wrong, or the file cannot be written or holds something else.
+        ValueError: An option is wrong, the file can't be written, or it holds something else.
     """
     from jaxcross.plan import MachineContention
 
@@ -112,7 +113,7 @@ def _checked(args: argparse.Namespace) -> MachineContention | None:
 def _finish(
     args: argparse.Namespace, known: MachineContention | None, found: Mapping[str, Any]
 ) -> int:
-    """Prints the table and adds the point to the file."""
+    """Prints the table and adds the measured rate to the file."""
     from jaxcross._files.whole import write_whole
     from jaxcross.interleave.contention import Contention
     from jaxcross.plan import MachineContention
@@ -124,7 +125,7 @@ def _finish(
     ranks = found["ranks"]
     received_mbit = (
         8 * found["megabytes"] * 2**20 / 1e6 * 2 * (ranks - 1) / ranks
-    )  # of an all-reduce
+    )  # an all-reduce moves this many bits to each rank
     reached = received_mbit / median(row["exchange_s"] for row in rounds)
     rate = args.mbps or float(f"{reached:.3g}")
     there = Contention(compute=_factor(ratios["compute"]), exchange=_factor(ratios["exchange"]))
@@ -153,14 +154,14 @@ _WHAT = {"compute": "a step of computation", "exchange": "an exchange"}
 
 
 def _factor(ratios: Sequence[float]) -> float:
-    """Returns the median; lanes do not make each other faster."""
+    """Returns the median, but at least 1, because lanes don't speed each other up."""
     return float(f"{max(1.0, median(ratios)):.4g}")
 
 
 def _table(
     found: Mapping[str, Any], ratios: Mapping[str, Sequence[float]], reached: float
 ) -> list[str]:
-    """Returns the lines that say what was measured."""
+    """Returns the lines of the table of measured times."""
     from jaxcross.report.units import seconds
 
     ranks = found["ranks"]

@@ -1,7 +1,6 @@
-"""One rank of `jaxcross contention`: seconds of a computation and of an exchange, alone and next to
-each other.
+"""One rank of `jaxcross contention`: times a computation and an exchange, alone and together.
 
-Started by that command as `python -m jaxcross.commands.contention_rank SECONDS FILE`; rank 0 writes
+The command starts it as `python -m jaxcross.commands.contention_rank SECONDS FILE`. Rank 0 writes
 the file.
 """
 
@@ -25,12 +24,12 @@ from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
 ROUNDS = 5
-_PARTS = 20  # windows in the seconds that were asked for: 3 to 4 a round, and the warm-up
+_PARTS = 20  # windows in the requested seconds: 3 to 4 per round, plus the warm-up
 _MB = 2**20
 _MOST_MB = 100
-_SIDES = 4, 32  # pixels of an image's side, at least and at most
+_SIDES = 4, 32  # smallest and largest side of an image, in pixels
 _LEAST_STEPS = (
-    4  # of computation next to exchanges; the last of them, alone at its end, does not count
+    4  # computation steps alongside exchanges; the last one ends alone, so it doesn't count
 )
 
 
@@ -39,9 +38,9 @@ class Round:
     """The seconds of one round, on the slowest rank.
 
     Attributes:
-        compute_s: A step of computation alone.
+        compute_s: A computation step alone.
         exchange_s: An exchange alone.
-        compute_beside_s: A step of computation while exchanges run.
+        compute_beside_s: A computation step while exchanges run.
         exchange_beside_s: An exchange while ranks compute.
     """
 
@@ -53,13 +52,13 @@ class Round:
 
 @final
 class Measurement:
-    """A computation and an exchange of this rank. Each method is called on all ranks at once, and
-    waits for them.
+    """A computation and an exchange of this rank. All ranks must call each method at the same time,
+    and every call waits for all ranks.
 
     Args:
         world: All ranks.
-        window_s: Seconds for which each part of a round goes on, about. They limit the size of
-            both.
+        window_s: About how many seconds each part of a round takes. This limits the size of the
+            computation and of the exchange.
     """
 
     def __init__(self, world: World, window_s: float) -> None:
@@ -77,7 +76,7 @@ class Measurement:
         )
 
     def round(self) -> Round:
-        """Returns the seconds of one round, the same on every rank."""
+        """Returns the seconds of one round, identical across ranks."""
         self._meet()
         compute_s = self._compute(max(2, math.ceil(self._window_s / self._compute_s)))
         self._meet()
@@ -93,14 +92,12 @@ class Measurement:
         return Round(**dict(zip(Round.__dataclass_fields__, slowest, strict=True)))
 
     def _compute_of(self, side: int) -> float:
-        """Chooses the size of the computation. Returns the seconds of a step on the slowest
-        rank.
-        """
+        """Chooses the size of the computation. Returns the seconds per step on the slowest rank."""
         self._step, self._state = _training_step(self._world.rank, side)
         return self._slowest(_seconds(lambda: self._compute(1), 4))
 
     def _compute(self, steps: int) -> float:
-        """Returns the seconds of a step, the mean of so many."""
+        """Returns the mean seconds per step over `steps` steps."""
         import jax
 
         begin_s = time.perf_counter()
@@ -109,8 +106,8 @@ class Measurement:
         return (time.perf_counter() - begin_s) / steps
 
     def _start_exchanges(self) -> Future[float]:
-        """Starts all exchanges of a part in the thread that makes them in a run; returns the
-        seconds of one.
+        """Starts all exchanges of a part on the thread that also makes them in a run. The result is
+        the seconds of one exchange.
         """
 
         def make() -> float:
@@ -122,10 +119,10 @@ class Measurement:
         return self._world.exchanger.submit(make)
 
     def _exchange_of(self, megabytes: int) -> None:
-        """Chooses the bytes of an exchange, and makes one, which gets its memory from the kernel.
+        """Chooses the size of an exchange, and makes one so that the kernel provides its memory.
 
-        It is on the host's CPU device, as in a step: next to an accelerator, too, exchanges go
-        through host memory.
+        The operand is on the host's CPU device, as in a step: even with an accelerator, exchanges
+        go through host memory.
         """
         import jax
         from jax import lax
@@ -164,20 +161,20 @@ class Measurement:
 def image_side(window_s: float, least_s: float) -> int:
     """Returns the side of the images with which a step fits about four times into a window.
 
-    The default window takes the largest images unless the machine is very slow. A short one takes
-    smaller images, because a part of a round has several steps, however long they are.
+    With the default window these are the largest images, unless the machine is very slow. A short
+    window requires smaller images, because each part of a round has several steps.
 
     Args:
         window_s: Seconds of a window.
-        least_s: Seconds of a step with the smallest images. A step's time grows with an image's
-            area.
+        least_s: Seconds per step with the smallest images. The time of a step grows with the area
+            of an image.
     """
     least, most = _SIDES
     return max(least, min(most, int(least * math.sqrt(window_s / 4 / least_s))))
 
 
 def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
-    """Returns a small convolutional network's step without exchanges, compiled, and its state."""
+    """Returns a small convolutional network's compiled step without exchanges, and its state."""
     import jax
     from jax import lax
 
@@ -201,7 +198,7 @@ def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
-    """Returns the seconds of a call, the least of so many."""
+    """Returns the seconds of the fastest of `repeats` calls."""
     found = []
     for _ in range(repeats):
         begin_s = time.perf_counter()
@@ -211,10 +208,10 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def main(seconds: float, file: Path) -> None:
-    """Measures; rank 0 prints progress and writes the result.
+    """Measures. Rank 0 prints progress and writes the result.
 
     Raises:
-        ExchangeError: There is one rank only.
+        ExchangeError: There is only one rank.
     """
     import jaxcross
 
@@ -227,7 +224,7 @@ def main(seconds: float, file: Path) -> None:
         )
     measurement = Measurement(world, seconds / _PARTS)
     rounds: list[Round] = []
-    measurement.round()  # a rehearsal
+    measurement.round()  # warm-up
     round_s = math.nan
     for number in range(1, ROUNDS + 1):
         if world.rank == 0:

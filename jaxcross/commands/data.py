@@ -1,4 +1,4 @@
-"""`jaxcross data`: data sets on disk."""
+"""`jaxcross data`: writes and inspects data sets on disk."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
 
 
 def _info(args: argparse.Namespace, console: Console) -> None:
-    from jaxcross.data.cache.info import is_cache  # first: it names the extra if that is missing
+    from jaxcross.data.cache.info import is_cache  # first, because it names a missing extra
     from jaxcross.data.records import find_folder, open_records
 
     import tensorflow_datasets as tfds  # isort: skip

@@ -1,6 +1,4 @@
-"""`jaxcross demo`: two training jobs on two ranks, by turns one after the other and in crossover,
-measured.
-"""
+"""`jaxcross demo`: trains two jobs one after the other and in crossover, and compares the two."""
 
 from __future__ import annotations
 
@@ -79,10 +77,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes data, trains, shows the comparison. Starts processes and waits for them; leaves none
-    behind.
+    """Writes data, trains, and shows the comparison.
 
-    After a failure or Ctrl-C the output folder is removed if this call made it.
+    Starts processes, waits for them, and leaves none behind.
+
+    After a failure or Ctrl-C, removes the output folder if this call created it.
     """
     made = not args.output.exists()
     try:
@@ -98,18 +97,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 class DemoError(Exception):
-    """The demo cannot go on; its text is for the user."""
+    """The demo can't continue; the text is for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Command that starts the ranks.
+    """The command that starts the ranks.
 
     Attributes:
-        line: Command to execute.
+        line: The command to execute.
         shown: The same command as a user would type it.
-        environ: Environment of the command.
-        link: Description of the link between the ranks; every output shows it.
+        environ: The environment of the command.
+        link: Description of the link between the ranks, which every output shows.
     """
 
     line: Sequence[str]
@@ -122,7 +121,7 @@ def _demo(args: argparse.Namespace) -> int:
     from jaxcross._link import Link
     from jaxcross.commands.launch import find_mpirun
 
-    # Errors of the arguments are found before anything is written.
+    # Report wrong arguments before anything is written.
     try:
         require_extra(
             "all",
@@ -170,10 +169,10 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def find_example() -> Path:
-    """The training script: next to the package in a checkout, inside it in a wheel.
+    """Returns the training script: next to the package in a checkout, inside it in a wheel.
 
     Raises:
-        DemoError: Neither is there.
+        DemoError: There is no script in either place.
     """
     package = Path(__file__).resolve().parent.parent
     places = [package.parent / "examples", package / "_examples"]
@@ -205,12 +204,12 @@ def _write_data(args: argparse.Namespace) -> Path:
 
 
 def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
-    """Returns a lab with a real link where the machine allows one, else None and the reason."""
+    """Returns a lab with a real link if the machine allows one, otherwise None and the reason."""
     from jaxcross.lab import Lab
 
     try:
         return stack.enter_context(Lab(hosts=args.ranks, rate=args.link)), ""
-    except (OSError, ValueError) as error:  # not allowed here, or more hosts than it has addresses
+    except (OSError, ValueError) as error:  # not permitted, or too many hosts for its addresses
         return None, str(error)
 
 
@@ -234,12 +233,12 @@ def _launch(
         ranks=args.ranks,
         program=python_program([str(example), *_options(args, data, emulate=slow and lab is None)]),
         root=os.geteuid() == 0,
-        # in the lab each host has its own share of the cores
+        # In the lab, each host gets its own share of the cores.
         cores=max(1, cores // args.ranks) if lab is not None and args.ranks <= cores else cores,
         environ=os.environ,
     )
     if Path("/dev/nvidiactl").exists() and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
-        # ranks that share a GPU must not each take three quarters of its memory
+        # Ranks that share a GPU must not each preallocate three quarters of its memory.
         extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environ = {**os.environ, **extra}
     if lab is None:
@@ -289,15 +288,13 @@ def _options(args: argparse.Namespace, data: Path, *, emulate: bool) -> list[str
 
 
 def _train(launch: Launch) -> None:
-    """Runs the ranks with this terminal as theirs. Waits; if it is interrupted, until they have
-    ended.
-    """
+    """Runs the ranks on this terminal. Waits for them to end, even if it is interrupted."""
     process = subprocess.Popen(launch.line, env=launch.environ)
     try:
         status = process.wait()
     except BaseException as error:
-        # the terminal's Ctrl-C has reached mpirun as well, and it gets time to end its ranks; any
-        # other reason has not
+        # A Ctrl-C of the terminal has also reached mpirun, so give it time to end its ranks. In all
+        # other cases mpirun has received nothing yet.
         if not isinstance(error, KeyboardInterrupt):
             process.terminate()
         for stronger in (process.terminate, process.kill):
@@ -341,7 +338,7 @@ def _finish(args: argparse.Namespace, launch: Launch) -> int:
 
 
 def _reports(folder: Path, way: str, turns: int) -> list[Report]:
-    """The reports of a way's turns, in their order; an older demo may have left more."""
+    """Returns the reports of a way's turns, in order. Ignores further ones of an earlier demo."""
     from jaxcross.report import Report
 
     paths = [folder / f"{way}.json", *([folder / f"{way}-2.json"] if turns > 1 else [])]
@@ -349,10 +346,10 @@ def _reports(folder: Path, way: str, turns: int) -> list[Report]:
 
 
 def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
-    """Returns the content of `--json`. Jobs are those in crossover, seconds those of a job-step in
-    the steady state.
+    """Returns the content of `--json`. Jobs are those of the crossover runs. Seconds are per
+    job-step, in the steady state.
 
-    `speedup` is null where the two ways cannot be compared, and `reason` says why; then `ratio` is
+    If the two ways can't be compared, `speedup` is null and `reason` says why; `ratio` is always
     what was measured.
     """
     alone = comparison.first
@@ -386,7 +383,7 @@ def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> d
 
 
 def _finite(value: float | None) -> float | None:
-    """Returns None for NaN and infinity, which JSON does not have."""
+    """Returns None for NaN and infinity, which JSON can't represent."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,6 +1,4 @@
-"""`jaxcross doctor`: what training needs, what is there, and one line of remedy for each thing that
-is wrong.
-"""
+"""`jaxcross doctor`: checks what training needs, and prints a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ class Check:
     """One line of the doctor's table.
 
     Attributes:
-        name: What was looked at.
+        name: What was checked.
         found: What was found.
         remedy: What to do about it; empty if all is well, or if another check has the remedy.
-        fatal: Training cannot work until it is done.
-        cause: Name of the check whose remedy comes first: until then this one cannot be judged.
+        fatal: Whether training can't work until it is fixed.
+        cause: Name of the check that must be fixed first, since this one can't be judged before.
     """
 
     name: str
@@ -44,18 +42,18 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Findings on this machine, not judged yet.
+    """Findings on this machine, before they are judged.
 
     Attributes:
         probe: The JSON of `jaxcross.world.probe`.
         exchange: The JSON of its two-rank all-reduce, or `{"error": ...}`.
-        versions: Of jax, jaxlib and mpi4jax, as installed; without those that aren't.
+        versions: Installed versions of jax, jaxlib and mpi4jax; missing ones are left out.
         mpirun: Path and vendor of the launcher, or None.
         libraries: The folder with the MPI library that belongs to `mpirun`, if there is one.
-        cores: Cores that this process may use.
-        machine_cores: Cores that the machine has.
-        pool: Threads that XLA's CPU pool will have in a rank.
-        no_namespaces: Why two hosts cannot be set up on this machine; None if they can.
+        cores: Number of cores that this process may use.
+        machine_cores: Number of cores that the machine has.
+        pool: Number of threads that XLA's CPU pool will have in a rank.
+        no_namespaces: Why two hosts can't be set up on this machine; None if they can.
     """
 
     probe: Mapping[str, Any]
@@ -92,10 +90,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, print the table, and return 1 if training could not work. Starts processes; about ten
-    seconds.
+    """Looks, prints the table, and returns 1 if training can't work.
 
-    With `--post-mortem` it reads files instead, with `--hosts` it looks at other machines.
+    Starts processes and takes about ten seconds. With `--post-mortem` it reads files instead, with
+    `--hosts` it checks other machines.
     """
     if args.post_mortem is not None:
         from jaxcross.commands import post_mortem
@@ -111,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(title: str, checks: Sequence[Check]) -> None:
-    """Prints the table, and below it the remedies."""
+    """Prints the table, followed by the remedies."""
     from rich.console import Console
     from rich.table import Table
 
@@ -139,12 +137,12 @@ def _mark(check: Check) -> str:
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """1 if training could not work."""
+    """Returns 1 if training can't work."""
     return int(any(check.fatal for check in checks))
 
 
 def look() -> Findings:
-    """Ask the machine. Each question runs in a process of its own, with a time limit."""
+    """Queries the machine. Each query runs in its own process, with a time limit."""
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.lab import available as no_lab
     from jaxcross.world import xla_pool
@@ -183,18 +181,14 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def libraries_of(mpirun: str) -> str | None:
-    """Returns the folder with the MPI library that was installed together with `mpirun`; None if
-    there is none.
-    """
+    """Returns the folder of the MPI library that was installed with `mpirun`, if there is one."""
     prefixes = (Path(mpirun).absolute().parent.parent, Path(mpirun).resolve().parent.parent)
     folders = (prefix / name for prefix in prefixes for name in ("lib", "lib64"))
     return next((str(folder) for folder in folders if any(folder.glob("libmpi.so*"))), None)
 
 
 def judge(found: Findings) -> list[Check]:
-    """Returns a check for each part of the findings. Where one explains others, it alone has a
-    remedy. Pure.
-    """
+    """Judges the findings. If one check explains others, only that one has a remedy. Pure."""
     mpi, mpi4jax, jax = (
         found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax")
     )
@@ -219,13 +213,13 @@ _CAUSES = {
     "mpirun": ("MPI",),
     "all-reduce of 2 ranks": ("MPI", "JAX", "mpirun", "mpi4jax", "thread level", "XLA CPU pool"),
 }
-"""The checks that fail if an earlier link of the chain does, and those links, the first cause
-first.
+"""Checks that fail if another check does, and those other checks. The first of these that has
+failed counts as the cause.
 """
 
 
 def _explained(check: Check, fatal: set[str]) -> Check:
-    """Returns the check without a remedy if it has failed as a consequence of another one."""
+    """Replaces the remedy by the cause if the check has failed because of another one."""
     cause = next((name for name in _CAUSES.get(check.name, ()) if name in fatal), None)
     if cause is None or not check.fatal:
         return check
@@ -243,8 +237,8 @@ def _judge_mpi(mpi: Mapping[str, Any], found: Findings) -> Check:
     error = first_line(str(mpi["error"]))
     remedy = _NO_MPI
     if found.mpirun is not None and found.libraries is not None:
-        # The `bin` of an installation without its `lib`: the environment was set by hand, and by
-        # half.
+        # The `bin` of an installation is on the path, but its `lib` is not: the environment was set
+        # up by hand and is incomplete.
         error += f"; `{found.mpirun[0]}` is on the path, its library in `{found.libraries}` is not"
         remedy = (
             "Let the loader find the library of your `mpirun`: load your cluster's MPI module, or "
@@ -271,7 +265,7 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
         )
     if "error" in mpi4jax:
         jaxlib = findings.versions.get("jaxlib", "")
-        # Exchanges that are correct go over mpi4py.
+        # This isn't fatal if exchanges are correct, as they then use mpi4py.
         return Check(
             name="mpi4jax",
             found=mpi4jax_fault(first_line(mpi4jax["error"]), jaxlib),
@@ -280,8 +274,8 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
         )
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
     found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
-    # mpi4jax warns of each JAX that is newer than its own release. Which ones work with it,
-    # jaxcross's own range says.
+    # mpi4jax warns about every JAX that is newer than its own release. Ignore that: jaxcross has
+    # its own range of versions that work.
     warnings = (
         text
         for text in mpi4jax.get("warnings", ())
@@ -362,9 +356,7 @@ def _judge_namespaces(reason: str | None) -> Check:
 
 
 def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON object on the last line that a process prints; an `error` for each part
-    otherwise.
-    """
+    """Returns the JSON object on a process's last line of JSON, or an `error` for each part."""
     try:
         done = subprocess.run(
             line,
@@ -383,8 +375,8 @@ def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
 
 
 def reason_in(stderr: str) -> str:
-    """Returns the last line that names an exception, which the launcher's own lines follow, or else
-    the last line.
+    """Returns the last line that names an exception, since the launcher's own lines follow it.
+    Returns the last line if there is no such line.
     """
     lines = stderr.strip().splitlines() or ["no output"]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]

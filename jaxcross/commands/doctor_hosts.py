@@ -1,9 +1,8 @@
-"""`jaxcross doctor --hosts a,b`: whether ranks on these hosts can start and reach each other,
-before the first run.
+"""`jaxcross doctor --hosts a,b`: checks whether ranks on these hosts can start and communicate.
 
-It runs commands on a host as `mpirun` will: by the same agent (`ssh`), with this Python, in this
-folder. Python reads its programs from standard input there, so a host without jaxcross can say that
-it lacks it.
+Commands run on a host in the same way as with `mpirun`: through the same agent (`ssh`), with the
+same Python, in the same folder. The programs are passed to Python through standard input, so that a
+host without jaxcross can report that jaxcross is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from jaxcross.world import probe
 
 _FACTS_S = 60.0
 _RATE_S = 1.0
-_BACK_S = 0.2  # towards this machine only the launcher's few messages go
+_BACK_S = 0.2  # shorter, because only the launcher's few messages travel to this machine
 _PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONPATH")
 _OPTIONAL = "mpi4jax"
 
@@ -39,10 +38,10 @@ class HostFacts:
     """Findings on one host that answers.
 
     Attributes:
-        python: Whether it has a Python at the path of this one.
+        python: Whether there is a Python at the same path as on this machine.
         folder: Whether it has the working folder.
-        versions: The JSON of `jaxcross.world.probe versions`; empty without an answer.
-        error: Why there is none.
+        versions: The JSON of `jaxcross.world.probe versions`; empty if there was no answer.
+        error: Why there was no answer.
     """
 
     python: bool
@@ -53,18 +52,18 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Findings on all hosts, not judged yet.
+    """Findings on all hosts, before they are judged.
 
     Attributes:
         hosts: The hosts, in the order of `--hosts`.
         agent: The command by which they are reached.
         python: The path of this Python.
         folder: The working folder.
-        missing: The hosts that do not answer.
-        facts: By host, of those that do.
-        links: By sender and receiver: the transfer between them, or why there was none.
-        vendor: Of `mpirun`; None if there is none on this machine.
-        exchange: The JSON of an all-reduce with a rank on each host; None if it was not tried.
+        missing: The hosts that don't answer.
+        facts: Findings on the hosts that answer, by host.
+        links: By sender and receiver, the transfer between them, or why there was none.
+        vendor: The vendor of `mpirun`; None if this machine has no `mpirun`.
+        exchange: The JSON of an all-reduce with one rank per host; None if it wasn't tried.
     """
 
     hosts: Sequence[str]
@@ -79,11 +78,13 @@ class Survey:
 
 
 def run(text: str) -> int:
-    """Looks, prints the table and the command that starts a run; returns 1 if none could work, 2
-    for wrong names.
+    """Looks, prints the table and the command that starts a run.
 
-    Waits for commands on the hosts: ten to thirty seconds, some more for each further host. Each
-    has a time limit.
+    Waits for commands on the hosts: ten to thirty seconds, and some more for each further host.
+    Each command has a time limit.
+
+    Returns:
+        1 if no run can work, 2 for wrong names, otherwise 0.
     """
     try:
         hosts = parse_hosts(text)
@@ -99,8 +100,8 @@ def run(text: str) -> int:
 
 
 def look(hosts: Sequence[str]) -> Survey:
-    """Asks the hosts, and has them send to each other. Starts ranks only if nothing that was found
-    rules it out.
+    """Queries the hosts, and makes them send data to each other. Starts ranks only if nothing found
+    so far rules out that they work.
     """
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.world import xla_pool
@@ -114,8 +115,8 @@ def look(hosts: Sequence[str]) -> Survey:
     able = [host for host in there if facts[host].python]
     here = platform.node()
     mpirun = find_mpirun()
-    # MPICH's helpers look this machine up by its name. Ranks get each other's addresses from MPI,
-    # whatever their names.
+    # MPICH's helpers look this machine up by its name. The ranks themselves get each other's
+    # addresses from MPI, whatever the machines are called.
     named = None if mpirun is not None and mpirun.vendor == "openmpi" else here
     links = {
         (source, target): _link(
@@ -153,15 +154,15 @@ def look(hosts: Sequence[str]) -> Survey:
 
 
 def pairs(hosts: Sequence[str], here: str, local: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns which host sends to which: each to the next one and back, and all to this machine.
-    Pure.
+    """Returns which host sends to which. Pure.
 
-    `mpirun` waits on this machine for connections of the helpers that it has started on the hosts.
+    Each host sends to the next one and back. In addition, all of them send to this machine, because
+    `mpirun` waits here for connections of the helpers that it has started on the hosts.
 
     Args:
         hosts: The hosts.
-        here: The name that this machine has for itself.
-        local: Those of the hosts that are this machine.
+        here: This machine's own name for itself.
+        local: Those of `hosts` that are this machine.
     """
     ring = [(a, b) for a, b in zip(hosts, [*hosts[1:], *hosts[:1]], strict=True) if a != b]
     back = [(host, here) for host in hosts if host not in local and host != here]
@@ -173,11 +174,11 @@ def _over(agent: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
 
 
 def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
-    """Runs one command on a host, which says where it gets to."""
+    """Runs one command on a host. Its output shows how far the command got."""
     variables = [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     python = shlex.join(["env", *variables, sys.executable, "-", "versions"])
     script = (
-        # one line, since csh quotes no line breaks
+        # On one line, since csh can't quote line breaks.
         f"cd {shlex.quote(str(Path.cwd()))} && echo folder; "
         f"test -x {shlex.quote(sys.executable)} && echo python && exec {python}"
     )
@@ -188,7 +189,7 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
             capture_output=True,
             timeout=_FACTS_S,
             check=False,
-            start_new_session=True,  # a terminal's Ctrl-C is for this process
+            start_new_session=True,  # a Ctrl-C on the terminal is only for this process
         )
         output = done.stdout
         errors = done.stderr
@@ -225,8 +226,8 @@ def _link(
 
 
 def judge(found: Survey) -> list[Check]:
-    """Returns a check for each part of the findings. What could not be tried names the check that
-    comes first. Pure.
+    """Returns a check for each part of the findings. A check that couldn't be tried names the check
+    that must be fixed first. Pure.
     """
     checks = [
         _judge_ssh(found),
@@ -323,7 +324,7 @@ def _judge_version(name: str, versions: Mapping[str, Mapping[str, str | None]]) 
     for host, each in versions.items():
         value = each.get(name)
         if name == "MPI" and value is not None:
-            value = value.partition(",")[0]  # Open MPI adds on which machine it was built
+            value = value.partition(",")[0]  # Open MPI appends the machine that it was built on
         by_value.setdefault(value, []).append(host)
     (first, _), *others = by_value.items()
     if first is not None and not others:
@@ -433,10 +434,10 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
 
 
 def settings_for(vendor: str | None, interfaces: Sequence[str]) -> str:
-    """Returns the command that has MPI use these interfaces; "" if none are known. Pure.
+    """Returns the command that makes MPI use these interfaces; "" if none are known. Pure.
 
-    Open MPI and libfabric start no rank on a host that lacks an interface which is named. UCX only
-    warns.
+    Open MPI and libfabric can't start a rank on a host that lacks one of the named interfaces. UCX
+    only warns.
     """
     names = ",".join(interfaces)
     if not interfaces:

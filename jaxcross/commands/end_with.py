@@ -1,10 +1,11 @@
-"""Becomes a command that ends with its parent: `python end_with.py PARENT command ...`. Standard
-library only.
+"""Becomes a command that ends with its parent: `python end_with.py PARENT command ...`.
 
-If `mpirun` outlived its launcher, nobody could stop the ranks of a launcher that was killed. So the
-command gets SIGTERM if the thread that started it ends. That thread waits for the command, so it
-ends first only if its whole process does. We don't do this in a `preexec_fn`, because `subprocess`
-would then fork, which a process with JAX's threads must not do.
+Uses only the standard library.
+
+If the launcher is killed, `mpirun` must not outlive it, because nobody could then stop the ranks.
+So the command gets SIGTERM if the thread that started it ends. That thread waits for the command,
+so it ends first only if its whole process does. We don't do this in a `preexec_fn`, because
+`subprocess` would then fork, which a process with JAX's threads must not do.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _BY_SIGNAL = 128
 
 
 def tied(line: Sequence[str], parent: int) -> list[str]:
-    """Returns a command that runs `line` until the process `parent` ends; elsewhere than on Linux,
-    `line` itself.
+    """Returns a command that runs `line` until the process `parent` ends. Returns `line` itself on
+    systems other than Linux.
     """
     if sys.platform != "linux":
         return list(line)
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parent = int(arguments[0])
     command = list(arguments[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of this file
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C prints no traceback from here
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(_BY_SIGNAL + signal.SIGTERM)

@@ -1,10 +1,9 @@
-"""`jaxcross estimate -n 2 script.py ...`: would several jobs of this script run faster next to each
-other?
+"""`jaxcross estimate -n 2 script.py ...`: would several jobs of it run faster alongside each other?
 
-Starts the script as `jaxcross launch` does. The first `crossover` step that it calls is timed on
-copies of its arguments, in place of being made; then the script ends. Of a `Runner` only the first
-job runs, and nothing is written to its checkpoints or metrics. A script with such a step needs no
-change.
+Starts the script like `jaxcross launch`. The first `crossover` step that the script calls isn't
+made, but timed on copies of its arguments; then the script ends. With a `Runner`, only the first
+job runs, and nothing is written to its checkpoints or metrics. A script that has such a step needs
+no changes.
 """
 
 from __future__ import annotations
@@ -61,14 +60,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script up to its first step; returns its exit code, or 1 if it ended without such a
-    step.
-    """
+    """Runs the script up to its first step. Returns its exit code, or 1 without such a step."""
     start = launch.prepared(args)
     if isinstance(start, int):
         return start
-    # What a rank on another host writes must be readable here: they share the working directory, if
-    # anything.
+    # We must be able to read here what ranks write on other hosts. If they share any folder with
+    # this machine, it is the working directory.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
@@ -99,9 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def unconverted_note(module: list[str] | None, program: list[str]) -> str:
-    """Returns a warning if the text of the script names no `crossover`; "" if it does, or cannot be
-    read.
-    """
+    """Returns a warning if the script can be read and doesn't mention `crossover`, otherwise ""."""
     script = Path(next((word for word in program if word != "--"), ""))
     try:
         if module or not script.is_file() or "crossover" in script.read_text(errors="replace"):

@@ -1,6 +1,4 @@
-"""The hosts of `jaxcross launch --hosts a,b`: which of them answer, by the agent with which
-`mpirun` reaches them.
-"""
+"""The hosts of `jaxcross launch --hosts a,b`: which of them answer the agent that `mpirun` uses."""
 
 from __future__ import annotations
 
@@ -19,10 +17,9 @@ LINE_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}")
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC")
-# agents with their arguments, the first of which is used: `ssh -p 22 : rsh`
+# Several agents with arguments, like `ssh -p 22 : rsh`; `mpirun` uses the first one.
 _AGENT_LINES = "PRTE_MCA_plm_ssh_agent"
-# If one of these is set, `mpirun` may start ranks by other means than the agent, or with further
-# arguments.
+# If one of these is set, `mpirun` may start ranks without the agent, or with further arguments.
 _MANAGERS = (
     "HYDRA_LAUNCHER",
     "HYDRA_BOOTSTRAP",
@@ -40,7 +37,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     """Returns the hosts of `a,b`.
 
     Raises:
-        ValueError: A name cannot be one, or comes twice; says which.
+        ValueError: A name is invalid or occurs twice; the text says which.
     """
     names = tuple(text.split(","))
     for name in names:
@@ -54,16 +51,14 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def agent_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the command that runs another one on a host: what `mpirun` was told to use, or
-    `ssh`.
-    """
+    """Returns the command that runs others on a host: `mpirun`'s configured agent, or `ssh`."""
     line = shlex.split(environ.get(_AGENT_LINES, "").partition(":")[0])
     return next(((environ[name],) for name in _AGENTS if environ.get(name)), tuple(line) or _SSH)
 
 
 def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """Returns the hosts that do not answer, in their order. Waits up to `ANSWER_S` and some seconds
-    for all of them.
+    """Returns the hosts that don't answer, in their order. Asks them in parallel, so it waits for
+    `ANSWER_S` and some seconds at most for up to 32 hosts.
     """
     if not hosts:
         return []
@@ -73,11 +68,11 @@ def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
 
 
 def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns the hosts on which `mpirun` could start no rank, and would wait for minutes or for
-    ever.
+    """Returns the hosts on which `mpirun` can't start a rank.
 
-    Where a resource manager starts the ranks, the agent need not reach a host, so only those
-    without an address count. Waits up to `ANSWER_S` and some seconds.
+    `mpirun` itself would wait for minutes or forever for such a host. If a resource manager starts
+    the ranks, the agent need not reach the hosts, so we only return those without an address. Waits
+    up to `ANSWER_S` and some seconds.
     """
     managed = any(environ.get(name) for name in _MANAGERS)
     elsewhere = [host for host in hosts if not (_has_address(host) if managed else is_here(host))]
@@ -87,14 +82,13 @@ def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[
 def start_text(
     hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str], checks: str
 ) -> str:
-    """Returns what to check after a run in which no rank on these hosts came through the start.
-    Pure.
+    """Returns what to check after a run in which no rank on these hosts has joined. Pure.
 
     Args:
         hosts: The hosts.
-        missing: Those that do not answer now.
+        missing: Those that don't answer now.
         agent: The command that was tried.
-        checks: What to check if all answer.
+        checks: What to check if all hosts answer.
     """
     if missing:
         names = ", ".join(f"`{host}`" for host in missing)
@@ -131,9 +125,7 @@ def wait_for_hosts(
     pause: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Waits until no host is missing; returns False after `limit_s` seconds. Shows a line once a
-    minute.
-    """
+    """Waits until no host is missing, printing a line per minute. Returns False after `limit_s`."""
     pause = pause or threading.Event().wait
     start_s = shown_s = clock()
     while missing := find_missing():
@@ -151,7 +143,7 @@ def wait_for_hosts(
 
 
 def signal_ranks(number: int, ranks: Mapping[str, Sequence[int]], agent: Sequence[str]) -> None:
-    """Sends a signal to processes on hosts, `ranks` by host. Does not wait for the hosts."""
+    """Sends a signal to processes on hosts; `ranks` is by host. Doesn't wait for the hosts."""
     for host, pids in ranks.items():
         line = [*agent, host, f"kill -{number} {' '.join(map(str, pids))}"]
         threading.Thread(target=_answers, args=(line,), daemon=True).start()
@@ -166,7 +158,7 @@ def _answers(line: Sequence[str]) -> bool:
             stderr=subprocess.DEVNULL,
             timeout=ANSWER_S + 5,
             check=False,
-            start_new_session=True,  # a terminal's Ctrl-C is for this process
+            start_new_session=True,  # a Ctrl-C on the terminal is only for this process
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

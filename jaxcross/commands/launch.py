@@ -1,8 +1,8 @@
-"""`jaxcross launch -n 2 script.py ...`: start ranks with the `mpirun` that belongs to this
-environment.
+"""`jaxcross launch -n 2 script.py ...`: starts ranks with this environment's `mpirun`.
 
-If a rank dies, the others get the time to say what they waited for, and the run ends with a
-post-mortem. With `--max-restarts` it is started again then, and goes on from its checkpoints.
+If a rank dies, the other ranks get time to report what they waited for, and a post-mortem is
+printed at the end. With `--max-restarts`, the run is then restarted and resumes from its
+checkpoints.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 SUPERVISE = Path(__file__).with_name("supervise.py")
 RANK = "jaxcross.commands.rank"
 HOLD_S = 40
-"""Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from
-another host.
+"""Seconds for which a dead rank's supervisor stays. The other ranks need 3 s to report the rank as
+missing, or 30 s from another host.
 """
 
 _BY_SIGNAL = 128
@@ -51,9 +51,7 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mpirun:
-    """A launcher on this machine: its path and its vendor (`mpich`, `openmpi`, `intel`,
-    `unknown`).
-    """
+    """A launcher on this machine: path and vendor (`mpich`, `openmpi`, `intel` or `unknown`)."""
 
     path: str
     vendor: str
@@ -77,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what any command that starts ranks takes."""
+    """Adds the options of all commands that start ranks."""
     parser.add_argument(
         "-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)"
     )
@@ -97,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_restart_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what a command takes that starts a run again."""
+    """Adds the options of commands that can restart a run."""
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -126,20 +124,21 @@ def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) ->
     """Prints the real command, runs it, and returns its exit code. If it fails, prints a
     post-mortem of the ranks.
 
-    With `--max-restarts` it is started again as `jaxcross.commands.restart` decides.
+    With `--max-restarts`, it is restarted as `jaxcross.commands.restart` decides.
 
     Args:
         args: The command line.
-        variables: Variables for the ranks, in addition to the environment. With any, no live table
-            is shown.
+        variables: Variables for the ranks, in addition to the environment. If there are any, no
+            live table is shown.
     """
     start = prepared(args)
     return start if isinstance(start, int) else start(variables or {})
 
 
 def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], int]:
-    """Checks a command line; returns a function that runs it, as `run` does, or an exit code,
-    having said why.
+    """Checks a command line. Returns a function that runs it, like `run`.
+
+    If the command line can't be run, prints why and returns an exit code.
     """
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
@@ -179,8 +178,8 @@ def _start(
     variables: Mapping[str, str],
 ) -> int:
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
-    # What ranks on other hosts write must be readable here: they share the working directory, if
-    # anything.
+    # We must be able to read here what ranks write on other hosts. If they share any folder with
+    # this machine, it is the working directory.
     where = Path.cwd() if hosts else None
     events = Path(folder or "jaxcross-events")
 
@@ -195,10 +194,10 @@ def _start(
             if made:
                 events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
             ended = run_until_over(args, hosts, run_once)
-        except (KeyboardInterrupt, SystemExit):  # before a run, or between two
+        except (KeyboardInterrupt, SystemExit):  # before a run, or between two runs
             if made:
                 with suppress(OSError):
-                    events.rmdir()  # unless ranks have written
+                    events.rmdir()  # fails if ranks have written files
             raise
     if made and (ended.code == 0 or ended.explained or not ended.records):
         shutil.rmtree(events, ignore_errors=True)
@@ -206,10 +205,10 @@ def _start(
 
 
 def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...]:
-    """Returns the hosts.
+    """Checks the arguments and returns the hosts.
 
     Raises:
-        ValueError: An argument is wrong; says which.
+        ValueError: An argument is wrong; the text says which.
     """
     if args.ranks < 1:
         raise ValueError(f"`-n` must be at least 1 rank, got {args.ranks}.")
@@ -223,7 +222,7 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
             f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the "
             "ranks equally."
         )
-    elsewhere = hosts or args.dry_run  # where other files may be
+    elsewhere = hosts or args.dry_run  # the script may exist there, even if it doesn't exist here
     if not elsewhere:
         why = _missing_module(args.module[0]) if args.module else _missing_script(program[0])
         if why:
@@ -232,7 +231,7 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
 
 
 def _missing_script(name: str) -> str:
-    """Returns why Python could not run a script of that name; "" if it can."""
+    """Returns why Python can't run a script with this name; "" if it can."""
     if not Path(name).exists():
         return f"There is no script `{name}` in `{Path.cwd()}`."
     if Path(name).is_dir() and not Path(name, "__main__.py").exists():
@@ -244,7 +243,7 @@ def _missing_script(name: str) -> str:
 
 
 def _missing_module(name: str) -> str:
-    """Returns why `python -m` could not run that module; "" if it can. Imports nothing."""
+    """Returns why `python -m` can't run this module; "" if it can. Imports nothing."""
     top, *inner = name.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     for n, part in enumerate(inner):
@@ -275,8 +274,8 @@ def _run_once(
     named: bool,
     variables: Mapping[str, str],
 ) -> Ended:
-    """Prints the command for these hosts, runs it, and explains its end. `hosts` may be fewer than
-    were named.
+    """Prints the command for these hosts, runs it, and explains how it ended. After a restart,
+    `hosts` may be fewer than `--hosts` names.
     """
     from jaxcross.commands import live_table
     from jaxcross.report.table import screen_width
@@ -307,7 +306,7 @@ def _run_once(
     environ = {**os.environ, **extra, **notes}
     columns = screen_width(os.environ)
     if columns and "COLUMNS" not in environ:
-        environ["COLUMNS"] = str(columns)  # the ranks write to a pipe, and their tables are to fit
+        environ["COLUMNS"] = str(columns)  # the ranks write to a pipe, but their tables should fit
     console = None if variables else live_table.terminal(os.environ)
     if console is None:
         with live_table.start_lines(events, ranks, os.environ):
@@ -340,32 +339,32 @@ def _run(
     *,
     files: RunFiles | None = None,
 ) -> tuple[int, int]:
-    """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal
-    n.
+    """Runs `mpirun` and forwards signals to the ranks.
 
-    Also returns how many signals came that stop the ranks. On several hosts it kills an `mpirun`
-    that is stuck.
+    Returns its exit code (128 + n after signal n) and the number of signals received that stop the
+    ranks. On several hosts, kills `mpirun` if it is stuck.
 
-    `mpirun` gets a session of its own, which the terminal's signals do not reach: it gets them from
-    here, once, whether the terminal sends them to all or a supervisor to this process alone. Open
-    MPI's would end the ranks a second after any signal, in the middle of a checkpoint. So the
-    ranks, its children, get it instead, on other hosts by the agent of `mpirun`.
+    `mpirun` gets its own session, which the terminal's signals don't reach. Instead, we forward
+    each signal exactly once, whether the terminal sends it to the whole group or a supervisor sends
+    it to this process alone. Open MPI's `mpirun` would terminate the ranks one second after any
+    signal, in the middle of a checkpoint. So with Open MPI we don't signal `mpirun` but the ranks:
+    here they are its children, and on other hosts we reach them through the agent.
     """
     spared = vendor == "openmpi"
     remote = files if files is not None and files.hosts else None
     processes: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []  # signals that arrived before the start of `mpirun`
+    early: list[int] = []  # signals that arrived before `mpirun` was started
     stops: list[int] = []
 
     def forward(number: int) -> None:
-        if number not in (signal.SIGUSR1, signal.SIGUSR2):  # their meaning is up to the ranks
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):  # the ranks decide what those mean
             stops.append(number)
             if not processes:
                 early.append(number)
         for process in processes:
             if (
                 spared and remote is not None and remote.signal(number)
-            ):  # its children are the agents that hold the other hosts' ranks
+            ):  # its children are the agents that run the other hosts' ranks: leave them alone
                 continue
             ranks = related(process.pid) if spared else []
             for pid in ranks:
@@ -374,13 +373,13 @@ def _run(
             if not ranks:
                 process.send_signal(number)
 
-    # Signal -> the one that the ranks get: they treat a closed terminal and Ctrl-\ like SIGTERM.
+    # Signal -> signal for the ranks. A closed terminal and Ctrl-\ have the same effect as SIGTERM.
     forwarded = {n: n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     forwarded[signal.SIGHUP] = forwarded[signal.SIGQUIT] = signal.SIGTERM
     before = {
         number: signal.signal(number, lambda *_, passed=passed: forward(passed))
         for number, passed in forwarded.items()
-        if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN  # as it is under nohup
     }
     try:
         out, err = (
@@ -395,8 +394,8 @@ def _run(
         for number in early:
             processes[0].send_signal(number)
         code = _wait(processes[0], remote)
-        # Open MPI's own code says only that some rank's was not 0, MPICH's is 15 where SIGTERM came
-        # before the handler, and 255 where a second Ctrl-C had it kill the ranks.
+        # Open MPI's exit code only says that some rank's wasn't 0. MPICH's is 15 if SIGTERM came
+        # before the handler was installed, and 255 if a second Ctrl-C made it kill the ranks.
         if stops and code and (spared or code == stops[0] or len(stops) > 1):
             code = _BY_SIGNAL + stops[0]
         return code if code >= 0 else _BY_SIGNAL - code, len(stops)
@@ -406,9 +405,7 @@ def _run(
 
 
 def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
-    """Waits for `mpirun`, and returns its status. Kills it, and what it started here, if it is
-    stuck.
-    """
+    """Waits for `mpirun` and returns its status. Kills it and its children if it is stuck."""
     while remote is not None:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_S)
@@ -421,12 +418,12 @@ def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
 
 
 def related(pid: int, *, group: bool = False) -> list[int]:
-    """Processes that this one started, or the others of the group that it leads; none where there
-    is no /proc.
+    """Returns the processes that this one started, or with `group`, the others of the group that it
+    leads. Returns none if there is no /proc.
     """
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended since
+        with suppress(OSError):  # the process has ended in the meantime
             _, parent, leader, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(leader if group else parent) == pid:
                 found.append(int(stat.parent.name))
@@ -434,15 +431,15 @@ def related(pid: int, *, group: bool = False) -> list[int]:
 
 
 def python_program(program: Sequence[str]) -> list[str]:
-    """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank is the
-    whole run's code.
+    """Returns the rank's own command. It uses mpi4py's runner, so that `sys.exit(1)` on one rank
+    becomes the exit code of the whole run.
     """
     return [sys.executable, "-m", RANK, *program]
 
 
 def supervised(program: Sequence[str]) -> list[str]:
-    """Returns the rank's command under its supervisor: if the rank dies, `mpirun` does not end the
-    others at once.
+    """Returns the rank's command under its supervisor. If the rank dies, the supervisor keeps
+    `mpirun` from terminating the others at once.
     """
     if sys.platform != "linux":
         return list(program)
@@ -459,16 +456,16 @@ def mpirun_command(
     environ: Mapping[str, str],
     hosts: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The launch command and the variables that it needs in addition to the environment. Pure.
+    """Returns the launch command and the variables to add to the environment. Pure.
 
     Args:
         mpirun: The launcher.
-        ranks: Number of ranks, on this machine or in equal parts on `hosts`.
+        ranks: Number of ranks, on this machine or divided equally among `hosts`.
         program: Command of each rank.
         root: Whether root starts it, which Open MPI refuses without two settings.
-        cores: Cores that the ranks share.
-        environ: The environment; what the user has set there stays.
-        hosts: Hosts of the ranks, in their order; none for this machine.
+        cores: Number of cores that the ranks share.
+        environ: The environment. Variables that the user has set there are kept.
+        hosts: Hosts of the ranks, in their order; empty for this machine.
     """
     from jaxcross.world import malloc, xla_pool
     from jaxcross.world.launch_env import MPI_SETTINGS
@@ -477,8 +474,8 @@ def mpirun_command(
     extra: dict[str, str] = {}
     if mpirun.vendor == "openmpi":
         extra |= MPI_SETTINGS
-        # Bound to a core, a rank's compute would share that core with its own waiting exchange,
-        # which polls.
+        # If a rank were bound to one core, its computation would share that core with its own
+        # waiting exchange, which polls.
         line += ["--bind-to", "none"]
         if root:
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -507,8 +504,8 @@ _TO_HOSTS = (
 def _placement(
     vendor: str, ranks: int, hosts: Sequence[str], variables: Collection[str]
 ) -> list[str]:
-    """Returns the options of `mpirun` that name the hosts. MPICH's passes on the environment, Open
-    MPI's does not.
+    """Returns the options of `mpirun` that name the hosts. Open MPI needs a list of the variables
+    to pass on to them, while MPICH passes on the whole environment.
     """
     if not hosts:
         return []
@@ -525,9 +522,7 @@ def _placement(
 
 
 def crowded(ranks: int, cores: int) -> str:
-    """A line about more ranks on this machine than it has cores; empty if each has its own.
-    Pure.
-    """
+    """Returns a warning if this machine has fewer cores than ranks; "" if it has enough. Pure."""
     if ranks <= cores:
         return ""
     return (
@@ -538,12 +533,12 @@ def crowded(ranks: int, cores: int) -> str:
 
 
 def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:
-    """The command as the user would type it."""
+    """Returns the command as a user would type it."""
     return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in extra.items()), shlex.join(line)])
 
 
 def find_mpirun() -> Mpirun | None:
-    """Returns the `mpirun` next to this Python, else the first on PATH. Runs `mpirun --version`."""
+    """Returns the `mpirun` next to this Python, or else the first on PATH. Asks for its version."""
     neighbour = Path(sys.executable).parent / "mpirun"
     path = (
         str(neighbour) if neighbour.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
@@ -560,7 +555,7 @@ def find_mpirun() -> Mpirun | None:
 
 
 def vendor_of_mpirun(version: str) -> str:
-    """The vendor from the output of `mpirun --version`. Pure."""
+    """Returns the vendor, given the output of `mpirun --version`. Pure."""
     text = version.lower()
     marks = {"open mpi": "openmpi", "openrte": "openmpi", "prte": "openmpi", "intel": "intel"}
     found = next((vendor for mark, vendor in marks.items() if mark in text), None)

@@ -25,8 +25,9 @@ _CHUNK = 1 << 16
 
 
 def terminal(environ: Mapping[str, str]) -> Console | None:
-    """Returns the terminal to draw on; None if there is none, or the user has said how progress is
-    to be shown.
+    """Returns the terminal to draw on.
+
+    Returns None if there is none, or if the user has configured how to show progress.
     """
     if environ.get("JAXCROSS_PROGRESS") or not _is_terminal(sys.stderr):
         return None
@@ -49,10 +50,10 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 
 @final
 class _Terminal:
-    """A terminal that may go, as its window is closed: what it cannot show is dropped.
+    """A terminal that may disappear, e.g. because its window is closed. Drops what it can't show.
 
-    Else the threads that read what ranks print would end, and a rank wait in `print` until the run
-    is killed.
+    Otherwise the threads that read the ranks' output would end, and a rank would be blocked in
+    `print` until the run is killed.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -77,9 +78,7 @@ class _Terminal:
 
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
-    """A context that writes into a log that the ranks start, until one has joined: after 5 s, 10 s,
-    20 s, ...
-    """
+    """Logs that ranks are starting, after 5 s, 10 s, 20 s, ..., until one has joined. A context."""
     from jaxcross.world.start_notice import FIRST_S, no_progress_wanted
 
     over = threading.Event()
@@ -88,7 +87,7 @@ def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterato
     def watch() -> None:
         next_s = FIRST_S
         while not over.wait(started_s + next_s - time.time()):
-            with suppress(OSError, ValueError):  # a file that is being replaced, or a closed log
+            with suppress(OSError, ValueError):  # a file is being replaced, or the log is closed
                 if any(
                     path.stat().st_mtime >= started_s - _CLOCKS_S
                     for path in events.glob("rank-*.jsonl")
@@ -112,8 +111,9 @@ def _ranks(count: int) -> str:
 
 
 def table_of(run: RunProgress, console: Console, *, state: str = "") -> RenderableType:
-    """Returns the table of a run, its title, and how it stands, such that lines that ranks print
-    find room above it.
+    """Returns the table of a run with its title and state.
+
+    The table leaves room above it for a few lines that ranks print.
     """
     from jaxcross.report.progress_text import duration, run_table
 
@@ -123,7 +123,7 @@ def table_of(run: RunProgress, console: Console, *, state: str = "") -> Renderab
 
 @final
 class LaunchTable:
-    """A context in which the table of a launched run stands below what its ranks print.
+    """A context that shows the table of a launched run below the output of its ranks.
 
     Args:
         console: The terminal.
@@ -156,19 +156,20 @@ class LaunchTable:
 
     def __exit__(self, *_: object) -> None:
         deadline_s = time.monotonic() + _DRAIN_S
-        for pump in self._pumps:  # a process that a rank has left behind may hold the pipe
+        for pump in self._pumps:  # with a limit, as a process left by a rank may hold the pipe open
             pump.join(max(0.0, deadline_s - time.monotonic()))
         self._gone = True
         self._live.stop()
 
     def pipe(self, stream: IO[str] | None) -> int | None:
-        """Returns the argument of `Popen` by which what would go to the terminal comes here
-        instead.
+        """Returns the argument for `Popen` that redirects output from the terminal to this object.
+
+        Output that doesn't go to the terminal isn't redirected.
         """
         return subprocess.PIPE if _is_terminal(stream) else None
 
     def follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Prints what the process writes, line by line, above the table. Does not wait."""
+        """Prints the process's output above the table, line by line. Doesn't wait."""
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
             if stream is not None:
                 pump = threading.Thread(target=self._pump, args=(name, stream), daemon=True)
@@ -189,8 +190,8 @@ class LaunchTable:
                 lines = lines + end + text
                 end = "\n"
                 text = ""
-            # A bar of a script, or a question, has no end of line yet: it stands at the head of the
-            # table.
+            # The text of a script's progress bar or question has no line end yet. Show it directly
+            # above the table.
             self._partial[name] = text.rpartition("\r")[2]
             if end:
                 self._console.print(Text.from_ansi(lines), soft_wrap=True)
@@ -218,7 +219,7 @@ class LaunchTable:
             run = read_run(self._events)
         if (
             run is not None and run.at_s >= self._started_s - _CLOCKS_S
-        ):  # not of an earlier run in this folder
+        ):  # otherwise the file is from an earlier run in this folder
             if not run.shown:
                 return Group()
             state = ""

@@ -1,11 +1,9 @@
-"""`jaxcross plan jobs.toml`: which jobs share ranks, in how many pieces and at which shares, from
-their profiles.
+"""`jaxcross plan jobs.toml`: plans which jobs share ranks, and how, from their profiles.
 
-The file has a table for each job; a profile comes from the report of a run of the job alone:
+The file has one table per job. A job's profile comes from the report of a run of this job alone:
 `--profile-of report.json NAME FILE`.
 
-    script = "train.py"        # only for `--launch`: started with the plan and the number of a
-                               group
+    script = "train.py"        # only for `--launch`: receives the plan and a group's number
 
     [[job]]
     name = "large"
@@ -94,7 +92,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan and writes what was asked for; returns 2 for input that cannot be planned."""
+    """Prints the plan and writes the requested files. Returns 2 for input that can't be planned."""
     try:
         _check_options(args)
         if args.profile_of is not None:
@@ -107,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Finds what is wrong before anything is planned, which may take minutes.
+    """Checks the options before anything is planned, because planning may take minutes.
 
     Raises:
         ValueError: An option is wrong.
-        MissingExtraError: A picture is asked for, and matplotlib is not installed.
+        MissingExtraError: `--picture` was given, but matplotlib is not installed.
     """
     from jaxcross.commands.plan_launch import check_cluster
     from jaxcross.errors import require_extra
@@ -137,7 +135,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _reading(what: str, remedy: str) -> Iterator[None]:
-    """Says which file cannot be read, why, and what to do."""
+    """Adds to errors which file can't be read, why, and what to do about it."""
     from jaxcross.errors import clause
 
     try:
@@ -185,7 +183,7 @@ def _plan(args: argparse.Namespace) -> int:
     )
     plan = replace(plan, notes=(*plan.notes, *jobs.notes))
     number = args.group or 0
-    if number >= len(plan.groups):  # before anything is written
+    if number >= len(plan.groups):  # check this before anything is written
         raise ValueError(f"`--group` must be 0 to {len(plan.groups) - 1}, got {number}.")
     print(plan)
     if args.json is not None:

@@ -1,4 +1,4 @@
-"""Files that start the groups of a plan on a cluster: the recipes of deploy/, filled in."""
+"""Writes files that start the groups of a plan on a cluster, from the recipes in deploy/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxcross.plan import Plan, PlannedGroup
 
 KINDS = ("slurm", "mpijob")
 MAX_ARRAY = 1000
-"""Tasks of one array: what Slurm allows by default."""
+"""Most tasks in one array, by Slurm's default."""
 
 
 def write_launch_files(
@@ -25,23 +25,24 @@ def write_launch_files(
     queue: str = "jaxcross",
     accelerators: bool = True,
 ) -> list[Path]:
-    """Writes the plan and files that start `script PLAN GROUP` for each group; returns their paths.
+    """Writes the plan and files that start `script PLAN GROUP` for each group. Returns their paths.
 
-    For Slurm an array for each number of ranks; for the MPI operator an `MPIJob` for each group.
+    For Slurm, writes an array per number of ranks. For the MPI operator, writes an `MPIJob` per
+    group.
 
     Args:
         plan: The plan.
         kind: `slurm` or `mpijob`.
-        folder: Where to write. Paths in the files are relative to the working directory, if this
-            one is; Slurm's tasks run in that directory.
-        script: The script. It gets the plan's file and a group's number, and runs the jobs of that
-            group.
+        folder: Where to write. If it is relative to the working directory, so are the paths in the
+            files; Slurm's tasks run in that directory.
+        script: The script. It receives the plan's file and a group's number, and runs the jobs of
+            that group.
         queue: The Kueue queue of each `MPIJob`.
-        accelerators: Whether each rank needs one.
+        accelerators: Whether each rank needs an accelerator.
 
     Raises:
-        ValueError: `kind` or `queue` is something else, or there is no script.
-        OSError: A file cannot be written.
+        ValueError: `kind` or `queue` is invalid, or there is no script.
+        OSError: A file can't be written.
     """
     check_cluster(kind, queue)
     check_script(script)
@@ -58,10 +59,10 @@ def write_launch_files(
 
 
 def check_cluster(kind: str, queue: str) -> None:
-    """Makes sure that files can be written for a cluster.
+    """Checks that files can be written for this kind of cluster and queue.
 
     Raises:
-        ValueError: They cannot, or the queue's name is not one.
+        ValueError: The kind is unknown, or the queue's name is invalid.
     """
     if kind not in KINDS:
         raise ValueError(f"`--launch` writes files for {' or '.join(KINDS)}, got `{kind:.60}`.")
@@ -70,11 +71,7 @@ def check_cluster(kind: str, queue: str) -> None:
 
 
 def check_script(script: str) -> None:
-    """Makes sure that there is a script to start.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Checks that there is a script to start; otherwise ValueError."""
     if not script or not script.isprintable():
         raise ValueError(
             '`--launch` needs the script that runs a group: `script = "train.py"` in the file of '
@@ -83,7 +80,7 @@ def check_script(script: str) -> None:
 
 
 def _arrays(plan: Plan, script: str, file: Path, accelerators: bool) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each array."""
+    """Yields the name and the text of each array's file."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, group in enumerate(plan.groups):
         buckets[group.ranks].append(number)
@@ -123,7 +120,7 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
 
 
 def _manifests(plan: Plan, script: str, file: Path, queue: str) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each `MPIJob`."""
+    """Yields the name and the text of each `MPIJob`'s file."""
     for number, group in enumerate(plan.groups):
         yield f"group-{number}.yaml", _manifest(group, number, script, file, queue)
 
@@ -150,7 +147,7 @@ def _manifest(group: PlannedGroup, number: int, script: str, file: Path, queue: 
 
 
 def _recipe(name: str) -> str:
-    """Returns the text of a recipe: of the checkout, or of the wheel."""
+    """Returns the text of a recipe, from the checkout or from the wheel."""
     package = Path(__file__).parents[1]
     places = [package.parent / "deploy" / name, package / "_deploy" / name]
     found = next((place for place in places if place.is_file()), None)
@@ -160,7 +157,7 @@ def _recipe(name: str) -> str:
 
 
 def _replaced(text: str, changes: dict[str, str]) -> str:
-    """Makes changes to a recipe, each at the one place that has its text."""
+    """Applies changes to a recipe. The text to replace must occur exactly once."""
     for old, new in changes.items():
         if text.count(old) != 1:
             raise InternalError(f"the recipe has {text.count(old)} places with {old!r}, not one")

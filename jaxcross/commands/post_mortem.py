@@ -1,6 +1,4 @@
-"""`jaxcross doctor --post-mortem DIR`: what each rank was in when it ended, and which one ended
-first.
-"""
+"""`jaxcross doctor --post-mortem DIR`: what each rank was doing at its end, and which was first."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(folder: Path) -> int:
-    """Prints the post-mortem of a folder; returns 1 if there is nothing to read, else 0. Does not
-    communicate.
-    """
+    """Prints the post-mortem of a folder. Returns 1 if there is nothing to read, otherwise 0."""
     from jaxcross.report.event_files import read
 
     skipped: dict[int, str] = {}
@@ -31,7 +27,7 @@ def run(folder: Path) -> int:
 
 
 def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, str]) -> None:
-    """Prints the table and the verdict; `skipped` says by rank why its file was not read."""
+    """Prints the table and the verdict. `skipped` says, by rank, why its file was not read."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -1,7 +1,6 @@
-"""Runs a rank's script, as `python -m mpi4py` does: `python -m jaxcross.commands.rank train.py
-...`.
+"""Runs a rank's script: `python -m jaxcross.commands.rank train.py ...`, like `python -m mpi4py`.
 
-A rank that Ctrl-C reaches before `jaxcross.initialize()` has returned ends with code 130 and
+If Ctrl-C reaches a rank before `jaxcross.initialize()` has returned, the rank exits with code 130,
 without the traceback of what it was importing: `jaxcross launch` says in one line that the run was
 stopped before its start.
 """
@@ -18,19 +17,19 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Runs the command line's script or module.
+    """Runs the script or module of the command line.
 
     Raises:
         SystemExit: With the script's own exit code; 130 after Ctrl-C.
     """
     install_interrupt()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `supervise` has blocked it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by `supervise`
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if (
             sys.excepthook is not sys.__excepthook__
-        ):  # that of a world, which names the rank and ends the others
+        ):  # a world has installed its hook, which names the rank and terminates the others
             raise
         raise SystemExit(INTERRUPTED) from None
 

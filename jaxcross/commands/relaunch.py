@@ -1,4 +1,4 @@
-"""Starts the ranks of `jaxcross launch` again after a lost rank or host, as `restart` decides."""
+"""Restarts the ranks of `jaxcross launch` after a lost rank or host, as `restart` decides."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord
 
 SPEAK_S = 15.0
-"""Seconds after which `mpirun` is ended, once ranks have reported a lost one: Open MPI's waits
-forever for a host.
+"""Seconds after which a stuck `mpirun` is killed, once ranks have reported a lost rank. Open MPI's
+`mpirun` waits forever for a host.
 """
 
 
@@ -30,7 +30,7 @@ class Ended:
     Attributes:
         code: The exit code.
         stopped: Whether this process received a signal to stop.
-        records: The ranks' event files, if it failed.
+        records: The ranks' event files, if the run failed.
         explained: Whether the ranks' own output says why it failed.
     """
 
@@ -42,12 +42,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The event files of a run that goes on, or has ended.
+    """The event files of a run, in progress or ended.
 
     Attributes:
         events: Their folder.
-        earlier: The run whose files lay there before: `latest_run`.
-        hosts: The hosts that share the ranks equally; none for this machine.
+        earlier: The run whose files were there before, by `latest_run`.
+        hosts: The hosts that share the ranks equally; empty for this machine.
         ranks: Number of ranks.
     """
 
@@ -57,19 +57,15 @@ class RunFiles:
     ranks: int
 
     def read(self) -> Sequence[RankRecord]:
-        """Reads the ranks' records. Other programs have none, and ranks that have not joined
-        yet.
-        """
+        """Reads the records of the ranks that have joined. Other programs have none."""
         return [record for record in _read(self.events) if record.run != self.earlier]
 
     def is_stuck(self) -> bool:
-        """Whether ranks reported a lost one so long ago that `mpirun` should have ended."""
+        """Whether ranks have reported a lost rank so long ago that `mpirun` should have ended."""
         return any(r.words == "reported" and r.last_s < time.time() - SPEAK_S for r in self.read())
 
     def signal(self, number: int) -> bool:
-        """Sends a signal to all ranks on their hosts, without waiting; returns False if none has
-        joined yet.
-        """
+        """Sends a signal to all ranks without waiting. Returns False if none has joined."""
         pids: dict[str, list[int]] = {}
         for record in self.read():
             pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(
@@ -80,7 +76,7 @@ class RunFiles:
 
 
 def latest_run(events: Path) -> str:
-    """Returns the name of the run that wrote last into a folder; empty if there is none."""
+    """Returns the name of the run that last wrote to a folder; empty if there is none."""
     return next((record.run for record in _read(events)), "")
 
 
@@ -96,8 +92,9 @@ def _read(events: Path) -> Sequence[RankRecord]:
 def run_until_over(
     args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]
 ) -> Ended:
-    """Runs, and after each lost rank or host decides whether to run again, where, and when. Returns
-    the last end.
+    """Runs, and after each lost rank or host decides whether, where and when to run again.
+
+    Returns how the last run ended.
     """
     from jaxcross.commands.restart import Progress, decide, judge_end
 

@@ -1,7 +1,7 @@
-"""Decides whether `jaxcross launch --max-restarts` starts a run again, and where. Pure.
+"""Decides whether and where `jaxcross launch --max-restarts` restarts a run. Pure.
 
-A run that lost a rank goes on from its checkpoints. A run that a person or a batch system stopped,
-or that an exception ended, does not: it would end in the same way.
+A run that has lost a rank resumes from its checkpoints. A run that was stopped by a person or a
+batch system, or that an exception ended, isn't restarted, because it would end in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord, SavedPart
 
 _BY_SIGNAL = 128
-# `mpirun` of MPICH ends with the number itself where a rank was killed.
+# MPICH's `mpirun` exits with the signal's number itself if a rank was killed.
 _KILLED = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
 # The reason that a rank gives to all others after an exception (`jaxcross.health.abort`).
 _RAISED = re.compile(r"rank \d+ failed (with|in thread) ")
@@ -24,12 +24,12 @@ _RAISED = re.compile(r"rank \d+ failed (with|in thread) ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """The end of one run.
+    """How a run ended.
 
     Attributes:
-        kind: `done`; `stopped` by a signal; `own`: an exception or exit code of the script; `lost`:
-            a rank or a host.
-        reason: One clause.
+        kind: `done`; `stopped` by a signal; `own`: by the script's own exception or exit code;
+            `lost`: by the loss of a rank or a host.
+        reason: The reason, as a clause.
     """
 
     kind: Literal["done", "stopped", "own", "lost"]
@@ -38,10 +38,10 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The newest checkpoints of all jobs, and the runs in a row that added none.
+    """The newest checkpoints of all jobs, and how many runs in a row haven't added any.
 
     Attributes:
-        newest: The newest checkpoint that is complete on all ranks, by job.
+        newest: By job, the newest checkpoint that is complete on all ranks.
         idle_runs: Number of runs that have ended since the last new checkpoint.
     """
 
@@ -71,12 +71,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The next action, and a sentence that says why.
+    """What to do next, and why.
 
     Attributes:
-        action: `restart`, `wait` for hosts, or `end`.
-        reason: The sentence, without a full stop.
-        hosts: The hosts to start ranks on; empty if hosts were not named.
+        action: `restart`, `wait` for hosts and then restart, or `end`.
+        reason: The reason, as a sentence without a full stop.
+        hosts: The hosts to start ranks on; empty if no hosts were named.
     """
 
     action: Literal["restart", "wait", "end"]
@@ -85,9 +85,7 @@ class Decision:
 
 
 def complete_checkpoints(records: Sequence[RankRecord]) -> dict[str, SavedPart]:
-    """Returns for each job the newest checkpoint of which all ranks have written, or read, their
-    parts.
-    """
+    """Returns each job's newest checkpoint of which all ranks have written or read their parts."""
     jobs = {job for record in records for job in record.saved}
     oldest = {
         job: min((record.saved[job] for record in records), key=lambda part: part.name)
@@ -109,7 +107,7 @@ def judge_end(
         code: The exit code of `mpirun`.
         stopped: Whether the launcher itself received a signal to stop.
         records: The ranks' event files.
-        missing: Hosts that do not answer.
+        missing: Hosts that don't answer.
     """
     from jaxcross.report.post_mortem import verdict
 
@@ -149,17 +147,16 @@ def decide(
     last: Sequence[str] = (),
     same_ranks: bool = False,
 ) -> Decision:
-    """Returns what to do after a run that ended so.
+    """Decides what to do after a run.
 
     Args:
         end: How the run ended.
-        progress: The checkpoints after it.
-        max_restarts: Number of runs in a row that may end without a new checkpoint and be started
-            again.
+        progress: The checkpoints after the run.
+        max_restarts: Number of restarts in a row that may bring no new checkpoint.
         hosts: All hosts that were named.
-        missing: Those that do not answer.
+        missing: Hosts that don't answer.
         last: The hosts of the run that has ended.
-        same_ranks: Whether to wait for a missing host although another number of ranks could go on.
+        same_ranks: Whether to wait for a missing host even if fewer ranks could resume.
     """
     if end.kind != "lost":
         return Decision(action="end", reason=f"not started again: {end.reason or 'it is done'}")
@@ -171,7 +168,7 @@ def decide(
     count = f"{progress.idle_runs} of {max_restarts} restarts without a new checkpoint"
     left = [host for host in hosts if host not in missing]
     fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
-    if fixed and set(last) <= set(left):  # they may be fewer than were named
+    if fixed and set(last) <= set(left):  # `last` may be fewer hosts than were named
         return Decision(action="restart", reason=f"goes on {progress} ({count})", hosts=last)
     if not missing:
         return Decision(action="restart", reason=f"goes on {progress} ({count})", hosts=hosts)
@@ -198,7 +195,7 @@ def decide(
 
 
 def _of_mpi(text: str) -> bool:
-    """Whether an exception is MPI's own: it could not reach a rank."""
+    """Whether an exception comes from MPI itself, because it couldn't reach a rank."""
     return " with Exception: " in text and "MPI" in text
 
 

@@ -1,6 +1,4 @@
-"""How a run of `jaxcross launch` ended: whether its ranks have said it, and the words for what they
-have not.
-"""
+"""How a run of `jaxcross launch` ended, and what to print if its ranks haven't explained it."""
 
 from __future__ import annotations
 
@@ -18,16 +16,14 @@ if TYPE_CHECKING:
 _STOPPED = (130, 143)
 _BY_SIGNAL = 128
 _STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
-"""Last records of ranks that were stopped; any other record together with such an exit code is a
+"""Last records of ranks that were stopped. With any other last record, such an exit code means a
 crash.
 """
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM an exception, so that what was started is ended and what was written for it
-    removed.
-    """
+    """Turns SIGTERM into an exception, so that processes are ended and temporary files removed."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(_BY_SIGNAL + number)
@@ -40,12 +36,12 @@ def terminable() -> Iterator[None]:
 
 
 def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
-    """Returns how a run was stopped where its ranks cannot have said it; "" for all others. Pure.
+    """Returns how a run was stopped, if its ranks can't have said so; "" otherwise. Pure.
 
     Args:
         code: The exit code.
         stops: Number of signals to stop that the launcher received.
-        records: The ranks' event files: none before all ranks have joined.
+        records: The ranks' event files; empty until the ranks have joined.
     """
     if code not in _STOPPED:
         return ""
@@ -55,8 +51,8 @@ def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
 
 
 def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
-    """Whether the ranks' own output says how the run ended: they came through, were stopped, or one
-    raised. Pure.
+    """Whether the ranks' own output explains how the run ended: they all finished, were stopped, or
+    one of them raised. Pure.
     """
     if code == 0 or code in _STOPPED:
         return all(record.words in _STOPPED_RECORDS for record in records)
@@ -68,13 +64,13 @@ def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
 
 
 def explain(records: Sequence[RankRecord], events: Path) -> None:
-    """Prints the post-mortem, and where the files are."""
+    """Prints the post-mortem, and where the event files are."""
     from jaxcross.commands.post_mortem import show
     from jaxcross.report.event_files import read
 
     if not records:
         with suppress(OSError):
-            events.rmdir()  # if it is empty
+            events.rmdir()  # fails unless it is empty
         return
     skipped: dict[int, str] = {}
     with suppress(OSError, ValueError):

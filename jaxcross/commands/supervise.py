@@ -1,9 +1,11 @@
-"""Supervises a rank: `python supervise.py SECONDS command ...`. Standard library only, one thread.
+"""Supervises a rank: `python supervise.py SECONDS command ...`.
 
-`mpirun` ends all ranks the moment that one dies by itself, before the others can report what they
+Uses only the standard library and one thread.
+
+`mpirun` terminates all ranks as soon as one dies by itself, before the others can report what they
 waited for. So `mpirun` starts this process, and the rank is its child. If the rank fails, this
-process stays while other ranks may miss the rank, some seconds at most, then ends in the same way.
-It forwards signals, and the rank never outlives it.
+process stays for as long as other ranks may be waiting for the rank, up to a number of seconds, and
+then ends in the same way as the rank did. It forwards signals, and the rank never outlives it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _POLL_S = 0.5
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Runs the command, and ends as it did."""
+    """Runs the command, and ends in the same way as the command did."""
     stay_s = float(arguments[0])
     command = arguments[1:]
     # No signal may arrive between the fork and the handlers that forward signals to the child.
@@ -37,24 +39,23 @@ def main(arguments: Sequence[str]) -> NoReturn:
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    # The child is not reaped yet: its process id stays its own until the handlers are gone, so that
-    # no signal can reach another process.
+    # Don't reap the child yet. Its process id then remains taken until the handlers are removed, so
+    # that we can't forward a signal to an unrelated process.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     _, status = os.waitpid(child, 0)
     deadline = time.monotonic() + stay_s
     while status != 0 and time.monotonic() < deadline and _missed(child):
-        signal.sigtimedwait((), _POLL_S)  # a signal that arrives here ends the process at once
+        signal.sigtimedwait((), _POLL_S)  # a signal that arrives now ends this process at once
     _end_like(status)
 
 
 def _missed(child: int) -> bool:
-    """Whether some rank may wait for this one: another one of its run lives here, or is on another
-    host.
+    """Whether some rank of the run may be waiting for this one, here or on another host.
 
-    The event files tell. Without a folder of event files any rank may wait; a rank without a file
-    has never joined.
+    The event files tell. Without a folder of event files, assume that some rank may be waiting. If
+    there is a folder but this rank has no file in it, it has never joined, so none is.
     """
     folder = os.environ.get("JAXCROSS_EVENTS")
     if folder is None:
@@ -105,12 +106,12 @@ def _lives(pid: object) -> bool:
 
 def _become(command: Sequence[str], parent: int) -> NoReturn:
     try:
-        os.setpgid(0, 0)  # signals for the group reach the child through its parent, once
+        os.setpgid(0, 0)  # signals for the group reach the child only once, through its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        # Ctrl-C would end an interpreter that is starting with a traceback of its own imports:
-        # `rank` unblocks it.
+        # While an interpreter is starting, Ctrl-C would end it with a traceback of its own imports.
+        # So we leave SIGINT blocked, and `rank` unblocks it.
         held = {signal.SIGINT} if _RANK in command else set()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - held)
         os.execvp(command[0], list(command))

@@ -1,8 +1,8 @@
 """`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with all
-choices, a few at a time.
+combinations of values, a few at a time.
 
-The script defines `train(job, lr, ...)`. Started again with the same folder, the sweep goes on
-where it stood.
+The script defines `train(job, lr, ...)`. If you start the sweep again with the same folder, it
+resumes from where it was.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the ranks as `jaxcross launch` does, and returns their exit code; 2 for a command that
-    cannot be meant.
-    """
+    """Starts ranks like `jaxcross launch`. Returns their exit code, or 2 for a wrong command."""
     try:
         grid = parsed(args.values)
         _check_numbers(args)
@@ -87,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Makes sure that the numbers are in range, before any rank starts.
+    """Checks the numbers before any rank starts.
 
     Raises:
-        ValueError: One is too small; says which.
+        ValueError: A number is too small; the text says which.
     """
     for name, least in (("concurrent", 1), ("trials", 1), ("seed", 0)):
         value = getattr(args, name)
@@ -102,7 +100,7 @@ def parsed(texts: list[str]) -> dict[str, list[Any]]:
     """Returns the grid that `--set lr=0.1,0.2 --set width=32` describes. Pure.
 
     Raises:
-        ValueError: A text is not of that form, or names a parameter twice.
+        ValueError: A text doesn't have this form, or a parameter occurs twice.
     """
     grid: dict[str, list[Any]] = {}
     for text in texts:
@@ -145,7 +143,7 @@ def split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """Returns a value as Python or JSON writes it; else the text itself."""
+    """Parses a value in Python's or JSON's notation. Returns the text itself if it is neither."""
     if text in _WORDS:
         return _WORDS[text]
     try:
@@ -165,11 +163,10 @@ def _value(text: str) -> Any:
 
 
 def check_script(script: Path, names: list[str]) -> None:
-    """Makes sure that a script defines a `train` that takes these parameters, as far as its text
-    shows it.
+    """Checks that a script defines a `train` with these parameters, as far as its text shows.
 
     Raises:
-        ValueError: It does not, or cannot be read.
+        ValueError: It doesn't, or the script can't be read.
     """
     try:
         tree = ast.parse(script.read_text(), filename=str(script))
@@ -199,7 +196,7 @@ def check_script(script: Path, names: list[str]) -> None:
         )
     train = defined.get("train")
     if train is None or train.decorator_list:
-        return  # its ranks will see
+        return  # we can't tell from the text; the ranks will check
     positional = [each.arg for each in (*train.args.posonlyargs, *train.args.args)][1:]
     keywords = [each.arg for each in train.args.kwonlyargs]
     unknown = [name for name in names if name not in (*positional, *keywords)]

@@ -1,6 +1,6 @@
 """`jaxcross top DIR`: shows a run from another terminal, by its folder of events.
 
-On a terminal the table is drawn again and again until the run ends; elsewhere it is printed once.
+On a terminal, the table is redrawn until the run ends. Otherwise it is printed once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the run until it ends, or the user has seen enough. Returns 1 if the folder holds none.
-    Never hangs.
+    """Shows the run until it ends or the user interrupts. Never hangs.
+
+    Returns 1 if the folder holds no run.
     """
     from rich.console import Console
 
@@ -83,7 +84,7 @@ def _follow(look: Callable[[], RunState], console: Console) -> RunState:
 
 
 def shown(state: RunState, console: Console) -> RenderableType:
-    """Returns what is shown of a run: its table, or where its ranks are if no jobs were run."""
+    """Returns the table of a run, or what its ranks are doing if no jobs have been run."""
     from rich.text import Text
 
     from jaxcross.commands.live_table import table_of

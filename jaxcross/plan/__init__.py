@@ -1,25 +1,25 @@
-"""Decisions about a run before it starts, from what was measured of its jobs.
+"""Decisions that are made before a run starts, based on measurements of its jobs.
 
-    profile       what one step of a job takes, segment by segment, alone
+    profile       how long one step of a job takes, segment by segment, when the job runs alone
     contention    how much computations and exchanges slow each other down on a machine
-    twin          a run predicted from these: the real interleaver on a virtual clock
-    difference    where a run took longer than its prediction
+    twin          predicts a run from these two: the real interleaver on a virtual clock
+    difference    explains where a run took longer than its prediction
     memory        how many bytes jobs need together, and how many a rank may use
     groups        which jobs share devices
-    rates         in how many pieces and at which shares the jobs of a group run, so that none
-                  starves
+    rates         into how many pieces to cut the jobs of a group, and which shares to give them, so
+                  that none of them starves
     plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table`
                   prints it)
     make_plan     `make` makes a plan from profiles
-    profiled_cut  `cut` chooses the cut of a step that runs alone, from its profiles
-    jobs_file     the jobs of a plan, as a person writes them down (`bounded` reads files of a
+    profiled_cut  `cut` chooses the cut of a step that runs alone, based on its profiles
+    jobs_file     the jobs of a plan, in a file that people write (`bounded` reads files of a
                   limited size)
-    compression   the least compression with which the exchanges of all jobs hide behind computation
-    estimate      how much faster equal jobs run next to each other, from the cost of one step
+    compression   the least compression that hides the exchanges of all jobs behind computation
+    estimate      how much faster equal jobs run alongside each other, from the cost of one step
                   (`step_cost`)
 
-A plan needs no ranks, no device and no `World`. Only `compression` knows arrays: it traces steps by
-their types.
+Making a plan needs no ranks, no device and no `World`. Only `compression` uses JAX: it traces steps
+by the types of their arrays.
 """
 
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ __all__ = [
     "predict_group",
 ]
 
-if not TYPE_CHECKING:  # what knows arrays is imported on first use: the rest runs without JAX
+if not TYPE_CHECKING:  # modules that need JAX are imported on first use, so the rest runs without
     __getattr__, *_ = on_first_use(__name__)
 
 

@@ -1,4 +1,4 @@
-"""Text from files that users give: no larger than what they are to hold can be."""
+"""Reads text files that users provide, up to the largest size that valid content can have."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def read_text(path: Path, most: int) -> str:
     """Returns the text of a file of at most `most` bytes.
 
     Raises:
-        ValueError: It is larger.
-        OSError: It cannot be read.
+        ValueError: The file is larger.
+        OSError: The file can't be read.
     """
     if path.stat().st_size > most:
         raise ValueError(f"it has more than {most} bytes")
@@ -24,11 +24,11 @@ def read_text(path: Path, most: int) -> str:
 
 
 def load(path: Path, what: str, parse: Callable[[str], T], *, most: int) -> T:
-    """Returns what `parse` makes of the text of a file.
+    """Returns what `parse` makes of a file's text.
 
     Raises:
-        ValueError: The file is not `what`: `parse` raised, or it has more than `most` bytes.
-        OSError: It cannot be read.
+        ValueError: The file isn't `what`: `parse` raised, or the file has more than `most` bytes.
+        OSError: The file can't be read.
     """
     try:
         return parse(read_text(path, most))

@@ -1,4 +1,9 @@
-"""Chooses the least compression with which the network is not the bottleneck of a set of jobs."""
+"""Chooses the least compression with which a set of jobs isn't limited by the network.
+
+Each job starts with the plain mean and moves along a list of exchanges that lose more and more,
+until the exchanges of all jobs fit behind their computation. The bytes of each exchange come from
+tracing its update by types, so nothing is compiled or run.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +34,22 @@ from jaxcross.wire.bytes import wire_bytes
 from jaxcross.wire.recognise import recognise
 
 _MOST_BYTES = 2
-"""Times the bytes of its parameters that a step exchanges as a mean, at most: statistics and
-metrics come on top.
+"""How many times the bytes of its parameters a step may exchange and still count as a plain mean.
+Statistics and metrics are exchanged in addition to the gradients.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCost:
-    """Cost of one job's step, as it was measured with the plain mean.
+    """Cost of one job's step, measured with the plain mean as its exchange.
 
     Attributes:
         name: Name of the job, for the explanation.
         compute_s: Seconds of device time that the step's computation takes (c).
         exchange_s: Seconds of network time that the step's exchanges take (m).
         params: Parameters of the job, or their shapes (`jax.ShapeDtypeStruct`).
-        profile: The profile that says the seconds, with which the choice compares ranks and bytes;
-            None for numbers.
+        profile: The profile that the seconds come from. The choice checks its ranks and bytes. None
+            if the seconds were given as numbers.
     """
 
     name: str
@@ -55,7 +60,7 @@ class JobCost:
 
     @classmethod
     def of(cls, profile: Profile, params: PyTree) -> Self:
-        """Returns the cost that a profile of the job alone says, for parameters or their shapes."""
+        """Returns the cost that a profile of the job states, for its parameters or their shapes."""
         return cls(
             name=profile.name,
             compute_s=profile.compute_s,
@@ -65,11 +70,11 @@ class JobCost:
         )
 
     def check(self, ranks: int) -> None:
-        """Makes sure that the profile, if there is one, is of these parameters' plain mean on so
-        many ranks.
+        """Checks that the profile, if there is one, was measured with these parameters' plain mean
+        and this number of ranks.
 
         Raises:
-            ValueError: It is of something else.
+            ValueError: It was measured with something else.
         """
         if self.profile is None:
             return
@@ -93,8 +98,8 @@ class JobCost:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Exchange to choose from: its name, and how it is made for an axis. Its step that sends most
-    is its cost.
+    """An exchange to choose from: its name, and how it is made for an axis. If its steps differ,
+    the step that sends most counts as its cost.
     """
 
     name: str
@@ -109,7 +114,7 @@ CANDIDATES = (
     Candidate("top_k, 1%", partial(top_k, 0.01)),
     Candidate("top_k, 0.1%", partial(top_k, 0.001)),
 )
-"""Exchanges in the order of what they lose, from nothing to most."""
+"""Exchanges ordered by how much they lose, starting with the exact mean."""
 
 
 def choose_compression(
@@ -121,30 +126,29 @@ def choose_compression(
     candidates: Sequence[Candidate] = CANDIDATES,
     log: Callable[[str], object] = print,
 ) -> tuple[optax.GradientTransformation, ...]:
-    """Chooses the least compression with which the jobs' exchanges take at most `target` of their
-    computation.
+    """Chooses the least compression with which exchanges take at most `target` of computation.
 
-    In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c:
-    compressing further buys nothing and costs accuracy. All jobs begin with the first candidate.
-    While sum m exceeds `target` times sum c, the job whose next candidate that sends less is the
-    earliest in the list moves on to it (of several such jobs, the one that saves most). At the end
-    every job steps back as far as the target allows.
+    In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c.
+    Compressing further gains nothing and costs accuracy. So all jobs start with the first
+    candidate. While sum m exceeds `target` times sum c, one job moves on to its next candidate that
+    sends less: the job for which that candidate comes earliest in the list or, among several, the
+    one that saves most. At the end, every job steps back as far as the target allows.
 
-    A job's m is taken to shrink as its bytes do, those of a step cut as by default: latency and the
-    computation of the compression itself are not predicted. Measure the resulting run. A candidate
-    that raises ValueError for a job, as for leaves of integers, is left out for this job, and the
-    explanation names it.
+    We assume that a job's m shrinks in proportion to its bytes, with the default cut. Latency and
+    the computation of the compression itself are not predicted, so measure the resulting run. A
+    candidate that raises ValueError for a job, e.g. for integer leaves, is left out for this job,
+    and the explanation names it.
 
-    Does not wait or communicate. The choice is the same on every rank only if the costs are: take
-    those of a report, which is the same on every rank.
+    Does not wait or communicate. The choice is the same on every rank only if the costs are, so
+    take them from a report, which is identical across ranks.
 
     Args:
         target: Wanted ratio of sum m to sum c; at 1 the exchanges just hide.
         jobs: Cost of each job's step.
-        axes: Name of the one axis over which the gradients are exchanged; several are refused.
+        axes: Name of the axis over which the gradients are exchanged. Several axes are refused.
         ranks: Number of ranks along that axis.
-        candidates: Exchanges to choose from, from the one that loses least to the one that loses
-            most.
+        candidates: Exchanges to choose from, ordered from the one that loses least to the one that
+            loses most.
         log: Called once, with an explanation of the choice.
 
     Returns:
@@ -153,7 +157,7 @@ def choose_compression(
     Raises:
         ValueError: If there are no jobs or no candidates, if the target or a time is not positive,
             if `axes` names several axes, if `ranks` is not a whole number, if the first
-            candidate rejects a job's leaves, or if a profile is of another step or of another
+            candidate rejects a job's leaves, or if a profile is of another step or of a different
             number of ranks.
 
     Example:
@@ -185,7 +189,7 @@ def choose_compression(
 
     refused: list[str] = []
     seconds = []
-    known: dict[Hashable, list[int | ValueError]] = {}  # trials of one model are traced once
+    known: dict[Hashable, list[int | ValueError]] = {}  # jobs with the same model are traced once
     for job in jobs:
         types, treedef = jax.tree.flatten(_types(job.params))
         model = treedef, tuple(types)
@@ -207,12 +211,12 @@ def choose_compression(
 def _received(
     exchanges: Sequence[optax.GradientTransformation], params: PyTree, axis: Hashable, ranks: int
 ) -> Iterator[int | ValueError]:
-    """Yields the bytes of each exchange, or why it refuses the parameters."""
+    """Yields the bytes of each exchange, or its error if it rejects the parameters."""
     for n, tx in enumerate(exchanges):
         try:
             yield received_bytes(tx, params, axis, ranks)
         except ValueError as error:
-            if n == 0:  # all others are compared with the first one
+            if n == 0:  # all other candidates are compared with the first one, so it must work
                 raise
             yield error
 
@@ -220,11 +224,10 @@ def _received(
 def received_bytes(
     tx: optax.GradientTransformation, params: PyTree, axis_name: Hashable, ranks: int
 ) -> int:
-    """Returns the bytes that one rank receives in an update of `tx`, cut as by default, by the
-    wire's formulas.
+    """Returns the bytes that one rank receives per update of `tx`, by the wire's formulas.
 
-    Where the steps of an exchange differ, the one that sends most counts: the densest stage of a
-    warm-up, the end of a round of local steps.
+    Assumes the default cut. If the steps of an exchange differ, the step that sends most counts,
+    e.g. the densest stage of a warm-up, or the end of a round of local steps.
     """
     axes: dict[Any, int] = {axis_name: ranks}
     variants = _variants(trace_update(tx, params, axes))
@@ -234,10 +237,10 @@ def received_bytes(
 def trace_update(
     tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Any, int]
 ) -> Traced:
-    """Traces an update of `tx` by types alone. The result cannot be run: there is no wire.
+    """Traces an update of `tx` by types alone. The result can't be run, because it has no wire.
 
     Args:
-        tx: Exchange over `axes`; its `init` may ask for their sizes, too.
+        tx: Exchange over `axes`. Its `init` may query their sizes, too.
         params: Arrays, or their types.
         axes: Number of ranks along each axis.
     """
@@ -253,7 +256,7 @@ def _types(params: PyTree) -> PyTree:
 
 
 class _NoWire:
-    """`Wire` that recognises exchanges and cannot run them."""
+    """A `Wire` that recognises exchanges but can't run them."""
 
     def recognise(self, eqn: Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         return recognise(eqn, axes)
@@ -266,7 +269,7 @@ class _NoWire:
 
 
 def _variants(traced: Traced) -> Iterator[Traced]:
-    """Yields the step for every outcome of its conditions on counters."""
+    """Yields one variant of the step for each outcome of its conditions on counters."""
     if traced.undecided is None:
         yield traced
     else:
@@ -284,16 +287,17 @@ def _predicted_seconds(job: JobCost, nbytes: Sequence[float]) -> list[float]:
 
 
 def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> list[int]:
-    """Returns a candidate for each job, so that their seconds sum up to `budget_s` at most, where
-    that is possible.
+    """Returns a candidate for each job, so that their seconds add up to at most `budget_s`.
+
+    If no choice fits the budget, every job ends up with its strongest compression.
 
     Args:
         seconds: Predicted exchange time of each job (row) with each candidate (column).
         budget_s: Time that the exchanges of all jobs may take together.
     """
     chosen = [0] * len(seconds)
-    # A job that must skip candidates waits for those that need not: the job moves whose next
-    # candidate is the earliest.
+    # The job whose next useful candidate comes earliest moves first. So a job that has to skip
+    # candidates (because they send no less) waits until the others have caught up.
     while _total(seconds, chosen) > budget_s:
         moves = [
             (n, step)
@@ -306,7 +310,7 @@ def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> l
             moves, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][chosen[s[0]]])
         )
         chosen[job] = step
-    # The last move of one job may have made an earlier move of another one superfluous.
+    # The last move of one job may have made an earlier move of another job unnecessary.
     for job in sorted(range(len(chosen)), key=lambda n: -chosen[n]):
         for step in range(chosen[job]):
             gentler = [*chosen[:job], step, *chosen[job + 1 :]]

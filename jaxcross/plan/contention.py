@@ -1,4 +1,4 @@
-"""The contention of computations and exchanges on a machine, by the rate of its link."""
+"""How much computations and exchanges slow each other down on a machine, by the link's rate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxcross.plan import bounded
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
-"""Relative difference up to which two rates are one: measured rates differ by as much from run to
-run.
+"""Relative difference up to which we treat two rates as the same. Measured rates vary by about this
+much from run to run.
 """
 
 
@@ -24,10 +24,11 @@ class MachineContention:
     """Contention measured on one machine at several rates of its link.
 
     Attributes:
-        measured: Megabits per second and the contention there, in ascending order of rates.
+        measured: Pairs of a rate in Mbit/s and the contention at that rate, in ascending order of
+            rates.
 
     Raises:
-        ValueError: There is no point, or the rates do not ascend.
+        ValueError: There is no point, or the rates are not positive and ascending.
     """
 
     measured: tuple[tuple[float, Contention], ...]
@@ -40,8 +41,10 @@ class MachineContention:
             )
 
     def at(self, mbps: float) -> Contention:
-        """Returns the contention at a rate: linear between two that were measured, the nearest one
-        outside.
+        """Returns the contention at a rate.
+
+        Interpolates linearly between two measured rates. Outside the measured range, returns the
+        contention at the nearest measured rate.
         """
         rates = [rate for rate, _ in self.measured]
         above = bisect_left(rates, mbps)
@@ -55,7 +58,7 @@ class MachineContention:
         )
 
     def with_point(self, mbps: float, there: Contention) -> Self:
-        """Returns the same with one more rate, in place of what was measured at about this one."""
+        """Returns a copy with a point added, which replaces points at about the same rate."""
         others = [point for point in self.measured if abs(point[0] - mbps) > _SAME * mbps]
         return type(self)(
             measured=tuple(sorted([*others, (mbps, there)], key=lambda point: point[0]))
@@ -66,8 +69,8 @@ class MachineContention:
         """Reads a file that `jaxcross contention` wrote.
 
         Raises:
-            ValueError: The file holds something else, or is larger than it can be.
-            OSError: The file cannot be read.
+            ValueError: The file holds something else, or is too large.
+            OSError: The file can't be read.
         """
         what = "the contention of a machine"
         return bounded.load(
@@ -86,7 +89,7 @@ class MachineContention:
         """Reads what `to_json` returned.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: `points` is something else.
         """
         if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
             raise ValueError("contention is a list of points: mbps, compute, exchange")
@@ -118,6 +121,6 @@ TWO_CORES = MachineContention(
         (2000.0, Contention(compute=1.37, exchange=1.22)),
     )
 )
-"""A ResNet-50 step next to exchanges of its 102 MB, MPICH, one core a host
+"""Measured with a ResNet-50 step alongside exchanges of its 102 MB, MPICH, one core per host
 (`benchmarks/exchange_cost.py`).
 """

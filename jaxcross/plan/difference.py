@@ -1,5 +1,26 @@
-"""The difference between a predicted run and the run that was made: where each part of a longer
-round came from.
+"""Explains why a run was slower than predicted: attributes the longer round to causes.
+
+The twin predicts a run from profiles, so when the real run is slower, one of the inputs was wrong
+or the run lost time that the twin doesn't model. To find out which, `difference` replaces one input
+of the prediction after the other by what the run measured, and predicts the same steps again each
+time:
+
+1. the seconds of computation,
+2. the seconds of exchange,
+3. the contention between the two lanes,
+4. the time between a step's return and the job's next call.
+
+Each replacement moves the predicted period, and the increase is that input's part of the
+difference. What remains is attributed to the time that the run lost to votes, peers, dispatch and
+input beyond the last prediction, and whatever is left after that is `unexplained`.
+
+**Contention or slower work.** Steps 1 to 3 need the run's pace: how much work a lane gets done per
+second while the other lane is busy. A segment that took longer than its profile says may have been
+slowed down by the other lane, or may have had more work to do. Its span alone doesn't tell which.
+If a job's segments differ in how much of them ran alongside the other lane, a least-squares fit
+separates the two effects. In a run that repeats itself exactly in every round they don't differ,
+and the fit leaves the pace open; then we take the simplest explanation that fits all jobs
+(`_Paces.of`).
 """
 
 from __future__ import annotations
@@ -38,7 +59,7 @@ PARTS = MappingProxyType({
     "input": "a job waited for its next batch",
     "unexplained": "the rest; below zero: faster than all of this would be",
 })  # fmt: skip
-"""The parts of achieved less predicted, in the order in which they are shown."""
+"""The parts of the achieved minus the predicted period, in the order in which they are shown."""
 
 _CAUSES = {
     "votes": ("votes",),
@@ -47,29 +68,31 @@ _CAUSES = {
     "input": ("input",),
 }
 _DOUBT = 0.03
-"""Standard error of the pace next to the other lane above which spans do not tell contention from
-slower work.
+"""Largest standard error of the fitted pace. Above it, spans can't separate contention from slower
+work.
 """
 _TOLERANCE = 0.01
-"""Share of a job's work up to which an explanation of all jobs together is good enough."""
+"""Share of a job's work that an explanation common to all jobs may leave unexplained."""
 _CLEARLY = 0.003
-"""Share of a job's work by which contention must explain the jobs better than slower work does."""
-_LEAST_S = 1e-6  # of time between steps
-_DIGITS = 6  # of a measured factor: spans are whole nanoseconds
+"""How much better contention must explain the jobs than slower work does, as a share of a job's
+work.
+"""
+_LEAST_S = 1e-6  # more time between steps counts only above this
+_DIGITS = 6  # decimals of a measured factor: finer ones are noise, as spans are whole nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """A run compared with its prediction. `print` shows it as a table.
 
-    Times are of a round, in whole nanoseconds: `predicted_ns` and all of `parts_ns` add up to
+    All times are per round, in whole nanoseconds: `predicted_ns` plus all of `parts_ns` is
     `achieved_ns`.
 
     Attributes:
-        predicted_ns: The period that was predicted.
+        predicted_ns: The predicted period.
         achieved_ns: The period of the run.
-        parts_ns: The parts of the difference, by the keys of `PARTS`. None is negative but
-            `unexplained`.
+        parts_ns: The parts of the difference, by the keys of `PARTS`. Only `unexplained` can be
+            negative.
         ideal_ns: The predicted bound: no order of the predicted work is faster.
     """
 
@@ -109,9 +132,7 @@ class Difference:
 
 
 class Repeatable(Protocol):
-    """A prediction that can be made again from other costs. `jaxcross.plan.Prediction` is the
-    implementation.
-    """
+    """A prediction that can be repeated with other costs, such as `jaxcross.plan.Prediction`."""
 
     @property
     def rounds(self) -> TimeBreakdown: ...
@@ -129,17 +150,18 @@ class Repeatable(Protocol):
 def difference(prediction: Repeatable, run: RunData) -> Difference:
     """Explains a run by its prediction.
 
-    The prediction is made again with the run's own seconds of computation, then of exchange, its
-    contention, and its time between steps. What each of them adds to the period is its part. The
-    rest is divided by what the run lost to votes, peers, dispatch and input beyond the last
-    prediction.
+    Repeats the prediction with the run's own seconds of computation, then also with its seconds of
+    exchange, its contention, and its time between steps. Each part is the increase of the period
+    that its replacement causes. The rest of the difference is divided among votes, peers, dispatch
+    and input, by what the run lost to each of them beyond the last prediction.
 
     Args:
-        prediction: Of the same jobs under the same policy.
+        prediction: A prediction of the same jobs under the same policy.
         run: The run.
 
     Raises:
-        ValueError: Jobs, policy or segments differ, or one of both has no steady state.
+        ValueError: Jobs, policy or segments differ, or the run or its prediction has no steady
+            state.
     """
     _check(prediction, run)
     compute, exchange = _rows(run.spans, prediction.profiles)
@@ -195,8 +217,8 @@ def _period_ns(rounds: TimeBreakdown) -> int:
 
 
 class _Row(NamedTuple):
-    """One segment that ran: its seconds by the profile, and as it ran apart from and next to the
-    other lane.
+    """One segment that ran: its seconds by the profile, and its actual seconds while the other lane
+    was idle (`apart_s`) and while it was busy (`together_s`).
     """
 
     solo_s: float
@@ -206,12 +228,13 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Paces:
-    """The paces of one lane.
+    """How fast one lane worked.
 
     Attributes:
-        factors: Seconds of each job's segments over those of its profile, with nothing next to
-            them.
-        together: Work that is done in a second next to the other lane.
+        factors: For each job, the seconds of its segments while the other lane is idle, relative to
+            its profile.
+        together: Work that the lane gets done per second while the other lane is busy. It gets 1
+            done per second otherwise.
     """
 
     factors: Mapping[str, float]
@@ -221,14 +244,15 @@ class _Paces:
     def of(cls, rows: Mapping[str, Sequence[_Row]], predicted: float) -> Self:
         """Measures the paces: `factor * solo = apart + pace * together` for each segment.
 
-        By least squares, where segments of a job differ in how much of them was next to the other
-        lane. In a run that repeats itself round by round they do not. Then the simplest of three
-        explanations counts that agrees with all jobs: all computations were slower alike, only the
-        pace was, or each job has a factor of its own.
+        Fits by least squares if the segments of a job differ in how much of them ran alongside the
+        other lane. In a run that repeats itself in every round they don't differ. We then take the
+        first of three explanations that fits all jobs: only the pace differed from the prediction,
+        all segments were slower by the same factor, or each job has its own factor. The pace
+        must fit clearly better than the common factor does.
 
         Args:
             rows: The segments of each job.
-            predicted: The pace by the prediction.
+            predicted: The predicted pace.
         """
         pace = _fitted_pace(rows)
         if pace is not None:
@@ -255,10 +279,9 @@ class _Paces:
 
 
 def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
-    """Returns the pace next to the other lane by least squares, None where the segments leave it
-    open.
-    """
-    # A job's factor follows from the pace, so the pace is fitted to what no factor explains.
+    """Returns the pace alongside the other lane by least squares, if the segments determine it."""
+    # Each job's factor follows from the pace. So we remove from both columns what a factor can
+    # explain, and fit the pace to the remainder.
     apart = [np.zeros(0)]
     together = [np.zeros(0)]
     for job in rows.values():
@@ -286,7 +309,7 @@ def _misfit(sums: Sequence[_Row], factor: float, pace: float) -> float:
 
 
 def _factor(rows: Sequence[_Row], pace: float) -> float:
-    """Returns the work of these segments over what it takes by the profile."""
+    """Returns the work of these segments, relative to what their profile says."""
     return round(
         sum(row.apart_s + pace * row.together_s for row in rows) / sum(row.solo_s for row in rows),
         _DIGITS,
@@ -296,9 +319,7 @@ def _factor(rows: Sequence[_Row], pace: float) -> float:
 def _rows(
     spans: Iterable[Span], profiles: Sequence[Profile]
 ) -> tuple[dict[str, list[_Row]], dict[str, list[_Row]]]:
-    """Returns the computations and the exchanges of each job, without those of its first step,
-    which may compile.
-    """
+    """Returns each job's computations and exchanges, without its first step, which may compile."""
     spans = in_lane_order(spans)
     solo = {profile.name: profile.seconds for profile in profiles}
     shortest = shortest_exchanges(spans)
@@ -336,7 +357,7 @@ def _rows(
 
 
 class _Cumulated:
-    """A set of time whose part within an interval is found without going through all of it."""
+    """Disjoint intervals whose total length within a window is found by bisection."""
 
     def __init__(self, pieces: Sequence[Interval]) -> None:
         self._starts = [start for start, _ in pieces]
@@ -344,7 +365,7 @@ class _Cumulated:
         self._before = [0, *accumulate(end - start for start, end in pieces)]
 
     def within(self, start: int, end: int) -> int:
-        """Returns the length of the set from `start` to `end`."""
+        """Returns the total length of the intervals from `start` to `end`."""
         return self._until(end) - self._until(start)
 
     def _until(self, moment: int) -> int:
@@ -356,7 +377,7 @@ class _Cumulated:
 
 
 def _scaled(prediction: Repeatable, kind: str, factors: Mapping[str, float]) -> Repeatable:
-    """Returns the prediction with other seconds of one kind of segments."""
+    """Returns the prediction with the segments of one kind scaled by each job's factor."""
     profiles = []
     for profile in prediction.profiles:
         factor = factors.get(profile.name, 1.0)
@@ -368,9 +389,7 @@ def _scaled(prediction: Repeatable, kind: str, factors: Mapping[str, float]) -> 
 
 
 def _with_host_time(prediction: Repeatable, run: RunData) -> Repeatable:
-    """Returns the prediction with the run's time between two steps, as far as it is longer than the
-    predicted one.
-    """
+    """Returns the prediction with the run's time between steps, where that is longer."""
     profiles = []
     for profile in prediction.profiles:
         _, there_s = segment_times(run.spans, profile.name, profile.graph)
@@ -393,8 +412,8 @@ def _again(
 def _lost(
     there: Mapping[str, float], predicted: Mapping[str, float], *, at_most_ns: int
 ) -> dict[str, int]:
-    """Returns what was lost beyond the prediction, cut down so that it is not more than there is to
-    explain.
+    """Returns the time lost beyond the prediction, by part. Scales the parts down if they add up to
+    more than `at_most_ns`, which is all there is to explain.
     """
     more = {
         part: max(0.0, sum(there.get(cause, 0.0) - predicted.get(cause, 0.0) for cause in causes))

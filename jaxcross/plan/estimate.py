@@ -1,8 +1,9 @@
-"""Predicts how much faster equal jobs run next to each other, from the cost of their step alone.
+"""Predicts how much faster equal jobs run alongside each other, from the cost of their step alone.
 
-A step costs c seconds of computation and m of exchange. Two or more equal jobs take max(c, m) for
-each job-step at best, one after the other c + m. Where the processor computes and drives the
-network, the two slow each other down, and the expected time counts that as well.
+A step costs c seconds of computation and m seconds of exchange. One after the other, the jobs take
+c + m per job-step. Alongside each other, two or more equal jobs take max(c, m) per job-step at
+best. If the same processor computes and drives the network, the two slow each other down, and the
+expected time takes that into account as well.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from jaxcross.program.ir import human_bytes
 from jaxcross.report.units import seconds
 
 KNOWN_MBPS = (250.0, 2500.0)
-"""Rates at which gains were compared with measured runs, rounded outwards."""
+"""Range of rates at which predicted gains were compared with measured runs, rounded outwards."""
 
 TOO_SHORT_S = 0.02
-"""Below this a step is so short that votes and dispatch take a noticeable part of it."""
+"""Votes and dispatch take a noticeable part of steps that are shorter than this."""
 
-_WORTH = 1.1  # times as fast: gains are up to a tenth off
+_WORTH = 1.1  # smallest speed-up to recommend, since predicted gains are up to a tenth off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Equal jobs next to each other, compared with the same jobs one after the other.
+    """Equal jobs alongside each other, compared with the same jobs one after the other.
 
     Attributes:
         jobs: Number of jobs.
-        most: Times as fast, at most: (c + m) / max(c, m) from two jobs on. No order of the same
-            work does better.
-        expected: Times as fast where the lanes slow each other down; None where it is not known by
-            how much.
+        most: Largest possible speed-up: (c + m) / max(c, m) from two jobs on. No order of the same
+            work is faster.
+        expected: Expected speed-up, given that the lanes slow each other down. None if it isn't
+            known by how much they do.
         most_narrow, expected_narrow: The same with exchanges in 16 bits, still compared with full
             exchanges one after the other.
         memory_bytes: Bytes of arrays on a rank: the largest peak of a job, the other jobs' bytes
             between segments, and the temporaries of an exchange. An array that jobs are to share,
-            such as a base model, counts for each of them here, and once in a run.
-        fits: Whether that is within the limit; None if there is no limit known.
+            such as a base model, is counted here once per job, but a run holds it only once.
+        fits: Whether `memory_bytes` is within the limit; None if no limit is known.
     """
 
     jobs: int
@@ -59,15 +60,16 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Predictions for a step, from `jaxcross.estimate`; `print` shows them in ten lines. The same
-    on every rank.
+    """Predictions for a step, from `jaxcross.estimate`. Identical across ranks.
+
+    `print` shows them in ten lines.
 
     Attributes:
         cost: Cost of the step alone.
-        jobs: Number of jobs that were asked about.
+        jobs: Number of jobs that the caller asked about.
         gains: One for each of 1 to 4 jobs, and for `jobs`.
-        cut_alone: Times as fast, at most, as uncut if one job is cut into four exchange segments;
-            None if it was not.
+        cut_alone: Largest possible speed-up of one job alone from cutting its exchange, relative to
+            the uncut step; None if no cut was measured.
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
     """
 
@@ -78,11 +80,11 @@ class Estimate:
     fitting_jobs: int | None
 
     def of(self, jobs: int) -> Gain:
-        """Returns the prediction for so many jobs."""
+        """Returns the prediction for a number of jobs."""
         return next(p for p in self.gains if p.jobs == jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields as numbers, texts, lists and dictionaries."""
+        """Returns all fields as numbers, texts, lists and dicts, plus the recommendation."""
         return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
 
     def __repr__(self) -> str:
@@ -104,11 +106,11 @@ class Estimate:
 
 
 def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
-    """Makes the gains for equal jobs of a step. Pure.
+    """Predicts the gains of running equal jobs, from the cost of their step. Pure.
 
     Args:
         cost: Cost of the step alone.
-        jobs: Number of jobs that is asked about.
+        jobs: Number of jobs that the caller asks about.
 
     Raises:
         ValueError: `jobs` is below 1.
@@ -143,8 +145,8 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         )
     cut_alone = None
     if cost.cut is not None:
-        # Its seconds were measured apart from those of the uncut step, and neither cut beats the
-        # busier lane.
+        # The cut step was measured separately from the uncut one, so noise can make it look better
+        # than possible. No cut is faster than the busier lane.
         cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
     return Estimate(
         cost=cost,
@@ -158,21 +160,22 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
 def period_s(
     compute_s: Sequence[float], exchange_s: Sequence[float], contention: Contention | None = None
 ) -> float:
-    """Returns the seconds of a round, one step of each job next to the others, in the best order.
+    """Returns the seconds of a round, i.e. one step of each job, in the best order.
 
-    Without contention it is the bound max(sum c, sum m, max(c + m)), which no order of the same
-    work beats. Under contention the lane with less work is always next to the other one, which is
-    slowed down for so long. For equal jobs whose steps compute, exchange and update this is exact.
+    Without contention this is the bound max(sum c, sum m, max(c + m)), which no order of the same
+    work beats. Under contention, the lane with less work always runs while the other lane is busy,
+    so the other lane is slowed down for that long. This is exact for equal jobs whose steps
+    compute, exchange and update.
 
     Args:
         compute_s: Seconds that each job's step computes alone (c).
         exchange_s: Seconds that each job's step exchanges alone (m).
-        contention: How much the lanes slow each other down; not at all if None.
+        contention: How much the lanes slow each other down. None means not at all.
     """
     slower, longer = (1.0, 1.0) if contention is None else (contention.compute, contention.exchange)
     c = sum(compute_s)
     m = sum(exchange_s)
-    # While an exchange of m * longer seconds runs, the other lane computes for 1 / slower of them.
+    # While the exchanges take m * longer seconds, the other lane gets 1 / slower of them done.
     computing = c + m * longer * (1 - 1 / slower)
     exchanging = m + c * slower * (1 - 1 / longer)
     busiest = computing if c * slower >= m * longer else exchanging
@@ -180,21 +183,19 @@ def period_s(
 
 
 def contention_at(mbps: float) -> Contention | None:
-    """Returns the contention of two-core hosts at a rate; None far outside of the rates at which it
-    was measured.
-    """
+    """Returns the contention of two-core hosts at a rate; None far outside the measured rates."""
     return TWO_CORES.at(mbps) if KNOWN_MBPS[0] <= mbps <= KNOWN_MBPS[1] else None
 
 
 def _alone_s(profile: Profile) -> float:
-    """Returns the seconds of a step of one job, whose exchanges hide behind its own computation
-    where they can.
+    """Returns the seconds per step of one job alone, whose exchanges overlap with its own
+    computation as far as its cut allows.
     """
     return predict([profile], vote_s=0.0, steps=4).s_per_step
 
 
 def memory_bytes(cost: StepCost, jobs: int) -> int:
-    """Returns the bytes of arrays on a rank that so many equal jobs need."""
+    """Returns the bytes of arrays that this number of equal jobs needs on a rank."""
     return needed_bytes([cost.whole.memory or JobMemory()] * jobs)
 
 

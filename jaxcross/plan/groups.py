@@ -1,5 +1,10 @@
-"""Groups of jobs that share devices, in such a way that whose computation and exchange fill each
-other's gaps.
+"""Groups jobs that share devices, so that computation and exchange fill each other's gaps.
+
+A job that mostly computes leaves the link idle, and a job that mostly exchanges leaves the device
+idle, so the two share ranks well. `group` looks for the grouping whose rounds take the fewest
+rank-seconds. Up to `EXACT` jobs with the same number of ranks, it compares all groupings. For more
+jobs that would take too long, so it starts from a grouping that pairs opposites (`_folded`) and
+improves it by redistributing the jobs of pairs of groups (`_improve`).
 """
 
 from __future__ import annotations
@@ -18,25 +23,25 @@ from jaxcross.plan.memory import JobMemory, memory_limit, needed_by_groups, need
 Numbers = npt.NDArray[np.float64]
 
 EXACT = 8
-"""Number of jobs up to which every grouping is compared."""
+"""Largest number of jobs for which all groupings are compared."""
 _ROUNDS = 300
-_PATIENCE = 30  # rounds in which no pair was divided better
-_GAIN = 1e-3  # a job that shortens a group's round by a smaller share of its own step runs alone
+_PATIENCE = 30  # rounds without an improvement after which the search stops
+_GAIN = 1e-3  # a job runs alone if sharing saves less than this share of its own step
 _OVER_FULL = (
-    1e6  # seconds for each byte beyond the limit, relative to it: any fitting grouping is better
+    1e6  # penalty per relative excess over the memory limit, so that any grouping that fits wins
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The work of one job on the devices and links that it runs on.
+    """The load that one job puts on the devices and links that it runs on.
 
     Attributes:
         name: The job.
-        compute_s: Seconds of device time a step.
-        exchange_s: Seconds of the link a step.
-        ranks: Its ranks. Only jobs with equally many can share devices.
-        steps: Steps that it makes a round, next to one of a job with 1: its weight.
+        compute_s: Seconds of device time per step.
+        exchange_s: Seconds of link time per step.
+        ranks: Number of its ranks. Only jobs with the same number of ranks can share devices.
+        steps: Weight of the job: steps that it makes per round, relative to a job with weight 1.
         memory: Its memory on a rank.
 
     Raises:
@@ -66,14 +71,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """Jobs by the devices that they share.
+    """Which jobs share devices.
 
     Attributes:
         groups: Names of the jobs of each group.
         rank_s: Rank-seconds of a round of all groups: each group's bound times its ranks.
-        alone_rank_s: The same with every job alone.
-        pooled_rank_s: The same if all jobs of equally many ranks were one group without a limit: no
-            grouping is better.
+        alone_rank_s: Rank-seconds if every job runs alone.
+        pooled_rank_s: Rank-seconds if all jobs with the same number of ranks were one group of
+            unlimited size and memory. No grouping is better than this.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -85,20 +90,21 @@ class Grouping:
 def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = None) -> Grouping:
     """Groups jobs so that their rounds take few rank-seconds. Decides from its arguments alone.
 
-    A group's round takes max(sum c, sum m, max(c + m)), the bound that reports use. Up to 8 jobs of
-    equally many ranks every grouping is compared. More are sorted by their share of exchange and
-    folded, so that those that compute meet those that exchange, and pairs of groups are then
-    divided again until that no longer helps.
+    A group's round takes max(sum c, sum m, max(c + m)), the same bound that reports use. All
+    groupings are compared for up to 8 jobs with the same number of ranks. More jobs are sorted by
+    how much of their step is exchange and folded, so that jobs that mostly compute are grouped with
+    jobs that mostly exchange. Then the jobs of pairs of groups are redistributed until that no
+    longer helps.
 
     Args:
-        loads: The jobs; names must differ.
-        most: The most jobs of a group, at least 1.
+        loads: The jobs. Their names must differ.
+        most: Largest number of jobs per group, at least 1.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
 
     Raises:
         TypeError: `memory` is neither a number nor a text.
-        ValueError: There are no jobs, two have one name, or one does not fit into the memory alone;
-            `memory` says no number of bytes.
+        ValueError: There are no jobs, two jobs have the same name, a job doesn't fit into the
+            memory alone, or `memory` isn't a number of bytes.
     """
     limit = memory_limit(memory)
     if not loads or len({load.name for load in loads}) < len(loads):
@@ -129,8 +135,8 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
 
 
 class _Table:
-    """The jobs' numbers as arrays; the last entry is an empty place. Costs are of rows of job
-    numbers.
+    """The jobs' numbers as arrays. Methods take rows of job numbers, one row per group. The last
+    entry of each array stands for an empty place in a group.
     """
 
     def __init__(self, loads: Sequence[Load], limit: int | None) -> None:
@@ -143,7 +149,7 @@ class _Table:
         self._limit = limit
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
-        """Returns the bound of each group, which is a row of the last axis."""
+        """Returns the bound of each group, along all but the last axis of `rows`."""
         compute = self.compute[rows]
         exchange = self.exchange[rows]
         return np.maximum(
@@ -151,7 +157,7 @@ class _Table:
         )
 
     def excess(self, rows: npt.NDArray[np.intp]) -> Numbers:
-        """Returns the share of the memory by which each group is over-full."""
+        """Returns by what share of the memory limit each group exceeds it."""
         if self._limit is None:
             return np.zeros(rows.shape[:-1])
         return np.maximum(0.0, needed_by_groups(self._memory[:, rows]) / self._limit - 1)
@@ -161,7 +167,7 @@ class _Table:
 
 
 def _divide(table: _Table, most: int) -> list[tuple[int, ...]]:
-    """Returns the jobs of each group by number."""
+    """Returns the job numbers of each group."""
     if table.jobs <= EXACT:
         return _best(table, most)
     count = -(-table.jobs // most)
@@ -173,14 +179,14 @@ def _divide(table: _Table, most: int) -> list[tuple[int, ...]]:
                 for row in rows
                 for part in _without_gain(table, [i for i in row.tolist() if i < table.jobs])
             ]
-        if count == table.jobs:  # alone each job fits
+        if count == table.jobs:  # one job per group: each fits alone
             return [(i,) for i in range(table.jobs)]
         count = min(table.jobs, count + max(1, count // 20))
 
 
 def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
-    """Compares all groupings: the best one of each set of jobs is its best first group and the best
-    one of the rest.
+    """Compares all groupings. The best grouping of a set of jobs consists of a first group and the
+    best grouping of the remaining jobs, so smaller sets come first (dynamic programming).
     """
     best: dict[int, tuple[float, list[tuple[int, ...]]]] = {0: (0.0, [])}
     for left in range(1, 2**table.jobs):
@@ -191,7 +197,7 @@ def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
                 members = (jobs[0], *others)
                 rest_s, rest = best[left & ~sum(1 << i for i in members)]
                 options.append((float(table.costs(np.array(members))) + rest_s, [members, *rest]))
-        # Equal seconds: the grouping with more groups, which has fewer jobs next to each other.
+        # At equal cost, prefer more groups: fewer jobs then share ranks.
         shortest = min(cost for cost, _ in options)
         best[left] = max(
             (o for o in options if o[0] <= shortest * (1 + 1e-9)), key=lambda option: len(option[1])
@@ -200,8 +206,8 @@ def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
 
 
 def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
-    """Returns groups of jobs that lie at equal distances from both ends of the order by share of
-    exchange.
+    """Returns initial groups: sorts the jobs by how much of their step is exchange, then fills the
+    groups back and forth, so that each gets jobs from both ends of the order.
     """
     whole = np.maximum(table.compute + table.exchange, 1e-300)[:-1]
     order = np.argsort(table.exchange[:-1] / whole, kind="stable")
@@ -213,7 +219,7 @@ def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
 
 
 def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Divides the jobs of pairs of groups again, pair by pair, while that makes rounds shorter."""
+    """Redistributes the jobs of pairs of groups as long as that makes rounds shorter."""
     count, most = rows.shape
     if count < 2:
         return rows
@@ -222,7 +228,7 @@ def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     random = np.random.default_rng(0)
     idle = 0
     for turn in range(_ROUNDS):
-        # Compute-bound groups meet exchange-bound ones; every other time groups meet at random.
+        # Pair compute-bound groups with exchange-bound ones. Every other turn, pair at random.
         lean = (table.compute[rows] - table.exchange[rows]).sum(-1)
         order = np.argsort(lean, kind="stable") if turn % 2 == 0 else random.permutation(count)
         first = order[: count // 2]
@@ -243,7 +249,7 @@ def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
 
 
 def _without_gain(table: _Table, members: list[int]) -> list[tuple[int, ...]]:
-    """Takes jobs that gain nothing out of a group, each into one of its own."""
+    """Splits off jobs that gain nothing from sharing. Each of them gets its own group."""
     parts: list[tuple[int, ...]] = []
     left = list(members)
     for job in members:

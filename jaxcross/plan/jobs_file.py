@@ -1,4 +1,4 @@
-"""`jobs.toml`: the jobs of a plan, as a person writes them down."""
+"""Reads `jobs.toml`, in which people write down the jobs of a plan."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class JobsFile:
     """The jobs to plan.
 
     Attributes:
-        profiles: The profiles of all jobs, each under its job's name.
-        steps: The steps that each job has to make; None if the file does not say.
+        profiles: The profiles of all jobs, each renamed to its job.
+        steps: Number of steps that each job has to make; None if the file doesn't say.
         script: The script that runs a group of jobs; "" if the file names none.
-        notes: What to know about a plan of these jobs.
+        notes: Remarks to show with a plan of these jobs.
     """
 
     profiles: tuple[Profile, ...]
@@ -42,11 +42,13 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
 
     Args:
         path: The file.
-        profiles: The folder of profiles whose paths are relative; the file's own folder if None.
+        profiles: The folder that relative paths of profiles start from; the file's own folder if
+            None.
 
     Raises:
-        ValueError: The file holds something else, or a profile does; says which and where.
-        OSError: A file cannot be read.
+        ValueError: The file or a profile has invalid content, or a profile can't be read; the text
+            says which and where.
+        OSError: The file can't be read.
     """
     try:
         data = tomllib.loads(read_text(path, MAX_FILE_BYTES))
@@ -85,7 +87,7 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
 
 
 def _notes(elsewhere: list[str]) -> list[str]:
-    """Says which jobs are planned for other ranks than they were measured on."""
+    """Names jobs that are planned for a different number of ranks than they were measured on."""
     if not elsewhere:
         return []
     shown = ", ".join(list(dict.fromkeys(elsewhere))[:3]) + " ..." * (len(set(elsewhere)) > 3)
@@ -98,7 +100,7 @@ def _notes(elsewhere: list[str]) -> list[str]:
 
 
 def _named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Checks each job's table; returns them by name, with a list of profiles."""
+    """Checks each job's table. Returns the tables by name, each with a list of profiles."""
     named: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         name = row.get("name")

@@ -1,4 +1,4 @@
-"""`make`: the plan for a set of jobs, from their profiles."""
+"""`make`: makes the plan for a set of jobs from their profiles."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxcross.plan.rates import MOST_STEPS, PIECES, Cuts, Rates, choose_rates, c
 from jaxcross.plan.twin import VOTE_S, Prediction, predict
 
 ROUNDS = 8
-"""Steps of the slowest job in the prediction that a plan quotes."""
-_WORTH = 1.05  # progress below which jobs run apart: the twin is off by as much
+"""Steps of the slowest job in the prediction whose numbers a plan shows."""
+_WORTH = 1.05  # jobs run apart if sharing gains less, as the twin's error is as large
 
 
 def make(
@@ -32,38 +32,37 @@ def make(
     floor: float | None = None,
     vote_s: float = VOTE_S,
 ) -> Plan:
-    """Plans which jobs share ranks, in how many pieces and at which shares, so that no job of a
-    group starves.
+    """Plans which jobs share ranks, in how many pieces and at which shares, so that none starves.
 
-    Grouping takes well below a second for 1,000 jobs. Pieces and shares come on top, some tenths of
-    a second for each group whose profiles differ from those of the others (for 1,000 jobs of 8
-    kinds 3 s in all, for 1,000 unlike ones 80 s), and more the more unlike the lengths of its steps
-    are: tens of seconds for steps of 1.5 ms next to one of 0.6 s. Decides from its arguments alone:
-    needs no ranks, no device, and does not communicate.
+    Grouping takes well below a second for 1,000 jobs. Choosing pieces and shares takes some tenths
+    of a second for each group whose profiles differ from those of the other groups: 3 s in all for
+    1,000 jobs of 8 kinds, 80 s for 1,000 jobs that are all different. It takes longer the more the
+    step lengths in a group differ: tens of seconds for steps of 1.5 ms alongside one of 0.6 s.
+    Decides from its arguments alone, needs no ranks and no device, and does not communicate.
 
     Args:
-        profiles: What each job's step takes alone. Several with one name are of the same job, cut
-            into other numbers of pieces; where a job has only that of its whole step, its pieces
-            are estimated.
+        profiles: How long each job's step takes alone. Several profiles with the same name are of
+            the same job, cut into different numbers of pieces. If there is only a profile of the
+            whole step, the times of its pieces are estimated.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
-        most: The most jobs of a group.
-        steps: The steps that each job has to make; if None, all jobs are taken to run for equally
-            long alone.
-        contention: How much computations and exchanges slow each other down: on the machine, at the
-            rates that the profiles name, or whatever the rate. Not at all if None, and the plan
-            says so.
-        floor: The least speed of each job, as a share of its own alone; 1 / k for k jobs if None.
+        most: Largest number of jobs per group.
+        steps: Number of steps that each job has to make. If None, we assume that all jobs would run
+            for equally long alone.
+        contention: How much computations and exchanges slow each other down: either the machine's,
+            which is looked up at the rates that the profiles name, or one value for any rate. If
+            None, they don't slow each other down, and the plan says so.
+        floor: Lowest speed of each job, relative to its speed alone; 1 / k for k jobs if None.
         vote_s: Seconds of a vote.
 
     Returns:
-        The plan. Jobs that no group can have without one of them falling below the floor run alone,
-        and the plan says why.
+        The plan. A job runs alone if no group can include it without one of its jobs falling below
+        the floor, and the plan says why.
 
     Raises:
         TypeError: `memory` is neither a number nor a text.
-        ValueError: There are no jobs, a job has two profiles of one cut or of several numbers of
-            ranks, a job does not fit into the memory alone, its step takes no time, `steps` does
-            not name each job, or a number is out of range.
+        ValueError: There are no jobs, a job has two profiles of the same cut or profiles of several
+            numbers of ranks, a job doesn't fit into the memory alone, its step takes no time,
+            `steps` doesn't name each job, or a number is out of range.
 
     Example:
         >>> profiles = [
@@ -91,11 +90,11 @@ def make(
 
 
 def by_job(profiles: Iterable[Profile]) -> dict[str, Cuts]:
-    """Returns the cuts of each job.
+    """Returns each job's profiles, by number of pieces.
 
     Raises:
-        ValueError: There are no jobs, or a job has two profiles of one cut, or of several numbers
-            of ranks.
+        ValueError: There are no jobs, or a job has two profiles of the same cut, or profiles of
+            several numbers of ranks.
     """
     several: dict[str, dict[int, Profile]] = defaultdict(dict)
     for profile in profiles:
@@ -125,17 +124,17 @@ def predict_group(
     contention: Contention | MachineContention | None = None,
     vote_s: float = VOTE_S,
 ) -> Prediction:
-    """Predicts a run of a group as it is planned, in which all jobs end at about the same time.
+    """Predicts a run of a group as planned, in which all jobs end at about the same time.
 
     Args:
         planned: A group of a plan.
-        profiles: Those that the plan was made from.
-        contention: Likewise.
-        vote_s: Likewise.
+        profiles: The profiles that the plan was made from.
+        contention: The contention that the plan was made with.
+        vote_s: Seconds of a vote that the plan was made with.
 
     Raises:
-        ValueError: A job has no profile in the pieces that are planned or on the ranks, or its step
-            is too short next to those of the others for a prediction.
+        ValueError: A job has no profile with the planned number of pieces or ranks, or the step
+            lengths differ too much for a prediction.
     """
     jobs = by_job(profiles)
     missing = [job.name for job in planned.jobs if job.pieces not in jobs.get(job.name, ())]
@@ -159,10 +158,10 @@ def predict_group(
 
 
 def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
-    """Returns the steps of each job in the prediction of their group.
+    """Returns the number of steps of each job in the prediction of their group.
 
     Raises:
-        ValueError: They are so many that the prediction would take minutes.
+        ValueError: There would be so many steps that the prediction would take minutes.
     """
     longest, shortest = (choose(jobs, key=lambda job: job.step_s) for choose in (max, min))
     if not ROUNDS * sum(longest.step_s / job.step_s for job in jobs) <= MOST_STEPS:
@@ -207,15 +206,13 @@ def _planned(
     vote_s: float,
     known: dict[Any, tuple[Rates, PlannedGroup | None]],
 ) -> list[PlannedGroup]:
-    """Plans the jobs of a group: together, or without those that would starve, which then run
-    alone.
-    """
+    """Plans the jobs of a group together, except for jobs that would starve, which run alone."""
     apart: list[tuple[str, str]] = []
     left = dict(jobs)
     found: list[PlannedGroup] = []
     while left:
         there = _there(contention, [cuts[min(cuts)] for cuts in left.values()])
-        # Groups of like jobs, as in a sweep, are decided once: names do not matter.
+        # Groups of jobs with the same costs, as in a sweep, are decided once, whatever their names.
         key = (there, *map(_without_name, left.values()))
         if key not in known:
             chosen = choose_rates(
@@ -247,7 +244,7 @@ def _planned(
             )
             apart += [(name, reason) for name in left]
             left = {}
-        elif len(left) == 1 and apart:  # the others could not run with it either
+        elif len(left) == 1 and apart:  # all others were split off, so this job has no partner left
             apart += [(name, apart[-1][1]) for name in left]
             left = {}
         elif like is not None:
@@ -264,8 +261,8 @@ def _planned(
 
 
 def _first_to_go(names: Sequence[str], rates: Rates) -> str:
-    """Returns the slowest job; where no speeds are known, that whose step is the most unlike the
-    others'.
+    """Returns the slowest job. If no speeds were predicted, returns the job whose step length
+    differs most from the others'.
     """
     middle = math.fsum(map(math.log, rates.alone_s)) / len(names)
     order = rates.speeds or [-abs(math.log(own) - middle) for own in rates.alone_s]
@@ -273,8 +270,8 @@ def _first_to_go(names: Sequence[str], rates: Rates) -> str:
 
 
 def _without_name(cuts: Cuts) -> tuple[Any, ...]:
-    """Returns all that a plan takes from a job's profiles; estimated pieces follow from the whole
-    step.
+    """Returns everything that a plan uses of a job's profiles, except its name. Estimated pieces
+    are left out, since they follow from the whole step.
     """
     profiles = [cuts[1]] if tuple(cuts) == PIECES else cuts.values()
     return tuple((p.ranks, p.graph, p.seconds, p.host_s, p.memory) for p in profiles)
@@ -294,7 +291,7 @@ def _group_of(
             step_s=alone_s / speed,
             compute_s=profile.compute_s,
             exchange_s=profile.exchange_s,
-            estimated=pieces > 1 and tuple(cuts) == PIECES,  # as `cuts_of` makes them
+            estimated=pieces > 1 and tuple(cuts) == PIECES,  # as made by `cuts_of`
         )
         for (name, cuts), pieces, share, alone_s, speed, profile in zip(
             jobs.items(), rates.pieces, shares, rates.alone_s, rates.speeds, cut, strict=True
@@ -323,7 +320,7 @@ def _group_of(
 def _there(
     contention: Contention | MachineContention | None, profiles: Sequence[Profile]
 ) -> Contention | None:
-    """Returns the contention at the mean rate of the links that the profiles name."""
+    """Returns the contention at the mean rate of the links that the profiles name, if any does."""
     if not isinstance(contention, MachineContention):
         return contention
     rates = [profile.mbps for profile in profiles if profile.mbps]

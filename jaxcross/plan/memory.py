@@ -1,6 +1,4 @@
-"""Memory of jobs that share a device: how many bytes they need together, and how many a rank may
-use.
-"""
+"""How much memory jobs need together on a shared device, and how much a rank may use."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 _GROUPS = "/sys/fs/cgroup"
 _MOST = 2**60
-_NO_LIMIT = 2**60  # the first version of control groups has a huge number in place of none
+_NO_LIMIT = 2**60  # version 1 of control groups reports a huge number if there is no limit
 
 
 PROCESS_BYTES = 32_000_000
-"""Bytes that a rank on CPUs is taken to need next to its arrays, for MPI, threads and matrix
-products: 23 to 36 MB were measured where the largest matrix has 67 MB, about 7 MB where it has 17
-MB (`benchmarks/memory.py --booked`).
+"""Bytes that we assume a rank on CPUs needs besides its arrays, for MPI, threads and matrix
+products. We measured 23 to 36 MB if the largest matrix has 67 MB, and about 7 MB if it has 17 MB
+(`benchmarks/memory.py --booked`).
 """
 
 
@@ -35,13 +33,14 @@ class JobMemory:
     """The memory of one job on one rank.
 
     Attributes:
-        peak_bytes: Bytes at the fullest moment of a step, arguments included.
+        peak_bytes: Bytes in use at the peak of a step, arguments included.
         boundary_bytes: The most bytes that stay in use between two segments, while another job's
             segment may run.
-        exchange_temporary_bytes: The most bytes of temporaries of one of its exchange segments.
+        exchange_temporary_bytes: The most bytes of temporaries that any of its exchange segments
+            needs.
 
     Raises:
-        ValueError: A number is negative, or no whole number.
+        ValueError: A number is negative, too large, or not a whole number.
     """
 
     peak_bytes: int = 0
@@ -56,9 +55,7 @@ class JobMemory:
 
     @classmethod
     def largest(cls, several: Sequence[JobMemory]) -> Self:
-        """Returns the largest number of each field, as of a job that runs several programs in
-        turn.
-        """
+        """Returns the maximum of each field, for a job that runs several programs in turn."""
         return cls(
             **{
                 field.name: max(getattr(each, field.name) for each in several)
@@ -67,17 +64,17 @@ class JobMemory:
         )
 
     def with_resting(self, nbytes: int) -> JobMemory:
-        """Returns the memory of a job that keeps so many bytes more all the time."""
+        """Returns the memory of the job if it keeps `nbytes` more bytes in use all the time."""
         return replace(
             self, peak_bytes=self.peak_bytes + nbytes, boundary_bytes=self.boundary_bytes + nbytes
         )
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Reads what `dataclasses.asdict` made of it.
+        """Reads the dict that `dataclasses.asdict` made of a `JobMemory`.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: `data` is something else.
         """
         if not isinstance(data, dict) or data.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
@@ -87,7 +84,7 @@ class JobMemory:
 
 
 def needed_bytes(jobs: Sequence[JobMemory]) -> int:
-    """Returns the bytes that these jobs need on one rank next to each other; 0 for no jobs."""
+    """Returns the bytes that these jobs need together on one rank; 0 for no jobs."""
     if not jobs:
         return 0
     return int(needed_by_groups(np.array([astuple(job) for job in jobs]).T))
@@ -96,25 +93,26 @@ def needed_bytes(jobs: Sequence[JobMemory]) -> int:
 def needed_by_groups(memory: npt.NDArray[Any]) -> Any:
     """Returns the bytes that each of several groups of jobs needs on a rank.
 
-    The device computes one segment at a time: one job is at its fullest while each other one holds
-    what it keeps between two segments. The exchange lane is next to that, with the temporaries of
-    one exchange.
+    The device computes one segment at a time. So only one job is at its peak, while each of the
+    others holds what it keeps between two segments. The exchange lane runs at the same time and
+    adds the temporaries of one exchange.
 
     Args:
         memory: The fields of `JobMemory` along the first axis, the jobs of a group along the last
-            one, those in between as wanted; zeros stand for no job.
+            axis, and any number of axes in between. Zeros stand for an empty place in a group.
     """
     peak, boundary, temporary = memory
     return (peak - boundary).max(-1) + boundary.sum(-1) + temporary.max(-1)
 
 
 def as_bytes(size: int | str) -> int:
-    """Returns the number of bytes that a text such as `80GB` or `512 MiB` says, or the number
-    itself.
+    """Returns the number of bytes that a text such as `80GB` or `512 MiB` states.
+
+    Returns numbers unchanged.
 
     Raises:
-        TypeError: It is neither a text nor a whole number.
-        ValueError: The text is something else, or it is not above 0.
+        TypeError: `size` is neither a text nor a whole number.
+        ValueError: The text isn't a size, or the size isn't above 0.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(
@@ -135,11 +133,11 @@ def as_bytes(size: int | str) -> int:
 
 
 def memory_limit(memory: int | str | None) -> int | None:
-    """Returns the bytes that the argument `memory` says; None if it sets no limit.
+    """Returns the argument `memory` in bytes; None if it sets no limit.
 
     Raises:
-        TypeError: It is neither a whole number nor a text.
-        ValueError: It is another text, or not above 0.
+        TypeError: `memory` is neither a whole number nor a text.
+        ValueError: The text isn't a size, or the size isn't above 0.
     """
     if memory is None:
         return None
@@ -150,15 +148,14 @@ def memory_limit(memory: int | str | None) -> int | None:
 
 
 def device_limit_bytes(device: Any, ranks: int) -> int | None:
-    """Returns the bytes of arrays that a rank may hold; None if that is not known. Does not
-    communicate.
+    """Returns the bytes of arrays that a rank may hold; None if unknown. Does not communicate.
 
-    The device's own limit; on CPUs this rank's share of the machine's memory, or of a control
-    group's.
+    This is the device's own limit. On CPUs it is this rank's share of the machine's memory, or of
+    its control group's limit if that is lower.
 
     Args:
         device: The rank's JAX device.
-        ranks: The ranks of its host.
+        ranks: Number of ranks on its host.
     """
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
@@ -171,8 +168,9 @@ def device_limit_bytes(device: Any, ranks: int) -> int | None:
 
 
 def group_limits(groups: str, root: Path) -> list[int]:
-    """Returns the limits of a process's control groups and of those around them, of either version
-    of control groups.
+    """Returns the memory limits of a process's control groups and all their parents.
+
+    Supports both versions of control groups.
 
     Args:
         groups: Content of `/proc/self/cgroup`.
@@ -187,8 +185,8 @@ def group_limits(groups: str, root: Path) -> list[int]:
             (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         )
         folder = top / path.lstrip("/")
-        # In a container the path may be one of the host, which is not mounted: the root stands for
-        # it.
+        # In a container, the path may be the host's, which isn't mounted. The loop then still
+        # reaches the root, which holds the container's limit.
         for place in (folder, *folder.parents):
             if place.is_relative_to(top):
                 with suppress(OSError, ValueError):  # no such file, or one without a limit: "max"

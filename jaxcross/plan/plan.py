@@ -1,6 +1,4 @@
-"""`Plan`: which jobs run together, in how many pieces and at which shares, and how fast each of
-them will be.
-"""
+"""`Plan`: which jobs run together, in how many pieces, at which shares, and how fast."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MAX_FILE_BYTES = 100_000_000
 MAX_NAME = 200
-"""Characters of a job's name."""
+"""Longest name of a job, in characters."""
 MAX_NUMBER = 2**63
 _TURNS = ("round-robin", "weighted")
 
@@ -35,18 +33,18 @@ class PlannedJob:
 
     Attributes:
         name: The job.
-        pieces: The number of pieces into which its step is cut: `cut=` of `crossover`; 1 is a whole
-            step.
-        share: Its share under `Weighted`; 1 where turns go round.
-        alone_s: Seconds of its step alone, in the cut that is fastest alone.
+        pieces: Number of pieces into which its step is cut, for `cut=` of `crossover`; 1 is an
+            uncut step.
+        share: Its share under `Weighted`; 1 if the group takes turns round-robin.
+        alone_s: Seconds of its step alone, with the cut that is fastest alone.
         step_s: Predicted seconds of its step in its group.
-        compute_s: Seconds of the device in a step, as they were measured alone.
-        exchange_s: Seconds of the link in a step, likewise.
-        estimated: Whether its pieces are an estimate from the whole step: no profile of this cut
-            was given.
+        compute_s: Seconds of device time per step, measured alone.
+        exchange_s: Seconds of link time per step, measured alone.
+        estimated: Whether the times of its pieces are estimates, because there was a profile of the
+            whole step but none of this cut.
 
     Raises:
-        ValueError: The name is empty or too long, or a number is out of range.
+        ValueError: The name is empty, too long or not printable, or a number is out of range.
     """
 
     name: str
@@ -73,23 +71,23 @@ class PlannedJob:
 
     @property
     def speed(self) -> float:
-        """Predicted speed in the group, as a share of its own alone."""
+        """Predicted speed in the group, relative to the job's speed alone."""
         return self.alone_s / self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """Jobs that share the same ranks, in the order in which a `Runner` adds them.
+    """Jobs that share the same ranks, in the order in which a `Runner` must add them.
 
     Attributes:
         jobs: The jobs.
-        ranks: The ranks that they share.
+        ranks: Number of ranks that they share.
         turns: `round-robin` or `weighted`.
-        period_s: Predicted seconds of a round, as in a report; None where the jobs have no round.
-        bound_s: The bound of that round, likewise.
-        lost_s: The predicted difference of both by cause, likewise.
-        memory_bytes: Device memory that a rank needs; None where a profile does not say.
-        why: Why these jobs run together, or why a job runs alone, in a sentence.
+        period_s: Predicted seconds of a round, as in a report; None if the jobs have no round.
+        bound_s: Lower bound of that round, as in a report.
+        lost_s: Predicted time between the bound and the period, by cause, as in a report.
+        memory_bytes: Device memory that a rank needs; None if a profile doesn't say.
+        why: One sentence about why a job runs alone; may be empty.
 
     Raises:
         ValueError: There are no jobs or ranks, or a number is out of range.
@@ -132,8 +130,8 @@ class PlannedGroup:
 
     @property
     def progress(self) -> float:
-        """Steps of all jobs, in the time in which one of them makes one step alone: 1 is one job
-        after the other.
+        """Steps of all jobs in the time in which one of them makes one step alone. 1 means no gain
+        over running one job after the other.
         """
         return math.fsum(job.speed for job in self.jobs)
 
@@ -143,12 +141,12 @@ class Plan:
     """Which jobs share ranks, and how they take turns there; `print` shows it as a table.
 
     Attributes:
-        groups: The groups; each needs its own ranks.
-        memory_bytes: Device memory of a rank that the plan keeps to; None if there is no limit.
-        notes: What to know about the numbers.
+        groups: The groups. Each needs its own ranks.
+        memory_bytes: Device memory per rank that the plan stays within; None if there is no limit.
+        notes: Remarks about the numbers.
 
     Raises:
-        ValueError: Two jobs have one name.
+        ValueError: Two jobs have the same name.
 
     Example:
         >>> plan = jaxcross.plan.make(profiles, memory="80GB")  # doctest: +SKIP
@@ -167,18 +165,18 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all groups together."""
+        """Number of ranks of all groups together."""
         return sum(group.ranks for group in self.groups)
 
     @property
     def progress(self) -> float:
-        """Steps made on these ranks, over those of one job at a time there; means over ranks."""
+        """Steps relative to running one job at a time on the same ranks, averaged over ranks."""
         if not self.groups:
             return 1.0
         return math.fsum(group.ranks * group.progress for group in self.groups) / self.ranks
 
     def group_of(self, job: str) -> PlannedGroup:
-        """Returns the group that a job is in.
+        """Returns the group of a job.
 
         Raises:
             ValueError: The plan has no such job.
@@ -189,7 +187,7 @@ class Plan:
         raise ValueError(f"the plan has no job `{job}`")
 
     def as_data(self) -> dict[str, Any]:
-        """Returns plain data, as in the file."""
+        """Returns the plan as plain data, as in its file."""
         return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
 
     def to_json(self, path: str | Path) -> Path:
@@ -200,12 +198,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a plan from JSON, or from TOML with the same keys if the file's name ends in
-        `.toml`.
+        """Reads a plan from JSON, or from TOML with the same keys if the name ends in `.toml`.
 
         Raises:
             ValueError: The file holds something else, or is larger than a plan can be.
-            OSError: The file cannot be read.
+            OSError: The file can't be read.
         """
         path = Path(path)
         data = tomllib.loads if path.suffix == ".toml" else json.loads
@@ -215,10 +212,10 @@ class Plan:
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Returns the plan of what `as_data` returned; what may be None may be missing.
+        """Reads what `as_data` returned. Fields that may be None may be missing.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: `data` is something else.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ValueError(f"this version reads plans of format {FORMAT}")
@@ -290,7 +287,7 @@ _MISSING = object()
 
 
 def _read(table: Any, key: str, kind: type, *, default: Any = _MISSING) -> Any:
-    """Returns an entry of this type; a whole number is a float as well, a boolean is no number."""
+    """Returns an entry of this type. Whole numbers count as floats, but booleans don't."""
     if not isinstance(table, Mapping):
         raise ValueError(f"where `{key}` is looked for there is {table!r:.60}")
     value = table.get(key)

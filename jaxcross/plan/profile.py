@@ -1,4 +1,4 @@
-"""`Profile`: what one step of a job takes, segment by segment, measured while the job ran alone."""
+"""`Profile`: how long one step of a job takes, segment by segment, while the job runs alone."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ MAX_FILE_BYTES = 10_000_000
 MAX_INTEGER = 2**63
 MIN_STEPS = 3
 MOST = 0.9
-"""Share of a job's steps that must have run one program, so that its times are that program's."""
+"""Share of a job's steps that must have run the same program, so that its times are that
+program's.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The cost of a job's step, measured alone on some ranks and some link.
+    """The cost of a job's step, measured while the job ran alone on some ranks and link.
 
     Attributes:
         name: The job.
-        graph: Kinds and dependences of the step's segments, and the bytes that each hands to the
-            wire.
-        seconds: Seconds of each segment: of the device for a computation, of the link for an
-            exchange, without waiting for other ranks.
-        host_s: Seconds from a step's return to the next call, in which the job's thread is at work:
-            input, logging.
-        ranks: The ranks that it was measured on.
+        graph: Kinds and dependencies of the step's segments, and the bytes that each of them
+            exchanges.
+        seconds: Seconds of each segment: device time for a computation, link time for an exchange,
+            without waiting for other ranks.
+        host_s: Seconds between a step's return and the job's next call, in which the job's thread
+            works, e.g. on input or logging.
+        ranks: Number of ranks that it was measured on.
         link: The link between them, in words.
         mbps: The rate of that link, in Mbit/s; None if unknown.
         memory: The memory of the job on a rank; None if unknown.
         platform: JAX's name for the devices, such as `cpu`; "" if unknown.
 
     Raises:
-        ValueError: The numbers do not fit the graph, or are negative or not finite.
+        ValueError: The numbers don't match the graph, or are negative or not finite.
     """
 
     name: str
@@ -75,8 +77,7 @@ class Profile:
     def whole(
         cls, name: str, *, compute_s: float, exchange_s: float, nbytes: int = 0, ranks: int = 1
     ) -> Self:
-        """Returns the profile of an uncut step: its computation, then one exchange, then an update
-        that takes no time.
+        """Returns the profile of an uncut step: computation, one exchange, an update of 0 s.
 
         Raises:
             ValueError: A time is negative or not finite.
@@ -91,20 +92,19 @@ class Profile:
 
     @classmethod
     def of(cls, report: RunData, name: str, *, mbps: float | None = None) -> Self:
-        """Returns the profile of a job that ran alone, or in turn with others: means over its steps
-        without the first.
+        """Returns the profile of a job that ran alone, or in turn with other jobs.
 
-        The compute seconds are those of the slowest rank, the exchange seconds those after the last
-        rank had arrived.
+        Its times are means over the job's steps without the first. Compute seconds are those of the
+        slowest rank. Exchange seconds count from the moment at which the last rank has arrived.
 
         Args:
-            report: The report of the run; a `Report`, also one that was loaded.
+            report: The report of the run: a `Report`, which may have been loaded from a file.
             name: The job.
-            mbps: The rate of the link, in Mbit/s, if it is known.
+            mbps: The rate of the link, in Mbit/s, if you know it.
 
         Raises:
-            ValueError: There is no such job, it ran next to others, it made fewer than three steps,
-                or its steps ran several programs.
+            ValueError: There is no such job, it ran alongside other jobs, it made fewer than three
+                steps, or its steps ran several programs.
         """
         facts = next((job for job in report.jobs if job.name == name), None)
         if facts is None:
@@ -143,14 +143,14 @@ class Profile:
         )
 
     def cut_evenly(self, pieces: int) -> Self:
-        """Returns an estimate of the same step with its backward pass cut into pieces of equal
-        length.
+        """Returns an estimate of the same step with its backward pass cut into equal pieces.
 
-        Forward and backward pass are taken to be a third and two thirds of the computation before
-        the exchange, which is divided equally. A profile of the cut step itself is better.
+        We assume that the forward pass takes a third of the computation before the exchange, and
+        the backward pass two thirds, which are divided equally. A profile of the cut step itself is
+        more accurate.
 
         Raises:
-            ValueError: `pieces` is below 1, or the step is cut already.
+            ValueError: `pieces` is below 1, or the step doesn't have exactly one exchange.
         """
         if pieces < 1:
             raise ValueError(f"a step is cut into at least 1 piece, got {pieces}")
@@ -186,12 +186,12 @@ class Profile:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of device time a step: c."""
+        """Seconds of device time per step: c."""
         return self._sum("compute")
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of the link a step: m."""
+        """Seconds of link time per step: m."""
         return self._sum("collective")
 
     def _sum(self, kind: str) -> float:
@@ -206,7 +206,7 @@ class Profile:
         return path
 
     def as_data(self) -> dict[str, Any]:
-        """Returns plain data, as in the file."""
+        """Returns the profile as plain data, as in its file."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -226,7 +226,7 @@ class Profile:
 
         Raises:
             ValueError: The file holds something else, or is larger than a profile can be.
-            OSError: The file cannot be read.
+            OSError: The file can't be read.
         """
         what = "a profile of jaxcross"
         return bounded.load(
@@ -235,10 +235,10 @@ class Profile:
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Returns the profile of what `as_data` returned.
+        """Reads what `as_data` returned.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: `data` is something else.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ValueError(f"this version reads profiles of format {FORMAT}")
@@ -263,8 +263,10 @@ class Profile:
 def segment_times(
     spans: Iterable[Span], name: str, graph: StepGraph
 ) -> tuple[tuple[float, ...], float]:
-    """Returns the mean seconds of each segment of a job, and the median ones from a step's return
-    to the next call.
+    """Returns the mean seconds of each segment, and the median seconds between steps.
+
+    The latter count from a step's return to the job's next call. A segment takes as long as on the
+    slowest rank. Both leave out each rank's first step.
 
     Args:
         spans: The spans of a run.
@@ -272,7 +274,7 @@ def segment_times(
         graph: The segments of its step.
 
     Raises:
-        ValueError: There are fewer than three whole steps.
+        ValueError: A rank has fewer than three whole steps.
     """
     spans = in_lane_order(span for span in spans if span.job == name and span.in_step)
     arrived = shortest_exchanges(spans)
@@ -294,7 +296,7 @@ def segment_times(
         for found in on_rank.values():
             of_steps = [
                 step[index] for step in found[1:]
-            ]  # the first step compiles and touches each page
+            ]  # leave out the first step, which compiles and touches each page
             if kind == "compute":
                 of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps))
             else:
@@ -314,14 +316,14 @@ def segment_times(
 
 
 def _returned_ns(span: Span) -> int:
-    """Returns the time at which the job's thread has this segment behind it: a computation once it
-    is dispatched.
+    """Returns when the job's thread no longer waits for this segment. Computations are dispatched
+    asynchronously, so for them that is before they run.
     """
     return span.ready_ns if span.kind == "compute" else span.end_ns
 
 
 def _of_type(table: Mapping[str, Any], key: str, *types: type) -> Any:
-    """Returns an entry that has one of these types; a boolean is no number."""
+    """Returns an entry that has one of these types. Booleans don't count as numbers."""
     if key not in table:
         raise ValueError(f"`{key}` is missing")
     if type(table[key]) not in types:

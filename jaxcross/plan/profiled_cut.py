@@ -1,4 +1,4 @@
-"""`cut`: the cut of a step that runs alone, from its profiles."""
+"""`cut`: chooses the cut of a step that runs alone, from its profiles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxcross.plan.rates import fastest_alone
 from jaxcross.plan.twin import VOTE_S
 
 Profiles = Profile | Sequence[Profile]
-"""One profile of a step, or one for each cut that was measured."""
+"""One profile of a step, or several: one for each cut that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCut:
-    """The cut in which a step is fastest alone, for `crossover(cut=...)`; see `cut`.
+    """The cut with which a step is fastest alone, for `crossover(cut=...)`; see `cut`.
 
     Attributes:
-        pieces: The number of exchange segments.
-        profiles: The profiles that it follows from. A step that is cut by them must be theirs.
+        pieces: Number of exchange segments.
+        profiles: The profiles that it was chosen from. They must be profiles of the step to cut.
     """
 
     pieces: int
@@ -28,19 +28,19 @@ class ProfiledCut:
 
 
 def cut(profiles: Profiles) -> ProfiledCut:
-    """Returns the cut in which a step is fastest alone by its profiles, without a trial.
+    """Returns the cut with which a step is fastest alone by its profiles, without a trial.
 
-    Decides from its arguments alone, and does not communicate. `crossover` refuses the cut when the
-    step is called if the profiles are of another step or of another number of ranks.
+    Decides from its arguments alone, and does not communicate. If the profiles are of another step
+    or of a different number of ranks, `crossover` refuses the cut when the step is called.
 
     Args:
-        profiles: A `Profile` of the step, or several of it in several cuts. If there is one alone,
-            of the uncut step, times in more pieces are estimated from it.
+        profiles: A `Profile` of the step, or several profiles of it with different cuts. If you
+            pass only one of the uncut step, the times of more pieces are estimated from it.
 
     Raises:
-        TypeError: They are no profiles.
-        ValueError: They are of several jobs, of several numbers of ranks, or two of one cut; or the
-            step takes no time.
+        TypeError: An argument isn't a profile.
+        ValueError: The profiles are of several jobs or of several numbers of ranks, or two of them
+            are of the same cut, or the step takes no time.
 
     Example:
         >>> profile = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**8, ranks=2)
@@ -56,8 +56,9 @@ def profiles_of_step(profiles: Profiles) -> tuple[Profile, ...]:
     """Returns the profiles of one step as a tuple.
 
     Raises:
-        TypeError: They are no profiles.
-        ValueError: They are of several jobs, of several numbers of ranks, or two of one cut.
+        TypeError: An argument isn't a profile.
+        ValueError: The profiles are of several jobs or of several numbers of ranks, or two of them
+            are of the same cut.
     """
     found = (profiles,) if isinstance(profiles, Profile) else profiles
     if (

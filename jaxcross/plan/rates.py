@@ -1,11 +1,14 @@
-"""Into how many pieces the jobs of a group are cut, and at which shares they run, so that none of
-them starves.
+"""Decides into how many pieces to cut the jobs of a group, and at which shares to run them.
 
-The exchange lane follows an order that all ranks agree on before they know what is ready. A job
-that computes for long and exchanges little would hold the lane up, if it got turns by the bytes
-that it has sent. So the speeds come first, from a linear program; shares and pieces that give each
-job the turns for its speed follow from them; and the twin, which takes turns as a real run does,
-says which speeds come out.
+The aim is that no job starves. The exchange lane follows an order that all ranks agree on before it
+is known which exchange will be ready first. If a job that computes for a long time and
+exchanges little got turns by the bytes that it has sent, the lane would have to wait for it.
+
+So we choose the speeds first. A linear program (`_Group.targets`) finds the speeds with the most
+progress that neither lane forbids. From these speeds follow shares (`_Group.weighted`) and numbers
+of pieces (`_Group.by_turns`) that give each job enough turns. The linear program doesn't take the
+order of turns into account. Therefore the twin, which takes turns like a real run, predicts the
+speeds that actually result, and the search corrects its targets by the difference.
 """
 
 from __future__ import annotations
@@ -21,26 +24,26 @@ from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import VOTE_S, step_rates
 
 PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
-"""Numbers of pieces that are tried where no cut was measured."""
+"""Numbers of pieces to try for a job that has only the profile of its whole step."""
 COARSE = 5
 LONG = 15
-"""Steps that a job at the floor makes in a twin of the search, and in the one that decides."""
+"""Steps that a job at the floor makes in a twin: `COARSE` while searching, `LONG` to confirm."""
 MOST_STEPS = 20_000
-"""Steps of all jobs in the twin that decides; jobs that are too unlike for that do not share
-ranks.
+"""Most steps of all jobs in a confirming twin. Jobs whose steps are so unlike that it would need
+more don't share ranks.
 """
 _LOSS = (
-    1.2  # speeds that the linear program must allow, over the floor: what the order costs, at first
+    1.2  # speeds to demand of the linear program at first, over the floor, since turns cost some
 )
-_MARGIN = 1.02  # the same over what the twin says of the order's cost
-_ENOUGH = 0.9  # of the linear program's progress: the search ends there
-_GOOD = 0.8  # likewise: no finer cut is looked at
-_LAST = 4  # near misses that are balanced before the jobs are refused
-_AS_FAST = 1.03  # a coarser cut alone, relative to the fastest
-_TURNS = 3  # changes of shares for one cut
+_MARGIN = 1.02  # the same once the twin has shown what the turns cost
+_ENOUGH = 0.9  # share of the linear program's progress at which the search for one cut ends
+_GOOD = 0.8  # share of it at which no finer cut is tried
+_LAST = 4  # near misses that we try to balance before the jobs are refused
+_AS_FAST = 1.03  # a coarser cut is preferred if it takes at most this many times as long
+_TURNS = 3  # attempts to adjust the shares for one cut
 
 Cuts = Mapping[int, Profile]
-"""A job's profiles, by the number of pieces of its step."""
+"""A job's profiles, by the number of pieces into which its step is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +51,12 @@ class Rates:
     """The way to run one group of jobs.
 
     Attributes:
-        pieces: The pieces of each job's step; 1 is a whole step.
+        pieces: Number of pieces of each job's step; 1 is an uncut step.
         policy: `RoundRobin()`, or `Weighted` with a share for each job.
-        speeds: The predicted speed of each job, as a share of its own alone; empty if none was
-            predicted.
-        alone_s: Seconds of each job's step alone, in the cut that is fastest alone.
-        floor: The speed that each job was to keep.
+        speeds: The predicted speed of each job, relative to its speed alone; empty if no speeds
+            were predicted.
+        alone_s: Seconds of each job's step alone, with the cut that is fastest alone.
+        floor: The lowest speed that each job may have.
         refusal: Why the jobs should not run together; empty if they may.
     """
 
@@ -66,19 +69,17 @@ class Rates:
 
     @property
     def progress(self) -> float:
-        """Steps that all jobs together make, in the time in which one of them makes one step
-        alone.
-        """
+        """Steps of all jobs together in the time in which one of them makes one step alone."""
         return math.fsum(self.speeds)
 
     @property
     def is_fair(self) -> bool:
-        """Whether each job keeps the floor."""
+        """Whether every job reaches the floor."""
         return min(self.speeds, default=0.0) >= self.floor
 
 
 def cuts_of(profile: Profile) -> Cuts:
-    """Returns a job's profile and, where its step has one exchange, estimates of it in pieces."""
+    """Returns a job's profile. If its step has one exchange, adds estimates for more pieces."""
     exchanges = len(profile.graph.collectives)
     if exchanges == 1:
         return {n: profile.cut_evenly(n) for n in PIECES}
@@ -93,23 +94,22 @@ def choose_rates(
     memory: int | str | None = None,
     vote_s: float = VOTE_S,
 ) -> Rates:
-    """Chooses pieces and shares by the twin: much progress, at which no job is slower than the
-    floor.
+    """Chooses pieces and shares with much progress, at which no job is slower than the floor.
 
-    Coarse cuts come first; the search ends one cut after the first that keeps the floor, which a
-    longer twin confirms. Decides from its arguments alone.
+    Tries coarse cuts first. When a cut reaches the floor, a longer twin confirms it, and the search
+    ends after one more cut, or at once if the progress is good. Decides from its arguments alone.
 
     Args:
-        jobs: The profiles of each job, for one or several cuts; names must differ.
-        contention: How much lanes slow each other down; not at all if None.
-        floor: The least speed of a job as a share of its own alone; 1 / k for k jobs if None.
+        jobs: The profiles of each job, with one or several cuts. Names must differ.
+        contention: How much the lanes slow each other down. None means not at all.
+        floor: Lowest speed of a job, relative to its speed alone; 1 / k for k jobs if None.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
         vote_s: Seconds of a vote.
 
     Raises:
         TypeError: `memory` is neither a number nor a text.
-        ValueError: There are no jobs, one has no profile, or its step takes no time; `memory` says
-            no number of bytes.
+        ValueError: There are no jobs, a job has no profile, its step takes no time, or `memory`
+            isn't a number of bytes.
     """
     limit = memory_limit(memory)
     if not jobs or not all(jobs):
@@ -153,8 +153,8 @@ def choose_rates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Jobs to run together. `uses` are the seconds of the device and of the link that each needs at
-    full speed.
+    """Jobs to run together. `uses` holds, for the device and for the link, the share of time that
+    each job needs at full speed.
     """
 
     jobs: tuple[Cuts, ...]
@@ -196,12 +196,12 @@ class _Group:
         )
 
     def fits(self, pieces: Sequence[int]) -> bool:
-        """Whether the jobs, cut like that, fit into the memory, as far as profiles say."""
+        """Whether the jobs with these cuts fit into the memory, as far as profiles state theirs."""
         memory = [cuts[n].memory or JobMemory() for cuts, n in zip(self.jobs, pieces, strict=True)]
         return self.memory_bytes is None or needed_bytes(memory) <= self.memory_bytes
 
     def unlike(self) -> str:
-        """Returns why a twin of these jobs would take too long; empty if it would not."""
+        """Returns why a twin of these jobs would take too long; empty if it wouldn't."""
         long_s = max(self.alone_s)
         short_s = min(self.alone_s)
         until_s = LONG * long_s / self.floor
@@ -213,7 +213,7 @@ class _Group:
         )
 
     def tried(self, pieces: tuple[int, ...], policy: Policy, steps: int) -> Rates:
-        """Asks the twin for the speeds."""
+        """Predicts the speeds with the twin."""
         rates = step_rates(
             [cuts[n] for cuts, n in zip(self.jobs, pieces, strict=True)],
             policy=policy,
@@ -227,7 +227,7 @@ class _Group:
         )
 
     def search(self, pieces: tuple[int, ...]) -> Iterator[Rates]:
-        """Yields ways to run the jobs cut like that, until one makes enough progress."""
+        """Yields ways to run the jobs with these cuts, until one makes enough progress."""
         enough = _ENOUGH * sum(self.targets([self.floor] * len(pieces)))
         wanted = [self.floor * _LOSS] * len(pieces)
         if max(pieces) == 1:
@@ -247,8 +247,9 @@ class _Group:
             yield self.tried(self.by_turns(pieces, self.targets(wanted)), RoundRobin(), COARSE)
 
     def balanced(self, option: Rates) -> Rates:
-        """Moves shares from the jobs that are faster than the mean to the slower ones: the last
-        resort.
+        """Shifts shares from the jobs that are faster than the mean to the slower ones.
+
+        This is the last resort before the jobs are refused.
         """
         found = option
         if not all(self.nbytes) or min(option.speeds) <= 0:
@@ -265,10 +266,10 @@ class _Group:
         return found
 
     def targets(self, wanted: Sequence[float]) -> list[float]:
-        """Returns the speeds with the most progress at which no job is slower than wanted, or than
-        a part of that.
+        """Returns the speeds with the most progress at which each job is as fast as wanted.
 
-        No lane can be used for longer than all of the time: a linear program.
+        Neither lane can be busy for more than all of the time, which makes this a linear program.
+        If the wanted speeds are too high for that, they are all scaled down by the same factor.
         """
         from scipy.optimize import linprog
 
@@ -282,15 +283,13 @@ class _Group:
         return found.x.tolist() if found.success else [low for low, _ in bounds]
 
     def weighted(self, targets: Sequence[float]) -> Weighted:
-        """Returns shares of the link's bytes at which jobs go at these speeds."""
+        """Returns the shares of the link's bytes at which jobs run at these speeds."""
         rows = zip(self.nbytes, targets, self.alone_s, strict=True)
         shares = [nbytes * target / own for nbytes, target, own in rows]
         return Weighted(tuple(float(f"{share / min(shares):.4g}") for share in shares))
 
     def by_turns(self, pieces: Sequence[int], targets: Sequence[float]) -> tuple[int, ...]:
-        """Returns the numbers of pieces at which jobs go at these speeds, when each piece is a
-        turn.
-        """
+        """Returns numbers of pieces at which jobs run at these speeds if each piece gets a turn."""
         turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
         wanted = [max(pieces) * each / max(turns) for each in turns]
         return tuple(
@@ -299,7 +298,7 @@ class _Group:
         )
 
     def refused(self, unfair: Sequence[Rates]) -> Rates:
-        """Returns the nearest miss, with the reason why the jobs should not run together."""
+        """Returns the nearest miss, and why the jobs should not run together."""
         if not unfair:
             return self.not_tried("together they do not fit into the memory")
         nearest = max(unfair, key=lambda option: min(option.speeds))
@@ -312,7 +311,7 @@ class _Group:
         return replace(nearest, refusal=reason)
 
     def not_tried(self, refusal: str) -> Rates:
-        """Returns a refusal of jobs whose speeds are not known."""
+        """Returns a refusal without predicted speeds."""
         return Rates(
             pieces=tuple(map(min, self.jobs)),
             policy=RoundRobin(),
@@ -324,7 +323,7 @@ class _Group:
 
 
 def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
-    """Returns the cuts that fit alone; all if none does, which the caller will see."""
+    """Returns the cuts with which the job fits alone, or all cuts if there are none."""
     fitting = {
         n: p for n, p in cuts.items() if needed_bytes([p.memory or JobMemory()]) <= memory_bytes
     }
@@ -332,8 +331,9 @@ def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
 
 
 def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
-    """Returns the seconds of a step alone and its pieces, in the fastest of a few cuts from coarse
-    to fine.
+    """Returns the seconds of a step alone and its number of pieces, for the fastest cut.
+
+    Tries only a few cuts, from coarse to fine. Prefers a coarser cut that is nearly as fast.
     """
     order = sorted(cuts)
     found = []
@@ -351,14 +351,14 @@ def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> t
             [profile], policy=RoundRobin(), until_s=until_s, contention=contention, vote_s=vote_s
         )
         found.append((1 / rate, pieces))
-    # A coarser cut that is nearly as fast costs fewer messages and less memory.
+    # A coarser cut sends fewer messages and needs less memory.
     fastest_s = min(found)[0]
     return fastest_s, next(pieces for seconds, pieces in found if seconds <= _AS_FAST * fastest_s)
 
 
 def _cuts(jobs: Sequence[Cuts], alone_s: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Yields numbers of pieces: whole steps, then pieces ever shorter next to the step of the job
-    with the shortest.
+    """Yields the cuts to try: first whole steps, then ever finer ones, whose pieces take at most
+    1, 1/2, 1/4 and 1/8 of the shortest step.
     """
     found = [tuple(min(cuts) for cuts in jobs)]
     for parts in (1, 2, 4, 8):

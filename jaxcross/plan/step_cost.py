@@ -1,4 +1,4 @@
-"""The cost of one step alone: what an estimate is made from."""
+"""`StepCost`: the cost of one step alone, from which estimates are made."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jaxcross.plan.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """One step alone: everything that an estimate is made from. The same on every rank.
+    """One step alone: everything that an estimate is made from. Identical across ranks.
 
     Attributes:
         whole: Profile of the uncut step, named like the step, with its memory.
-        cut: Profile of the step in several exchange segments; None if it cannot be cut, or was not.
-        where: The job whose step it is, for people; empty outside a run.
-        steps: Steps that were timed; 0 if the profiles were given.
-        wire_bytes: Bytes that a rank receives in a step.
-        narrow_wire_bytes: The same if what travels in 32 or 64 bits travels in 16.
-        link_mbps: Rate of the link that was asked for, in Mbit/s; None if exchanges take what was
-            measured.
-        limit_bytes: Bytes that a rank may use; None if that is not known.
+        cut: Profile of the step in several exchange segments; None if it can't be cut or wasn't.
+        where: The job whose step this is, to show to people; empty outside a run.
+        steps: Number of steps that were timed; 0 if the profiles were given.
+        wire_bytes: Bytes that a rank receives per step.
+        narrow_wire_bytes: The same if everything that travels in 32 or 64 bits travels in 16.
+        link_mbps: Rate of the link that the user asked about, in Mbit/s; None if the exchange times
+            were measured.
+        limit_bytes: Bytes that a rank may use; None if unknown.
         shares_processor: Whether the processor that computes also drives the network.
     """
 
@@ -37,28 +37,28 @@ class StepCost:
 
     @property
     def compute_s(self) -> float:
-        """Seconds that its computation takes (c)."""
+        """Seconds of the step's computation (c)."""
         return self.whole.compute_s
 
     @property
     def exchange_s(self) -> float:
-        """Seconds that its exchanges take once all ranks have arrived (m)."""
+        """Seconds of the step's exchanges after all ranks have arrived (m)."""
         return self.whole.exchange_s
 
     @property
     def narrow_exchange_s(self) -> float:
-        """Seconds that its exchanges take in 16 bits, if they shrink as their bytes do."""
+        """Seconds of the step's exchanges in 16 bits, if time shrinks in proportion to bytes."""
         if not self.wire_bytes:
             return self.exchange_s
         return self.exchange_s * self.narrow_wire_bytes / self.wire_bytes
 
     @property
     def mbps(self) -> float | None:
-        """Rate at which a rank receives, in Mbit/s; None without exchanges."""
+        """Rate at which a rank receives, in Mbit/s; None if the step has no exchanges."""
         return 8e-6 * self.wire_bytes / self.exchange_s if self.exchange_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields as numbers, texts, lists and dictionaries, with c, m and the rate."""
+        """Returns all fields as numbers, texts, lists and dicts, plus c, m and the rate."""
         costs = {
             "whole": self.whole.as_data(),
             "cut": None if self.cut is None else self.cut.as_data(),

@@ -1,4 +1,4 @@
-"""The table of a plan. It takes plain fields, and does not know the class, which prints by it."""
+"""Renders the table of a plan. Uses only the plan's fields, because `Plan` imports this module."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from jaxcross.program.ir import human_bytes
 from jaxcross.report.units import seconds
 
 MOST_GROUPS = 50
-"""Groups that the table shows; the file has all."""
+"""Most groups that the table shows. The file has all of them."""
 
 
 def render(plan: Any) -> Group:
-    """Title, one row a job with its group's facts on the first, and what to know about the numbers.
+    """Returns a title, the table, and remarks about the numbers.
 
-    Group and job come first: a table that is too wide becomes several, each of which begins with
-    them.
+    The table has one row per job, and its group's facts are in the group's first row. The columns
+    for group and job come first, because a table that is too wide is split into several, each of
+    which starts with them.
     """
     table = Table()
     table.add_column("group")

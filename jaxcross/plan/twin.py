@@ -1,5 +1,14 @@
-"""The twin of a run: the real interleaver on a virtual clock, fed with profiles, broken down like a
-real run.
+"""The twin of a run: predicts it by running the real interleaver on a virtual clock.
+
+The twin needs no device and no ranks. Each job is a script that repeats its step with the times of
+its profile, and `Simulation` advances a virtual clock from one event to the next. Because the
+interleaver and the policy are the ones that a real run uses, the order of turns is a real run's
+too; only the duration of a vote is an assumption (`VOTE_S`). The resulting spans are broken down by
+the code that breaks down real runs, so that a prediction and a report can be compared number by
+number.
+
+One simulated rank is enough. All ranks are assumed to be equally fast, so they would all do the
+same at the same time. For this reason the twin can't predict time that ranks wait for stragglers.
 """
 
 from __future__ import annotations
@@ -26,11 +35,11 @@ from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
 VOTE_S = 0.0005
-"""Seconds of a vote on a local network: latency, not bandwidth. It matters below some 20 ms a
-step.
+"""Seconds of a vote on a local network. Latency dominates, bandwidth doesn't matter. A vote's cost
+matters for steps below about 20 ms.
 """
 MAX_STEPS = 100_000
-"""Steps of all jobs together that a twin makes at most."""
+"""Most steps of all jobs together in a prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +48,9 @@ class Prediction:
 
     Attributes:
         rounds: The breakdown of its time, as in a report.
-        steps: Steps of each job.
-        spans: Its spans, for a picture.
-        wall_s: Seconds from its begin to its end, the filling of the pipeline included.
+        steps: Number of steps of each job.
+        spans: Its spans, e.g. for a picture.
+        wall_s: Seconds from its start to its end, including the time to fill the pipeline.
         profiles, policy, contention, vote_s: What it was made from; see `predict`.
     """
 
@@ -55,7 +64,7 @@ class Prediction:
     vote_s: float
 
     def again(self, *, profiles: Sequence[Profile], contention: Contention) -> Prediction:
-        """Predicts the same steps from other costs of the same jobs."""
+        """Predicts the same steps of the same jobs with other costs."""
         return predict(
             profiles,
             policy=self.policy,
@@ -65,10 +74,11 @@ class Prediction:
         )
 
     def difference(self, run: RunData) -> Difference:
-        """Explains a run by this prediction, as `report.against` does.
+        """Explains a run by this prediction, like `report.against`.
 
         Raises:
-            ValueError: Jobs, policy or segments differ, or one of both has no steady state.
+            ValueError: Jobs, policy or segments differ, or the run or the prediction has no steady
+                state.
         """
         return difference(self, run)
 
@@ -79,12 +89,12 @@ class Prediction:
 
     @property
     def s_per_step(self) -> float:
-        """Seconds a job-step over the whole run."""
+        """Seconds per job-step over the whole run."""
         return self.wall_s / sum(self.steps)
 
     @property
     def report(self) -> Report:
-        """The same as the report of a run on one rank, for its table, trace and picture."""
+        """The prediction as the report of a run on one rank, for its table, trace and picture."""
         return Report(
             spans=self.spans,
             jobs=tuple(job.facts for job in self.rounds.jobs),
@@ -94,10 +104,10 @@ class Prediction:
         )
 
     def to_gantt(self, path: str | Path, *, headline: str | None = None) -> Path:
-        """Draws the predicted lanes over time as PNG.
+        """Draws the predicted lanes over time as a PNG.
 
         Raises:
-            MissingExtraError: matplotlib is not installed, which the extra `plot` brings.
+            MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
         from jaxcross.report.gantt import draw
 
@@ -112,20 +122,22 @@ def predict(
     steps: int | Sequence[int] = 20,
     vote_s: float = VOTE_S,
 ) -> Prediction:
-    """Predicts a run of these jobs together. Uses no device and no ranks; all ranks are taken to be
-    equally fast.
+    """Predicts a run of these jobs together. Uses no device and no ranks.
+
+    All ranks are assumed to be equally fast.
 
     Args:
-        profiles: The jobs, in the order in which a runner would have them; names must differ.
+        profiles: The jobs, in the order in which a runner would add them. Names must differ.
         policy: As in `Runner`; `RoundRobin()` if None.
-        contention: How much lanes slow each other down; not at all if None.
-        steps: Steps of each job, or of the slowest: the others make as many as fit into the same
-            time alone.
+        contention: How much the lanes slow each other down. None means not at all.
+        steps: Number of steps of each job. If you pass one number, it is for the job with the
+            longest step, and the others make as many steps as they could alone in the same time.
         vote_s: Seconds of a vote.
 
     Raises:
-        ValueError: There are no jobs, two have one name, `steps` is below 2, or the policy has not
-            a share for each.
+        ValueError: There are no jobs, two jobs have the same name, a job would make fewer than 2
+            steps, all jobs together would make more than 100,000, or the policy doesn't have a
+            share for each job.
     """
     made = _checked(profiles, policy, steps)
     policy = policy if policy is not None else RoundRobin()
@@ -160,21 +172,21 @@ def step_rates(
     contention: Contention | None = None,
     vote_s: float = VOTE_S,
 ) -> tuple[float, ...]:
-    """Predicts the steps a second of each job while all of them go on; 0 for a job that makes none
-    in steady state.
+    """Predicts each job's steps per second while all jobs are running.
 
-    Cheaper than `predict`, and the right measure for unlike jobs: none of them ends before the
-    others.
+    Cheaper than `predict`, and the right measure for unlike jobs, because no job ends before the
+    others. All rates are 0 if a job doesn't complete a step within `until_s`.
 
     Args:
         profiles: As in `predict`.
-        policy: Likewise.
-        until_s: Seconds of the run that are looked at.
+        policy: As in `predict`.
+        until_s: Seconds of the run to simulate.
         contention: As in `predict`.
-        vote_s: Likewise.
+        vote_s: As in `predict`.
 
     Raises:
-        ValueError: There are no jobs, two have one name, or the policy has not a share for each.
+        ValueError: There are no jobs, two jobs have the same name, or the policy doesn't have a
+            share for each job.
     """
     _check_jobs(profiles, policy)
     scripts = [_script(profile, None) for profile in profiles]
@@ -189,7 +201,8 @@ def step_rates(
     ]
     if not all(whole):
         return tuple(0.0 for _ in profiles)
-    # Whole steps of the slowest job, past each job's first step and before each job's last one.
+    # Measure over whole steps of the slowest job, in a window that begins when every job has ended
+    # its first step, and ends before any job ends its last one.
     low = max(found[0] for found in whole)
     high = min(found[-1] for found in whole)
     slowest = [end for end in min(whole, key=len) if low <= end <= high]
@@ -201,9 +214,7 @@ def step_rates(
 
 
 def _progress(ends: Sequence[float], at_s: float) -> float:
-    """Returns the steps since the end of the first one, with the part of the step that is under
-    way.
-    """
+    """Returns the steps made since the end of the first one, as a fractional number."""
     index = min(bisect_right(ends, at_s), len(ends) - 1) - 1
     begin = ends[index]
     end = ends[index + 1]
@@ -218,7 +229,7 @@ def _simulation(
     vote_s: float,
 ) -> Simulation:
     depth = checked_depth(getattr(policy, "depth", None))
-    # Ranks that are equally fast do the same at the same time: one of them shows what all do.
+    # Equally fast ranks do the same at the same time, so it is enough to simulate one of them.
     return Simulation(
         [scripts],
         policy=policy,
@@ -231,7 +242,7 @@ def _simulation(
 
 
 def _script(profile: Profile, steps: int | None) -> Script:
-    """Yields so many steps; without end if None."""
+    """Yields the job's events for `steps` steps, or without end if None."""
     step = Step(profile.graph, profile.seconds)
     for _ in itertools.repeat(None) if steps is None else range(steps):
         if profile.host_s:
@@ -256,7 +267,7 @@ def _check_jobs(profiles: Sequence[Profile], policy: Policy | None) -> None:
 def _checked(
     profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns the number of steps of each job."""
+    """Checks the arguments of `predict`. Returns the number of steps of each job."""
     _check_jobs(profiles, policy)
     made = tuple(steps) if isinstance(steps, Sequence) else tuple(_equally_long(profiles, steps))
     if len(made) != len(profiles) or min(made) < 2:

@@ -1,6 +1,6 @@
-"""Events of a run -> table, JSON, Chrome trace, Gantt chart, progress. Listens only.
+"""Turns the events of a run into tables, JSON, traces, charts and progress. Only listens.
 
-record           spans of a run on this rank, and the ranks' clocks aligned
+record           spans of a run on this rank, and the alignment of the ranks' clocks
 summary          numbers of a run as plain data: jobs, timing, breakdown
 rounds           the part of a run that is measured: whole rounds in steady state
 time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`,
@@ -8,15 +8,15 @@ time_breakdown   what a run achieved against its bound, and where the rest went;
 report           `Report`: a run on all its ranks, saved and loaded
 table            the table at the end; `units` formats its numbers
 compare          `Comparison` of two ways to run the same jobs
-gantt            the lanes as a picture; `tint` draws what is thinner than a pixel
+gantt            the lanes as a picture; `tint` draws work that is thinner than a pixel
 chrome           the run as a trace for Perfetto
-sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one,
-                 `sweep_plot` the picture
-metric_files     what jobs log, as JSONL and CSV; `tensorboard` as its event files
-progress         how far a run's jobs are, as plain data and a file; `progress_text` makes lines and
-                 a table of it
-run_state        whether a run goes on and how it ended, from its folder of events
-event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended
+sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one trial,
+                 `sweep_plot` draws the picture
+metric_files     what jobs log, as JSONL and CSV; `tensorboard` as TensorBoard's event files
+progress         how far a run's jobs are, as plain data and a file; `progress_text` renders it as
+                 lines and as a table
+run_state        whether a run is in progress and how it ended, from its folder of events
+event_files      reads the ranks' event files after the end; `post_mortem` finds the rank that ended
                  first
 """
 

@@ -1,8 +1,8 @@
-"""A run as Chrome trace events (the JSON Object Format), which Perfetto reads too.
+"""A run as Chrome trace events (the JSON Object Format), which Perfetto can read, too.
 
-One process a rank. In it one track a job (its steps, and in each its waiting and segments), the
-compute lanes and the exchange lanes. An arrow leads from the compute segment that made an
-exchange's operands to the exchange.
+Each rank is a process. It has one track per job (its steps, and within each its waits and
+segments), and tracks for the compute lanes and the exchange lanes. An arrow leads from the compute
+segment that produced an exchange's operands to the exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxcross.report.timeline import in_lane_order
 
 
 class _Slice(NamedTuple):
-    """A slice on its track: `event` has all but its times."""
+    """A slice on its track. `event` has everything but the times."""
 
     start_ns: int
     end_ns: int
@@ -27,13 +27,13 @@ class _Slice(NamedTuple):
 
 
 LANE_TRACK = 1000
-"""Track numbers: jobs from 1, compute lanes from 1000, exchange lanes from 2000. Viewers sort by
-them.
+"""Numbers of tracks: jobs from 1, compute lanes from 1000, exchange lanes from 2000. Viewers sort
+tracks by number.
 """
 
 
 def trace_events(report: RunData) -> dict[str, Any]:
-    """The whole file as plain data. Times are microseconds from the first span."""
+    """Returns the whole file as plain data. Times are in microseconds since the first span."""
     spans = in_lane_order(report.spans)
     origin = min((span.start_ns for span in spans), default=0)
     tracks = {job.name: i for i, job in enumerate(report.jobs, start=1)}
@@ -109,7 +109,7 @@ def _name(span: Span) -> str:
 
 
 def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
-    """A span on its lane, or on its job's track if it has no lane."""
+    """Returns a span's slice on its lane, or on its job's track if it has no lane."""
     lane = _lane(span)
     track = lane if lane is not None else tracks.get(span.job, 0)
     name = _name(span) if lane is None or not span.job else f"{span.job} {_name(span)}"
@@ -129,11 +129,11 @@ def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
 
 
 def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]) -> list[_Slice]:
-    """A job's steps on its own track, from the first segment's begin to the last one's end.
+    """Returns a job's steps on its own track, each from its first segment to its last one.
 
-    The begin is moved to the end of the step before where the first compute segment started earlier
-    (it needs no agreement, so it may): steps follow one another. Behind a job's last step there may
-    be a part of one that failed.
+    A step's first compute segment can start before the previous step has ended, because it needs no
+    agreement between ranks. In that case the step begins where the previous one ends, so that steps
+    don't overlap. A job's last step may be followed by a part of a step that failed.
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
@@ -155,17 +155,17 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]
 
 
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
-    """Cuts slices so that two of one track are one within the other, or apart, as viewers demand:
-    the wait for the next batch may begin within a step and end after it.
+    """Cuts slices so that two slices on the same track are either nested or disjoint, as viewers
+    require. For example, the wait for the next batch may begin within a step and end after it.
     """
     tracks: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
     for piece in slices:
         tracks[piece.event["pid"], piece.event["tid"]].append(piece)
     for pieces in tracks.values():
-        count = itertools.count()  # of equal ones the first stays outside
+        count = itertools.count()  # breaks ties: of equal slices, the first one is outside
         heap = [(piece.start_ns, -piece.end_ns, next(count), piece) for piece in pieces]
         heapq.heapify(heap)
-        around: list[int] = []  # the ends of those that are open, the innermost last
+        around: list[int] = []  # the ends of the open slices, the innermost one last
         while heap:
             start, end, _, piece = heapq.heappop(heap)
             while around and around[-1] <= start:
@@ -179,9 +179,7 @@ def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
 
 
 def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
-    """From the compute segment of the same step that ended last before the exchange's inputs were
-    ready.
-    """
+    """Returns arrows to each exchange from the compute segment that produced its operands."""
     computes: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == "compute" and span.end_ns > span.start_ns:
@@ -192,8 +190,8 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
         if maker is None:
             continue
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}
-        # a flow binds to the slice that encloses its time stamp: inside the maker, not on its open
-        # right edge
+        # Viewers bind an arrow to the slice that encloses its time stamp. A slice doesn't include
+        # its right edge, so the time stamp must be inside the producing slice.
         left = min(maker.start_ns + (maker.end_ns - maker.start_ns) * 9 // 10, span.start_ns)
         events.append({**arrow, "ph": "s", "tid": _lane(maker), "ts": _us(left, origin)})
         events.append(
@@ -203,11 +201,11 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
 
 
 def _maker(exchange: Span, computes: list[Span]) -> Span | None:
-    """Returns the compute segment that made the exchange's operands, among those that had begun by
-    then.
+    """Returns the compute segment that produced the exchange's operands, if there is one.
 
-    The thread that notes ends may be late with that segment's end; then it is the one that ends
-    first.
+    Considers only segments that had begun before the exchange. It is the one that ended last before
+    the exchange's inputs were ready. The thread that notes ends may be late, so that none has ended
+    by then; in that case, it is the one that ends first.
     """
     before = [
         c

@@ -1,6 +1,4 @@
-"""Two ways to run the same jobs, compared: how many times faster the second is, or why no factor
-can be given.
-"""
+"""Compares two ways to run the same jobs: states the speed-up, or why there is none to state."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed, total
 from jaxcross.report.units import seconds, share
 
 FIFTH = 1.2
-"""By how much computation or exchange of the two ways may differ: beyond it something else than the
-order did.
+"""Largest ratio between the two ways' computation, or between their exchange. If they differ by
+more, something other than the order of the work has changed.
 """
 NEGLIGIBLE = 0.01
-"""Differences below this share of a round's work decide nothing."""
+"""Differences below this share of a round's work are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +26,9 @@ class Comparison:
     """Runs of the same jobs in two ways. `print` shows both in one table.
 
     Attributes:
-        first: The first way, the mean of its runs: usually the jobs one after the other.
-        second: The second way.
-        names: What the two are called.
+        first: The first way, averaged over its runs. Usually the jobs one after the other.
+        second: The second way, averaged over its runs.
+        names: Names of the two ways.
         where: Where they ran, and over what link.
     """
 
@@ -41,11 +39,13 @@ class Comparison:
 
     @classmethod
     def of(cls, first: Sequence[RunData], second: Sequence[RunData]) -> Comparison:
-        """Compares the means of several runs of each way. Alternate them (first, second, first,
-        second), so that a machine which is busy for a while is so for both.
+        """Compares the means of several runs of each way.
+
+        Alternate the runs (first, second, first, second), so that a machine that is busy for a
+        while slows both ways down.
 
         Raises:
-            ValueError: There is no run of a way, or they do not all have the same jobs.
+            ValueError: There is no run of one of the ways, or not all runs have the same jobs.
         """
         if not first or not second:
             raise ValueError("a comparison needs at least one run of each way")
@@ -64,15 +64,15 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """The factor by which a job-step is shorter in the second way, as it was measured."""
+        """How many times shorter a job-step is in the second way, as measured."""
         one = self.first.s_per_step
         other = self.second.s_per_step
         return one / other if one is not None and other else None
 
     @property
     def most(self) -> float | None:
-        """(c + m) over the bound of c and m as they are one after the other: no order gains more.
-        None if the first way is another one.
+        """The largest possible gain from overlap: (c + m) over its bound, both as measured in the
+        first way. None unless the first way runs the jobs one after the other.
         """
         bound = self.first.bound_s
         work = self.first.compute_s + self.first.exchange_s
@@ -80,7 +80,7 @@ class Comparison:
 
     @property
     def reason(self) -> str:
-        """Why the ratio says nothing about the two ways; "" where it does."""
+        """Why the ratio says nothing about the two ways; "" if it does."""
         for name, breakdown in zip(self.names, (self.first, self.second), strict=True):
             if breakdown.period_s is None:
                 return f"{name}: the jobs were never in steady state together"
@@ -111,8 +111,8 @@ class Comparison:
 
     @property
     def _other_work(self) -> bool:
-        """Whether rounds of the two ways hold different amounts of work, as where jobs go at
-        unequal rates in one.
+        """Whether a round contains a different amount of work in the two ways, e.g. because the
+        jobs progress at unequal rates in one of them.
         """
         pairs = zip(self.first.jobs, self.second.jobs, strict=True)
         more = sum(
@@ -122,13 +122,13 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """The ratio; None where there is a reason not to state it."""
+        """The ratio; None if there is a reason not to state it."""
         return None if self.reason else self.ratio
 
     @property
     def efficiency_alone(self) -> float | None:
-        """The bound of c and m as they are one after the other, over the measured round of the
-        second way; None if its rounds hold other work.
+        """The bound of compute and exchange as measured in the first way, divided by the second
+        way's round. None if rounds contain a different amount of work in the two ways.
         """
         if self._other_work or not self.first.bound_s or not self.second.period_s:
             return None
@@ -136,7 +136,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """One line: the speed-up, or why there is none."""
+        """One line that states the speed-up, or why there is none."""
         if self.speedup is None:
             return f"No speed-up stated: {self.reason}"
         one, other = (
@@ -208,8 +208,8 @@ class Comparison:
 
 
 def _pooled(breakdowns: Sequence[TimeBreakdown]) -> TimeBreakdown:
-    """The mean of several runs, of those that have a round where some have one, and most jobs in
-    it.
+    """Returns the mean of several runs. If some runs have rounds of more jobs than others, only
+    averages those with the most jobs.
     """
     most = max(len(breakdown.crossed) for breakdown in breakdowns)
     breakdowns = [breakdown for breakdown in breakdowns if len(breakdown.crossed) == most]

@@ -1,6 +1,6 @@
-"""Reads the ranks' event files after the end: the operation in which each rank was.
+"""Reads the ranks' event files after the end of a run, to find the operation that each rank was in.
 
-The files are data from strangers: every line is checked, sizes are bounded, a torn last line is
+The files are untrusted: every line is checked and all sizes are bounded. A torn last line is
 normal.
 """
 
@@ -27,15 +27,16 @@ _CHECKPOINT = re.compile(r"\d{12}-[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """Something that a rank began.
+    """An operation that a rank began.
 
     Attributes:
         what: `exchange`, `vote`, `compute`, `compile`, ...
         job: Name of the job, or "".
         step: Step of the job.
-        segment: Segment of its program, -1 for none.
-        number: Its number in the sequence of waits that all ranks share, 0 for anything else.
-        at_s: The time, in seconds of the epoch.
+        segment: Segment of its program, or -1 if the operation isn't a segment.
+        number: Number of the wait in the sequence of waits that all ranks share; 0 for any other
+            operation.
+        at_s: When it began, in seconds of the epoch.
     """
 
     what: str
@@ -57,8 +58,8 @@ class SavedPart:
     """A rank's part of a job's checkpoint.
 
     Attributes:
-        name: The checkpoint's name; names of newer ones come later in alphabetical order.
-        any_ranks: Whether another number of ranks can resume from it.
+        name: The checkpoint's name. Names of newer checkpoints come later in alphabetical order.
+        any_ranks: Whether a different number of ranks can resume from it.
     """
 
     name: str
@@ -66,28 +67,28 @@ class SavedPart:
 
     @property
     def step(self) -> int:
-        """The job's step at that time."""
+        """The job's step when the checkpoint was saved."""
         return int(self.name.partition("-")[0])
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRecord:
-    """The event file of one rank.
+    """The content of one rank's event file.
 
     Attributes:
-        rank, size, host, pid, run: As its file says.
-        last_s: Its last sign of life, in seconds of the epoch.
-        under_way: What it had begun and not ended, by token.
-        done: What it ended last for a job.
-        done_of: What it ended last for each job that was not over.
-        entered: Waits for other ranks that it had begun.
-        words: `left`, `failed`, `terminated`, `interrupted`, `told`, `reported`; "" if it ended
-            without a word.
-        text: Its last words.
-        standing: Where it was, in its last words.
-        lost: The ranks that they report.
-        unread: Lines that could not be read.
-        saved: The newest checkpoint of which its part is on disk, by job.
+        rank, size, host, pid, run: As the file says.
+        last_s: The rank's last sign of life, in seconds of the epoch.
+        under_way: Operations that it had begun but not ended, by token.
+        done: The last operation of a job that it ended.
+        done_of: The last operation that it ended for each job that hadn't ended.
+        entered: Number of waits for other ranks that it had begun.
+        words: How the rank ended, by its last record: `left`, `failed`, `terminated`,
+            `interrupted`, `told`, or `reported`. "" if it ended without such a record.
+        text: The text of its last record.
+        standing: The operation that it was in, by its last record.
+        lost: The ranks that its last record reports as lost.
+        unread: Number of lines that couldn't be read.
+        saved: By job, the newest checkpoint of which its part is on disk.
     """
 
     rank: int
@@ -109,17 +110,17 @@ class RankRecord:
 
     @property
     def where(self) -> Begun | None:
-        """The operation in which the rank was: a wait for other ranks, or else the one that it
-        began last.
+        """The operation that the rank was in: a wait for other ranks if there is one, otherwise the
+        operation that it began last.
         """
         now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
         return now[-1] if now else None
 
     @property
     def place(self) -> str:
-        """The operation in which the rank was, as text."""
+        """The operation that the rank was in, as text."""
         if self.words == "failed" and self.standing:
-            return self.standing  # the exception has ended what it was in
+            return self.standing  # the exception has ended the operation that it came from
         where = self.where
         if where is None:
             if self.done is None:
@@ -136,10 +137,11 @@ class RankRecord:
 
     @property
     def places(self) -> str:
-        """All operations in which the rank was: a silent death does not tell which of its threads
-        was at fault.
+        """All operations that the rank was in, as text.
 
-        A job that was in no operation was in its own code, after the one that it ended last.
+        If a rank died silently, any of its threads may be at fault, so all operations matter.
+
+        A job without an operation was in its own code, after the operation that it ended last.
         """
         if self.words or self.where is None:
             return self.place
@@ -163,17 +165,18 @@ def read(
 ) -> list[RankRecord]:
     """Reads the records of the latest run in `folder`, by rank.
 
-    A file that does not begin as an event file does is skipped, unless all are like that: a rank
-    that was killed at its start, or whose disk was full, leaves an empty one.
+    A rank that was killed at its start, or whose disk was full, leaves an empty file. So files that
+    don't begin like an event file are skipped, unless all files are like that.
 
     Args:
         folder: The folder of events.
-        tail_bytes: Reads only so much of the end of each file, for one who looks often.
-        skipped: Receives for each rank whose file was skipped why.
+        tail_bytes: Reads only this many bytes at the end of each file, for frequent reads.
+        skipped: Receives, by rank, why a rank's file was skipped.
 
     Raises:
-        ValueError: There are no event files, or none of a version that this one reads; says which.
-        OSError: The folder or all files cannot be read.
+        ValueError: There are no event files, or none of a version that this code can read; the text
+            says which.
+        OSError: The folder or all files can't be read.
     """
     names = [
         (int(m[1]), name)
@@ -216,7 +219,7 @@ def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
         try:
             before = _read_file(old, rank, None)
         except ValueError:
-            return record  # of another version, so of another run
+            return record  # of another version, and thus of another run
         if (before.run, before.pid, before.host) == (record.run, record.pid, record.host):
             return _read_file(path, rank, before)
     return record
@@ -225,8 +228,8 @@ def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
 def _read_file(
     path: Path, rank: int, before: RankRecord | None, tail_bytes: int | None = None
 ) -> RankRecord:
-    """Reads the end of one file; `before` is the record of the file that this one continues."""
-    # Neither a link to elsewhere nor a pipe that would wait for a writer.
+    """Reads the end of one file. `before` is the record of the file that this one continues."""
+    # Open neither a link to elsewhere nor a pipe, which would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         facts = os.fstat(stream.fileno())
         most_bytes = tail_bytes or MOST_BYTES
@@ -262,12 +265,12 @@ def _read_file(
         run=_text(header, "run"),
         last_s=float(start_s),
     )
-    record.under_way.clear()  # a file begins with what is under way
+    record.under_way.clear()  # each file begins with the operations that are under way
     for n, line in enumerate(lines):
         event = _parse(line)
         if event is not None and _is_int(event.get("at")):
             _take(record, event, float(start_s) + (event["at"] - start_ns) / 1e9)
-        elif n < len(lines) - 1:  # the last line is torn where the process ended within it
+        elif n < len(lines) - 1:  # the last line may be torn, if the process ended while writing it
             record.unread += 1
     return record
 

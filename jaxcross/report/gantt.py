@@ -1,5 +1,18 @@
-"""The lanes over time as a picture: the work that ran at the same time, and in a comparison, the
-time it saved.
+"""Draws the lanes of a run over time, as a PNG.
+
+The picture shows which work ran at the same time. Each rank has a row per compute lane and a row
+per exchange lane, and each job has a colour. A comparison puts two runs above each other on one
+time axis, so that the time saved is visible.
+
+A run has far more pieces of work than a picture has pixels, so most of this module decides what to
+leave out:
+
+- The picture begins when the jobs are in steady state, since compiling would fill it otherwise.
+- It ends before the busiest lane has more than `MOST_BARS` pieces of work.
+- A bar that is narrower than `EDGED` pixels has neither edge nor pattern, because little else would
+  be visible of it.
+- Work that is thinner than a pixel is drawn as a tint instead (`Tint`).
+- Only the first `MOST_RANKS` ranks are shown.
 """
 
 from __future__ import annotations
@@ -18,22 +31,22 @@ from jaxcross.report.tint import Tint
 from jaxcross.report.units import seconds, share
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-"""Okabe and Ito's palette: told apart by colour-blind readers too."""
+"""Okabe and Ito's palette, which colour-blind readers can tell apart, too."""
 QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
 INK = "#222222"
 FAINT = "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
 LINE_CHARACTERS = 160
-"""Of a line of the legend: more would leave the picture."""
+"""Characters that fit on a line of the legend. Longer lines would leave the picture."""
 MARK_CHARACTERS = 7
-"""What a mark in it takes of those."""
+"""How many of these characters a colour mark takes up."""
 EDGED = 8
-"""Pixels from which a bar is wide enough for an edge and a pattern: below, the edge would be all
-that is seen of it.
+"""Pixels from which a bar is wide enough for an edge and a pattern. In a narrower bar, the edge
+would hide everything else.
 """
 MOST_BARS = 300
-"""Of one lane: more cannot be told apart, and would take minutes to draw."""
+"""Most pieces of work drawn per lane. More can't be told apart, and take minutes to draw."""
 
 
 def draw(
@@ -44,18 +57,18 @@ def draw(
     window: tuple[float, float] | None = None,
     headline: str | None = None,
 ) -> Path:
-    """Writes the PNG. Needs no display; changes no global state of matplotlib.
+    """Writes the PNG. Needs no display and changes no global state of matplotlib.
 
     Args:
         report: The run.
-        path: Where to write.
-        compare: A run to draw above it, on one time axis.
-        window: Begin and end in seconds since the run began. If None, from where the jobs are in
-            steady state, as far as single pieces of work can be told apart.
-        headline: What to write on top; what `report` gains over `compare` if None.
+        path: Where to write the PNG.
+        compare: A run to draw above `report`, on the same time axis.
+        window: Begin and end in seconds since the run began. If None, starts when the jobs are in
+            steady state and ends while single pieces of work are still distinguishable.
+        headline: Text at the top. If None, states what `report` gains over `compare`.
 
     Raises:
-        ValueError: `window` does not end after it begins.
+        ValueError: `window` doesn't end after it begins.
         MissingExtraError: matplotlib is not installed.
     """
     require_extra("plot", "a picture of a run", "matplotlib")
@@ -99,7 +112,7 @@ def draw(
         hspace=0.55 / min(heights),
     )
     headline = textwrap.fill(headline or _headline(report, compare), 92)
-    size = 14 if len(headline) < 80 else 9.5  # a reason is longer than a number
+    size = 14 if len(headline) < 80 else 9.5  # a reason is longer than a speed-up
     figure.text(
         0.105,
         1 - 0.12 / total,
@@ -124,7 +137,7 @@ def draw(
 
 
 def _as_written(text: str) -> str:
-    """For matplotlib, which takes what stands between two `$` for mathematics."""
+    """Escapes `$` for matplotlib, which would typeset the text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -146,7 +159,7 @@ Row = tuple[int, str, list[Span]]
 
 
 def _rows(report: RunData) -> list[Row]:
-    """Rank, lane name and spans of each line of the panel."""
+    """Returns rank, lane name and spans of each row of the panel."""
     spans = in_lane_order(report.spans)
     rows: list[Row] = []
     for rank in report.ranks[:MOST_RANKS]:
@@ -155,7 +168,7 @@ def _rows(report: RunData) -> list[Row]:
         lanes = sorted({s.lane for s in own if s.kind == "compute"} or {0})
         for lane in lanes:
             mine = [s for s in own if s.kind == "compute" and s.lane == lane]
-            # waiting and compiling fill the gaps of the first compute lane
+            # Waits and compilations are shown in the gaps of the first compute lane.
             rows.append(
                 (
                     rank,
@@ -179,10 +192,11 @@ def _run_begin(report: RunData) -> int:
 
 
 def _steady_begin(report: RunData) -> int:
-    """When the jobs of the round were in steady state, of jobs one after the other the first:
-    compiling would fill the picture.
+    """Returns when the jobs that take part in the round were all in steady state.
 
-    That is the latest end of a first step; of what has none, the begin of the first step.
+    That is the latest end of a first step. For jobs that ran one after the other, or without a
+    round, it is the earliest one. If no job made a second step, returns the begin of the first
+    work. The time before would fill the picture with compiling.
     """
     rank = next(iter(report.ranks), 0)
     timeline = Timeline.of(rank, report.spans, {})
@@ -201,7 +215,7 @@ def _steady_begin(report: RunData) -> int:
 
 
 def _since(runs: Sequence[RunData]) -> str:
-    """Names the moment at which pictures of these runs begin."""
+    """Returns the name of the moment at which pictures of these runs begin."""
     if all(run.rounds.period_s is not None for run in runs):
         return "the jobs were in steady state"
     if any(job.period_s for run in runs for job in run.rounds.jobs):
@@ -216,7 +230,7 @@ def _length_s(report: RunData, begin: int) -> float:
 
 
 def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
-    """Returns the seconds of the busiest lane that can be drawn with `MOST_BARS` pieces of work."""
+    """Returns the seconds in which the busiest lane has at most `MOST_BARS` pieces of work."""
     lengths = [max(_length_s(run, begin) for run, _, begin in every)]
     for _, rows, begin in every:
         for _, _, spans in rows:
@@ -242,7 +256,7 @@ def _panel(
                     bars = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < shown_s]
                 narrow = [bar for bar in bars if bar[1] < EDGED * thin.pixel_s]
                 wide = [bar for bar in bars if bar[1] >= EDGED * thin.pixel_s]
-                # votes wait in an idle lane: a thin line, so that they do not look like work
+                # Votes wait in an idle lane. Draw a thin line, so that they don't look like work.
                 place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
                 for some, look in (
                     (wide, style),
@@ -286,27 +300,27 @@ def _style(kind: str, colour: str) -> dict[str, Any]:
 
 
 def _pale(colour: str) -> str:
-    """The colour mixed with three parts of white."""
+    """Returns the colour mixed with three parts of white."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{255 - (255 - c) // 4:02X}" for c in channels)
 
 
 def _middle_cut(name: str, longest: int) -> str:
-    """A name with its begin and its end: a job's settings often stand last."""
+    """Cuts a long name in the middle, because a job's settings are often at its end."""
     if len(name) <= longest:
         return name
     return f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
 
 
 def _is_long(names: Iterable[str]) -> bool:
-    """Whether names leave no place for the kinds of work on their line of the legend."""
+    """Whether the job names leave no room for the kinds of work on the same line of the legend."""
     return sum(len(name) + MARK_CHARACTERS for name in names) > LINE_CHARACTERS // 2
 
 
 def _legend(
     figure: Any, colours: dict[str, str], rows: list[list[Row]], top: float, second: float
 ) -> None:
-    """Draws names and kinds of work; with `second`, kinds on a line so far below."""
+    """Draws the names and the kinds of work, the kinds `second` lower if it isn't 0."""
     from matplotlib.patches import Patch
 
     kinds = {s.kind for panel in rows for _, _, spans in panel for s in spans}

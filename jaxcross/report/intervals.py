@@ -8,7 +8,7 @@ Interval = tuple[int, int]
 
 
 def union(pieces: Iterable[Interval]) -> list[Interval]:
-    """Sorts and joins pieces into a set; empty pieces vanish."""
+    """Sorts and joins pieces into a set. Drops empty pieces."""
     joined: list[Interval] = []
     for start, end in sorted(pieces):
         if end <= start:
@@ -32,7 +32,7 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     while i < len(left) and j < len(right):
         a, b = left[i]
         c, d = right[j]
-        # Not `max` and `min`: a run has hundreds of thousands of pieces.
+        # Faster than `max` and `min`: a run has hundreds of thousands of pieces.
         start = a if a > c else c
         end = b if b < d else d
         if start < end:

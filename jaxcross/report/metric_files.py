@@ -1,5 +1,7 @@
-"""The metrics of a run on disk: one JSONL and one CSV a job, written by rank 0, each step once
-whatever was killed.
+"""The metrics of a run on disk: one JSONL and one CSV file per job, written by rank 0.
+
+Each step is in the files exactly once, whatever was killed: when a run resumes from a checkpoint,
+lines of later steps are dropped first, since the run will log them again.
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ from jaxcross.interleave.instrument import Instrument
 
 _log = logging.getLogger("jaxcross")
 _MARKER = "run.json"
-_LONGEST = 150  # of a file's name
-_OWN_NAMES = {"step_": "step", "time_": "time"}  # of metrics that are called like the file's own
-Value = Any  # a number, a text, or a list of them
+_LONGEST = 150  # of a file's name, in characters
+_OWN_NAMES = {"step_": "step", "time_": "time"}  # metrics with the names of the file's own columns
+Value = Any  # a number, a text, or a list of those
 
 
 @final
 class MetricFiles(Instrument):
-    """Writes what jobs log, as it is read back.
+    """Writes what jobs log, as soon as it is read back.
 
-    A line of `JOB.jsonl` has `step`, `time` (seconds since 1970) and the metrics; keys of a metric
-    inside another are joined by slashes. `JOB.csv` has the same, less what is no number; a metric
-    that the first line lacks gets its column at the end. NaN and the infinities are texts in both.
-    A folder belongs to one run, or to one run and those that go on from its checkpoints.
+    A line of `JOB.jsonl` has `step`, `time` (seconds since 1970) and the metrics. Names of nested
+    metrics are joined by slashes. `JOB.csv` has the same except for lists; a metric that isn't in
+    the first line gets its column when the file is closed. NaN and infinities are texts in both. A
+    folder belongs to one run and the runs that resume from its checkpoints.
 
     Args:
-        folder: Where to write. Made where it is missing.
-        goes_on: The run's checkpoints, by whose path a later run is known to go on; None without
-            any.
+        folder: Where to write. It is created if it doesn't exist.
+        goes_on: The run's folder of checkpoints, by whose path we recognise a later run that
+            resumes this one; None if there is none.
     """
 
     def __init__(self, folder: str | Path, goes_on: Path | None = None) -> None:
@@ -48,10 +50,10 @@ class MetricFiles(Instrument):
         self._jobs: dict[str, _JobFiles | None] = {}
         self._early: dict[
             str, list[dict[str, Value]]
-        ] = {}  # what jobs logged before they restored a state
+        ] = {}  # lines that jobs logged before they restored a state
         self._lock = (
             threading.RLock()
-        )  # the runner closes files that a job's thread may still write
+        )  # the runner may close files that a job's thread still writes
         self._closed = False
         self._claim: Any = None
 
@@ -63,9 +65,9 @@ class MetricFiles(Instrument):
         """Makes the folder this run's.
 
         Raises:
-            ValueError: It holds something else: files of the user's, or another run's metrics; or a
-                run writes to it now.
-            OSError: It cannot be written.
+            ValueError: The folder holds the user's own files or another run's metrics, or a run is
+                writing to it.
+            OSError: The folder can't be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         marker = self._folder / _MARKER
@@ -73,7 +75,7 @@ class MetricFiles(Instrument):
         found = [path for path in self._folder.iterdir() if path != marker]
         if marker.exists() and (
             found or marker.stat().st_size
-        ):  # one that is empty is of a run killed just here
+        ):  # an empty marker was left by a run that was killed right here
             if self._goes_on is None or _load(marker.read_text()) != mine:
                 raise ValueError(
                     f"`{self._folder}` has the metrics of another run. Name another folder, or "
@@ -94,35 +96,34 @@ class MetricFiles(Instrument):
             )
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
-        """Lets a job's files end with the step that it restored. Puts earlier ones aside if it
-        restored none.
+        """Truncates a job's files to the step that it restored; renames them if it restored none.
 
         Args:
-            job: Its name.
-            step: The step.
-            without: An evaluation that is made again, as no checkpoint covers it: its lines of that
-                step go.
+            job: The job's name.
+            step: The step that it restored; 0 for none.
+            without: An evaluation that is made again, because no checkpoint covers it. Its lines at
+                that step are dropped.
 
         Returns:
-            The lines of earlier runs that stay.
+            The remaining lines of earlier runs.
         """
         kept: list[dict[str, Value]] = []
         with self._lock:
             files = self._jobs.get(job)
             if self._closed or (files is not None and not without):
-                return kept  # without checkpoints its first line has opened them
+                return kept  # without checkpoints, the job's first line has opened them
             try:
                 files = self._jobs[job] = files or _JobFiles(self._folder / _file_name(job))
                 kept = files.open(step, without)
                 for line in self._early.pop(job, ()):
-                    if step == 0:  # else the run that this one goes on from has written it
+                    if step == 0:  # otherwise the run that this one resumes has written the line
                         files.add(line)
             except OSError as error:
                 self._give_up(job, error)
         return kept
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
-        """Adds a line."""
+        """Adds a line to the job's files."""
         line: dict[str, Value] = {"step": step, "time": round(time.time(), 3)}
         for key, value in flat(values):
             while key in line:
@@ -151,15 +152,15 @@ class MetricFiles(Instrument):
         step: int = -1,  # noqa: ARG002
         value: float | str | None = None,  # noqa: ARG002
     ) -> None:
-        """Closes the files of a job that is over, however it ended: a sweep may have more jobs than
-        a process files.
+        """Closes a finished job's files, whatever its outcome. A sweep can have more jobs than a
+        process may have open files.
         """
         if kind in ("done", "closed"):
             with self._lock:
                 self._close_job(job)
 
     def close(self) -> None:
-        """Writes what is left, and closes the files."""
+        """Writes what is left and closes the files."""
         with self._lock:
             for job in {**self._jobs, **self._early}:
                 self._close_job(job)
@@ -169,7 +170,7 @@ class MetricFiles(Instrument):
 
     def _close_job(self, job: str) -> None:
         if job in self._early:
-            self.begin(job, 0)  # it has never restored a state
+            self.begin(job, 0)  # the job has never restored a state
         try:
             files = self._jobs.get(job)
             if files is not None:
@@ -184,7 +185,7 @@ class MetricFiles(Instrument):
 
 
 class _JobFiles:
-    """One job's two files. A line that a kill has cut short is dropped at the next start."""
+    """One job's two files. Opening them drops a last line that a kill cut short."""
 
     def __init__(self, path: Path) -> None:
         self._jsonl = path.with_name(f"{path.name}.jsonl")
@@ -195,7 +196,7 @@ class _JobFiles:
         self._table: Any = None
 
     def open(self, step: int, without: str = "") -> list[dict[str, Value]]:
-        """Drops lines of later steps, and those at `step` of one evaluation; returns the others."""
+        """Drops lines of later steps, and those at `step` of one evaluation. Returns the rest."""
         if self._file is not None:
             self._file.close()
         if step == 0 and self._jsonl.exists():
@@ -250,7 +251,7 @@ class _JobFiles:
 
 
 def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
-    """Whether a line has what an evaluation of this name returned, and nothing else."""
+    """Whether a line contains only what the evaluation with this name returned."""
     names = {key.partition("/")[0] for key in line if key not in ("step", "time")}
     return bool(evaluation) and names == {evaluation}
 
@@ -263,9 +264,7 @@ def _file_name(job: str) -> str:
 
 
 def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
-    """Yields names and values of a tree of metrics: `eval/accuracy` for a metric in a
-    dictionary.
-    """
+    """Yields names and values of a tree of metrics, e.g. `eval/accuracy` for one in a dict."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from flat(value, f"{path}/{key}" if path else str(key))
@@ -277,9 +276,7 @@ def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def as_logged(line: Mapping[str, Value]) -> tuple[int, dict[str, Value]]:
-    """Returns the step of a line and what was logged then, names joined by slashes as in the
-    file.
-    """
+    """Returns a line's step and metrics, with nested names joined by slashes as in the file."""
     values = {
         _OWN_NAMES.get(key, key): _number(value)
         for key, value in line.items()
@@ -307,7 +304,7 @@ def _scalars(line: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _load(text: str) -> dict[str, Any] | None:
-    """Returns a line as it was written; None if it is not whole."""
+    """Parses a line. Returns None if it isn't complete."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:

@@ -1,6 +1,4 @@
-"""Finds the rank that ended first, its last operation, and the others' operations at that time.
-Pure.
-"""
+"""Finds which rank ended first, in which operation, and what the other ranks were doing. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +8,15 @@ from collections.abc import Iterable, Sequence
 from jaxcross.report.event_files import MOST_RANKS, RankRecord
 
 _BEAT_S = 2.0
-"""Signs of life come about once a second: a rank whose last one is so much later has ended
-later.
+"""A rank records a sign of life about once a second. If its last one is this much later than
+another rank's, it has ended later.
 """
 
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
 def verdict(records: Sequence[RankRecord]) -> str:
-    """Returns a paragraph on the rank that ended first, its last operation, and the others' at that
-    time.
-    """
+    """Returns a paragraph on which rank ended first, and what all ranks were doing at that time."""
     if all(record.words == "left" for record in records) and len(records) == records[0].size:
         return "All ranks ended by themselves: their scripts came to their ends."
     first, why = _first(records)
@@ -37,7 +33,7 @@ def verdict(records: Sequence[RankRecord]) -> str:
 
 
 def missing(records: Sequence[RankRecord]) -> list[int]:
-    """Returns the ranks of the run that left no file."""
+    """Returns the ranks of the run that have no file."""
     return sorted(
         set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records}
     )

@@ -1,6 +1,4 @@
-"""Progress of a run as plain data, and as the file in the folder of events that other processes
-read.
-"""
+"""Progress of a run as plain data, and as a file in the folder of events for other processes."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from jaxcross.report.metric_files import flat
 from jaxcross.report.units import number
 
 FILE = "progress.json"
-"""The file that rank 0 replaces about once a second while a run lasts."""
+"""The file that rank 0 replaces about once a second during a run."""
 
 VERSION = 1
 _MOST_BYTES = 4 << 20
 _MOST_JOBS = 10_000
 _LONGEST_TEXT = 200
 _PACE_S = 10.0
-_LATEST = 8  # evaluations may come after the step that logged the loss
+_LATEST = 8  # entries to search for the loss, since evaluations may follow the step that logged it
 _WORDS = {
     "compile": "compiling",
     "compute": "computing",
@@ -40,15 +38,15 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
-    """One job at one moment, as rank 0 sees it.
+    """One job at one moment, as observed on rank 0.
 
     Attributes:
         name: The job's name.
-        step: Steps done.
-        steps: Steps that its loop will have done at its end, None where that is not known.
-        steps_per_s: Its latest rate, None before the second step.
-        doing: What it does or waits for, "" if nothing is known.
-        doing_s: Seconds since when.
+        step: Number of steps done.
+        steps: Number of steps at the end of its loop; None if unknown.
+        steps_per_s: Its latest rate; None before the second step.
+        doing: What it does or waits for; "" if unknown.
+        doing_s: For how many seconds it has been doing that.
         metric: What it logged last, as text.
         status: How it ended; "" before that.
     """
@@ -64,7 +62,7 @@ class JobProgress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to its last step at this rate; None where that cannot be said."""
+        """Seconds until its last step at this rate; None if unknown."""
         if self.status or not self.steps or not self.steps_per_s:
             return None
         return max(0, self.steps - self.step) / self.steps_per_s
@@ -80,7 +78,7 @@ class RunProgress:
         at_s: The moment, in seconds of the epoch.
         run_s: Seconds since the run began.
         over: Whether the run has ended.
-        shown: False if the script asks for no view of its progress.
+        shown: False if the script doesn't want its progress to be shown.
         jobs: The jobs, in the order in which they were added.
     """
 
@@ -98,18 +96,16 @@ class RunProgress:
 
 
 class Pace:
-    """Steps per second of one job, over the latest ten seconds and at least one step.
+    """Steps per second of one job, over the last ten seconds and at least one step.
 
-    The first step counts for nothing, since it compiles.
+    Ignores the first step, because it compiles.
     """
 
     def __init__(self) -> None:
         self._changes: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float, steps_made: int) -> float | None:
-        """Takes the number of steps made until now; returns the rate, None if two steps were not
-        seen yet.
-        """
+        """Receives the number of steps made until now. Returns the rate; None before two steps."""
         changes = self._changes
         if steps_made > (changes[-1][1] if changes else 0):
             changes.append((now_s, steps_made))
@@ -120,22 +116,22 @@ class Pace:
         first_s, first = changes[0]
         last_s, last = changes[-1]
         length_s = last_s - first_s
-        # A step that takes twice as long as they do counts as one that is not over: a stall lowers
-        # the rate.
+        # If the current step has taken more than twice as long as the earlier ones, include the
+        # time since the last step: a stall then lowers the rate.
         overdue = (now_s - last_s) * (last - first) > 2 * length_s
         return (last - first) / (now_s - first_s if overdue else length_s)
 
 
 class LatestMetric:
-    """The latest value of one metric of a job, by what was logged since the last look."""
+    """The latest value of one metric of a job. Only reads what was logged since the last call."""
 
     def __init__(self) -> None:
         self._seen = 0
         self._text = ""
 
     def look(self, history: Sequence[tuple[int, object]], name: str) -> str:
-        """Takes all that the job has logged until now; returns the metric as text, "" if it was not
-        logged yet.
+        """Receives everything that the job has logged until now. Returns the metric as text; "" if
+        it hasn't been logged yet.
         """
         new = history[self._seen :]
         for _, values in reversed(new):
@@ -143,16 +139,14 @@ class LatestMetric:
             if isinstance(value, int | float):
                 self._text = f"{name} {number(value)}"
                 break
-        # Not simply all that is there: the job may have logged on since `new` was read. It may also
-        # drop entries.
+        # Not just `len(history)`: the job may have logged more since `new` was read. It may also
+        # have dropped entries.
         self._seen = min(self._seen + len(new), len(history))
         return self._text
 
 
 def metric_of(history: Sequence[tuple[int, object]]) -> str:
-    """Returns what a job logged last: its `loss`, also if an evaluation came after it, or else the
-    first number.
-    """
+    """Returns what a job logged last: its `loss`, even if an evaluation followed; else a number."""
     texts = [metric_text(values) for _, values in reversed(history[-_LATEST:])]
     return next((text for text in texts if text.startswith("loss ")), texts[0] if texts else "")
 
@@ -165,7 +159,7 @@ def metric_text(values: object) -> str:
 
 
 def doing_text(what: str, *, local: bool) -> str:
-    """Returns words for an activity of a job, as the flight recorder names it."""
+    """Returns words for an activity of a job, which has the flight recorder's name for it."""
     if what in _WORDS:
         return _WORDS[what]
     if what.startswith("batch "):
@@ -177,12 +171,12 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
     """Reads the progress of the latest run in `folder`; None if no run has begun there.
 
     Raises:
-        ValueError: The file is damaged, or of another version.
-        OSError: The file cannot be read.
+        ValueError: The file is damaged or of another version.
+        OSError: The file can't be read.
     """
     path = Path(folder) / FILE
     try:
-        # Neither a link to elsewhere nor a pipe that would wait for a writer.
+        # Open neither a link to elsewhere nor a pipe, which would wait for a writer.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""Progress of a run as people read it: lines for a log, a table for a terminal."""
+"""Progress of a run as text: lines for a log, a table for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxcross.report.progress import JobProgress, RunProgress
 from jaxcross.report.units import number
 
 MOST_LINES = 8
-"""Jobs that get a line of their own in a log."""
+"""Most jobs that get their own line in a log."""
 
 _LASTING_S = 2.0
 _BAR = 16
@@ -33,12 +33,12 @@ def duration(seconds: float) -> str:
 
 
 def steps_text(job: JobProgress) -> str:
-    """Returns `40/100`, or `40` where the number of steps is not known."""
+    """Returns `40/100`, or `40` if the total number of steps is unknown."""
     return f"{job.step}/{job.steps}" if job.steps is not None else f"{job.step}"
 
 
 def state_text(job: JobProgress) -> str:
-    """Returns how the job ended, or what it does or waits for, with its time if it lasts."""
+    """Returns how the job ended, or what it does or waits for, and for how long if that's long."""
     if job.status or not job.doing:
         return job.status or ("" if job.step else "before its first step")
     lasting = job.doing_s >= _LASTING_S or job.doing == "compiling"
@@ -46,7 +46,7 @@ def state_text(job: JobProgress) -> str:
 
 
 def job_line(job: JobProgress) -> str:
-    """Returns one line: the step, the rate, what was logged, what it waits for, the time left."""
+    """Returns one line with step, rate, metric, activity and time left."""
     state = state_text(job)
     if (
         job.step
@@ -54,7 +54,7 @@ def job_line(job: JobProgress) -> str:
         and job.doing_s < _LASTING_S
         and job.doing not in ("compiling", "paused")
     ):
-        state = ""  # a moment of a step like any other
+        state = ""  # a normal moment of a step
     parts = [
         f"step {steps_text(job)}" if job.step or job.steps is not None else "",
         f"{number(job.steps_per_s)} steps/s" if job.steps_per_s and not job.status else "",
@@ -66,7 +66,7 @@ def job_line(job: JobProgress) -> str:
 
 
 def run_lines(run: RunProgress) -> list[str]:
-    """Returns a line a job, and one for all jobs beyond the first few that still run."""
+    """Returns one line per job, and if there are too many jobs, one line for the rest."""
     shown, rest = _first_jobs(run.jobs, MOST_LINES)
     stamp = f"[jaxcross {duration(run.run_s)}]"
     lines = [f"{stamp} {job_line(job)}" for job in shown]
@@ -74,12 +74,12 @@ def run_lines(run: RunProgress) -> list[str]:
 
 
 def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str) -> Group:
-    """Returns what a terminal shows: a title, a row a job, and a line for the jobs without a row.
+    """Returns a title, a table with one row per job, and a line for the jobs without a row.
 
     Args:
         run: The progress.
         width: Columns of the terminal.
-        most_jobs: Jobs that get a row; the others share the last one.
+        most_jobs: Number of jobs that get their own row.
         title: The line above the table.
     """
     shown, rest = _first_jobs(run.jobs, most_jobs)
@@ -126,18 +126,18 @@ _CELLS: dict[str, Callable[[JobProgress], Text]] = {
 }
 _NUMBERS = ("step", "steps/s", "left")
 _ROOM = {"step": 7, "steps/s": 7, "left": 10, "logged": 12, "now": 28}
-"""Characters that are kept for texts to come, so that the columns keep their places."""
+"""Characters reserved for longer texts to come, so that the columns don't move."""
 
 _MOST = {"job": 30, "logged": 24}
 _LEAST = {"logged": 12, "job": 12, "now": 28}
-"""Characters to which columns shrink on a narrow terminal, in this order; numbers are never cut."""
+"""Characters to which columns shrink on a narrow terminal, in this order. Numbers are never cut."""
 
 _DROPPED = ("", "left", "logged", "steps/s")
-"""Columns that a terminal goes without if that does not suffice, in this order."""
+"""Columns that are left out if shrinking doesn't suffice, in this order."""
 
 
 def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
-    """Returns the characters of each column that fits into `width`."""
+    """Returns the width of each column, so that the table fits into `width`."""
     most = {head: min(n, _MOST.get(head, n)) for head, n in needed.items()}
     widths = most
     for dropped in range(len(_DROPPED) + 1):
@@ -154,9 +154,7 @@ def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
 def _first_jobs(
     jobs: Sequence[JobProgress], most: int
 ) -> tuple[list[JobProgress], list[JobProgress]]:
-    """Returns the jobs to show, in their order, and the others. If not all can be shown, those that
-    run come first.
-    """
+    """Returns the jobs to show, in their order, and the rest. Running jobs have priority."""
     if len(jobs) <= most:
         return list(jobs), []
     order = sorted(range(len(jobs)), key=lambda n: (bool(jobs[n].status), not jobs[n].step, n))

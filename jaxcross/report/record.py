@@ -1,4 +1,4 @@
-"""Records spans, turns them into rows, and aligns the ranks' clocks."""
+"""Records spans, converts them to rows, and aligns the ranks' clocks."""
 
 from __future__ import annotations
 
@@ -15,55 +15,50 @@ SPAN_FIELDS = tuple(f.name for f in fields(Span))
 
 
 class Recorder(Instrument):
-    """An instrument that keeps the latest spans of this rank. Never waits; safe from several
-    threads.
-    """
+    """An instrument that keeps this rank's latest spans. Never waits, and is thread-safe."""
 
     def __init__(self, limit: int = 200_000) -> None:
         self._spans: deque[Span] = deque(maxlen=limit)
         self._seen = 0
 
     def span(self, span: Span) -> None:
-        # append is atomic; the count may lag by a few under contention, which only makes `dropped`
-        # a hint
+        # `append` is atomic. The count isn't and may be off by a few, so `dropped` is only a hint.
         self._spans.append(span)
         self._seen += 1
 
     def spans(self) -> tuple[Span, ...]:
         """Returns the spans that were kept, oldest first."""
-        # Up to Python 3.11, a collection of garbage may run other threads while `tuple` iterates.
-        # `copy` is one call.
+        # Up to Python 3.11, a garbage collection may run other threads while `tuple` iterates.
+        # `copy` is a single call.
         return tuple(self._spans.copy())
 
     @property
     def dropped(self) -> int:
-        """Number of spans that the limit pushed out."""
+        """Number of spans that were discarded because of the limit."""
         return max(0, self._seen - len(self._spans))
 
 
 def to_rows(spans: Iterable[Span]) -> list[list[Any]]:
-    """Spans as JSON rows in the order of `SPAN_FIELDS`."""
-    values = attrgetter(*SPAN_FIELDS)  # dataclasses.astuple copies deeply, ten times slower
+    """Returns spans as JSON rows, with columns in the order of `SPAN_FIELDS`."""
+    values = attrgetter(*SPAN_FIELDS)  # `dataclasses.astuple` makes deep copies: ten times slower
     return [list(values(span)) for span in spans]
 
 
 def from_rows(
     rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS
 ) -> tuple[Span, ...]:
-    """The inverse of `to_rows`; `names` are the columns of the file, which may be older than this
-    version.
-    """
+    """Inverts `to_rows`. `names` are the file's columns, perhaps those of an older version."""
     known = [(i, name) for i, name in enumerate(names) if name in SPAN_FIELDS]
     return tuple(Span(**{name: row[i] for i, name in known}) for row in rows)
 
 
 def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
-    """Nanoseconds to add to each rank's clock so that exchanges end at the same time as on the
-    lowest rank.
+    """Returns the nanoseconds to add to each rank's clock to align it with the lowest rank's clock.
 
-    A blocking collective lets its ranks go within a network latency of one another; the median over
-    all of a run's exchanges forgets the few that did not. A rank without a common exchange keeps
-    its own clock; messages of parameter servers are not common.
+    The ranks leave a blocking collective within a network latency of each other, so their ends tell
+    the offset. We take the median over all exchanges, which ignores the few where they didn't. A
+    rank that has no exchange in common keeps its own clock. Parameter-server messages don't count
+    as common.
     """
     ranks = sorted({span.rank for span in spans})
     ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)
@@ -80,7 +75,7 @@ def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
 
 
 def shifted(spans: Iterable[Span], offsets: dict[int, int]) -> tuple[Span, ...]:
-    """Spans on the common clock."""
+    """Returns the spans on the common clock."""
     return tuple(
         replace(s, start_ns=s.start_ns + d, end_ns=s.end_ns + d, ready_ns=s.ready_ns + d)
         if (d := offsets[s.rank])

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 D_co = TypeVar("D_co", covariant=True)
 FORMAT = 2
-IN_TURN = "sequential"  # the policy that runs jobs one after the other: the baseline of comparisons
+IN_TURN = "sequential"  # the policy that runs jobs one after the other: the usual baseline
 _MAX_SPANS = 1_000_000  # of all ranks together
 
 
 class Predicted(Protocol[D_co]):
-    """A prediction of a run. `jaxcross.plan.Prediction` is an implementation."""
+    """A prediction of a run, such as `jaxcross.plan.Prediction`."""
 
     def difference(self, run: RunData) -> D_co: ...
 
@@ -38,15 +38,14 @@ class Report:
     """A finished run. `print(report)` shows its table.
 
     Attributes:
-        spans: The spans of all ranks, on the clock of rank 0.
+        spans: The spans of all ranks, on rank 0's clock.
         jobs: The jobs, in the order in which they were added.
         wall_ns: Begin and end of the run, by rank, on rank 0's clock.
         policy: Name of the policy.
         placement: The device on which segments ran.
-        link: The link between the ranks; an emulated link says so here, and therefore in every
-            output.
-        dropped: Number of spans that were not kept because there were too many.
-        fusion: Which jobs `jaxcross.fuse` has fused, or not, and why.
+        link: The link between the ranks. If it is emulated, this says so, and so does every output.
+        dropped: Number of spans that were discarded because there were too many.
+        fusion: Which jobs `jaxcross.fuse` has fused or not, and why.
         rounds: The breakdown of the time (T, bound, losses), computed from the above.
     """
 
@@ -85,12 +84,12 @@ class Report:
         control: Any | None = None,
         watch: AbstractContextManager[Any] | None = None,
     ) -> Report:
-        """Joins the spans of all ranks.
+        """Joins the spans of all ranks into a report.
 
-        With `control` it communicates and waits: all ranks must call it, on the thread that may use
-        `control`. The report is the same on every rank; facts other than spans, times and
-        `left_over` are taken from rank 0. Of all ranks together it keeps about a million spans, the
-        latest.
+        With `control`, communicates and waits: all ranks must call it, on the thread that may use
+        `control`. The report is the same on every rank. Spans, times and `left_over` come from all
+        ranks, all other facts from rank 0. Keeps about a million spans of all ranks together, the
+        latest ones.
 
         Args:
             spans: This rank's spans, oldest first.
@@ -102,12 +101,12 @@ class Report:
             policy: Name of the policy.
             placement: The device on which segments ran.
             link: The link between the ranks.
-            dropped: Number of spans of this rank that were not kept.
-            control: `World.control`; None for a run of one rank.
-            watch: A context for the wait alone.
+            dropped: Number of this rank's spans that were discarded before.
+            control: `World.control`; None for a single-rank run.
+            watch: A context that is entered only for the wait.
 
         Raises:
-            ValueError: There are several ranks and no `control`.
+            ValueError: There are several ranks but no `control`.
         """
         if size > 1 and control is None:
             raise ValueError(
@@ -148,34 +147,33 @@ class Report:
         return tuple(sorted(self.wall_ns))
 
     def speedup(self, over: Report) -> float | None:
-        """Returns how many times shorter a job-step is here than in the other run; None if one of
-        them has no round.
+        """Returns how many times shorter a job-step is here than in the other run.
 
-        It does not check that the two can be compared: a machine that was busy during one of them
-        changes the result. `Comparison` checks that.
+        Returns None if one of the runs has no round. Doesn't check whether the runs are comparable:
+        if the machine was busy during one of them, the result is wrong. `Comparison` checks that.
         """
         one = over.rounds.s_per_step
         other = self.rounds.s_per_step
         return one / other if one is not None and other else None
 
     def against(self, predicted: Predicted[D_co]) -> D_co:
-        """Compares the run with what was predicted of it, and says where each part of a longer
-        round came from.
+        """Compares the run with its prediction, and attributes a longer round to causes.
 
         Args:
-            predicted: A prediction of the same jobs under the same policy, as from
+            predicted: A prediction of the same jobs under the same policy, e.g. from
                 `jaxcross.plan.predict`.
 
         Returns:
             A `jaxcross.plan.Difference`; `print` shows its table.
 
         Raises:
-            ValueError: Jobs, policy or segments differ, or one of both has no steady state.
+            ValueError: Jobs, policy or segments differ, or the run or the prediction has no steady
+                state.
         """
         return predicted.difference(self)
 
     def summary(self) -> dict[str, Any]:
-        """Returns the numbers of the table as plain data; names carry their units."""
+        """Returns the numbers of the table as plain data. Names include units."""
         rounds = self.rounds
         return {
             "policy": self.policy,
@@ -226,9 +224,9 @@ class Report:
         }
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes summary, facts and all spans; `load` reads them back without loss.
+        """Writes summary, facts and all spans. `load` reads them back without loss.
 
-        JSON has no number for what is not finite: the file says `"nan"`, `"inf"` or `"-inf"`.
+        JSON has no numbers for NaN and infinities, so the file has `"nan"`, `"inf"` or `"-inf"`.
         """
         content = {
             "format": FORMAT,
@@ -292,18 +290,17 @@ class Report:
         *,
         window: tuple[float, float] | None = None,
     ) -> Path:
-        """Draws the lanes over time as PNG; with `compare`, that run above this one on one time
-        axis.
+        """Draws the lanes over time as a PNG. With `compare`, draws that run above this one.
 
         Args:
-            path: Where to write.
-            compare: Another run of the same jobs.
-            window: Begin and end in seconds since the run began. If None, from where the jobs are
-                in steady state, as far as single pieces of work can be told apart.
+            path: Where to write the PNG.
+            compare: Another run of the same jobs, drawn on the same time axis.
+            window: Begin and end in seconds since the run began. If None, starts when the jobs are
+                in steady state and ends while single pieces of work are still distinguishable.
 
         Raises:
-            ValueError: `window` does not end after it begins, or `compare` has other jobs.
-            MissingExtraError: matplotlib is not installed, which the extra `plot` brings.
+            ValueError: `window` doesn't end after it begins, or `compare` has other jobs.
+            MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
         from jaxcross.report.gantt import draw
 
@@ -337,7 +334,7 @@ class Report:
 
 
 def _spelt(value: object) -> object:
-    """Replaces each float that JSON has no number for by a word."""
+    """Replaces each float that JSON can't represent with its name."""
     if isinstance(value, dict):
         return {key: _spelt(v) for key, v in value.items()}
     if isinstance(value, list):
@@ -346,7 +343,7 @@ def _spelt(value: object) -> object:
 
 
 def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]:
-    """Joins what all ranks say of the jobs, by rank."""
+    """Joins the ranks' lists of jobs: `left_over` from all ranks, the rest from rank 0."""
     left_over: dict[str, list[int]] = {}
     for jobs in ranks:
         for job in jobs:
@@ -357,7 +354,7 @@ def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]
 
 
 def _read_facts(job: dict[str, Any]) -> JobSummary:
-    """The inverse of `asdict`, where numbers may be spelt."""
+    """Inverts `asdict` for a job whose floats may be spelled out."""
     numbers = {key: _number(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
     metrics = {key: _number(v) for key, v in job.get("metrics", {}).items()}
     return JobSummary(

@@ -1,5 +1,7 @@
-"""Finds the part of a run to measure: a stretch of one rank's time that holds whole rounds of all
-its jobs.
+"""Finds the part of a run to measure: a stretch of one rank's time with whole rounds of its jobs.
+
+Measuring from an arbitrary moment to another would count parts of steps. So a stretch begins and
+ends where a step ends, and contains the same number of steps of every job if possible.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class Stretch:
 
     Attributes:
         window: Its begin and end.
-        steps: Steps of each job that ended in it, all above 0.
+        steps: For each job, the number of steps that ended in it; all above 0.
     """
 
     window: Interval
@@ -29,13 +31,16 @@ class Stretch:
 
     @property
     def rounds(self) -> float:
-        """A round is as many steps as there are jobs: one of each, where all made equally many."""
+        """Number of rounds. A round has as many steps as there are jobs; one of each, if all jobs
+        made the same number of steps.
+        """
         return sum(self.steps.values()) / len(self.steps)
 
     @classmethod
     def own(cls, timeline: Timeline, job: str) -> Self | None:
-        """A job's steady state: from the end of its first step to the end of its last; None below
-        two steps.
+        """Returns a job's steady state: from the end of its first step to the end of its last one.
+
+        Returns None if the job made fewer than two steps.
         """
         ends = _ends(timeline, job)
         return (
@@ -44,13 +49,13 @@ class Stretch:
 
     @classmethod
     def shared(cls, timeline: Timeline, jobs: Sequence[str]) -> Self | None:
-        """The longest whole rounds that jobs made next to each other, all past their first step and
-        none at its end.
+        """Returns the longest stretch of whole rounds that the jobs made alongside each other.
 
-        Between two ends of one job's steps at which every other job is equally far ahead of it, all
-        made equally many steps. Where jobs go at unequal rates there is hardly such a stretch, or a
-        short one: then it is all whole steps of the slowest. None if the jobs were never in steady
-        state together for so long.
+        All jobs are past their first step and none has ended. We look for two ends of the same
+        job's steps at which every other job is equally far ahead of it: between them, all jobs made
+        the same number of steps. If the jobs progress at unequal rates, there is no such stretch or
+        only a short one, and we use all whole steps of the slowest job instead. Returns None if the
+        jobs were never in steady state together for that long.
         """
         every = {job: _ends(timeline, job) for job in jobs}
         low = max(ends[0] for ends in every.values())
@@ -71,7 +76,7 @@ class Stretch:
                     rounds = index - start
         whole = inside[slowest]
         most = len(whole) - 1
-        # A stretch that is far shorter than the steps that end in it has their ends by chance.
+        # If a stretch is far shorter than the steps that end in it, its ends are a coincidence.
         longest = max(_steps_ended(ends, begin, end) for ends in every.values()) if rounds else 0
         if 2 * rounds >= max(most, 1) and end > begin and 2 * (end - begin) >= longest:
             return cls((begin, end), dict.fromkeys(jobs, rounds))
@@ -86,9 +91,11 @@ class Stretch:
 
 
 def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ...]]:
-    """Sets of at least two jobs that were in steady state at one moment, largest first, then the
-    longest together. Of each also those without its slowest jobs: next to one that makes no whole
-    step the others may make many.
+    """Returns the sets of at least two jobs that were in steady state at the same moment.
+
+    Larger sets come first, then those that were together for longer. For each set, also returns the
+    sets that remain without its slowest jobs, because while a slow job makes no whole step, the
+    others may make many.
     """
     reach = {job: own.window for job in jobs if (own := Stretch.own(timeline, job)) is not None}
     moments = sorted({at for window in reach.values() for at in window})
@@ -109,7 +116,7 @@ def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ..
 
 
 def at_work_together(timeline_spans: Sequence[Interval]) -> int:
-    """Nanoseconds in which at least two of these intervals overlap."""
+    """Returns for how many nanoseconds at least two of these intervals overlap."""
     moments = sorted(
         (at, change) for start, end in timeline_spans for at, change in ((start, 1), (end, -1))
     )
@@ -124,8 +131,8 @@ def at_work_together(timeline_spans: Sequence[Interval]) -> int:
 
 
 def _steps_ended(ends: list[int], begin: int, end: int) -> int:
-    """Nanoseconds of the steps that end after `begin` and until `end`; the first one may begin
-    before.
+    """Returns the nanoseconds of the steps that end after `begin` and no later than `end`. The
+    first of these steps may start before `begin`.
     """
     return ends[bisect_right(ends, end) - 1] - ends[bisect_right(ends, begin) - 1]
 

@@ -11,8 +11,8 @@ from jaxcross.report.event_files import Begun, RankRecord, read
 from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
 
 TAIL_BYTES = 64 << 10
-"""The end of each rank's event file that is read, so that a look costs little however long the run
-is.
+"""How much is read from the end of each rank's event file, so that a look is cheap even if the run
+is long.
 """
 
 _GONE_S = 5.0
@@ -28,11 +28,11 @@ class RunState:
     """The state of a run.
 
     Attributes:
-        records: The ends of the ranks' event files.
-        run: How far its jobs are; None if none was run so far.
-        ended: Whether its processes have ended, as far as that can be told from here.
-        how: How they ended, or what is not as it should be.
-        skipped: Why the event file of a rank could not be read, by rank.
+        records: The ranks' records, from the ends of their event files.
+        run: How far its jobs are; None if no jobs have been run so far.
+        ended: Whether its processes have ended, as far as we can tell from here.
+        how: How they ended, or what is wrong.
+        skipped: Why a rank's event file could not be read, by rank.
     """
 
     records: Sequence[RankRecord]
@@ -46,14 +46,14 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
     """Reads the state of the latest run in `folder` at `now_s`, in seconds of the epoch.
 
     Raises:
-        ValueError: The folder holds no event files, or none that this version reads.
-        OSError: It cannot be read.
+        ValueError: The folder holds no event files, or none that this version can read.
+        OSError: The folder can't be read.
     """
     skipped: dict[int, str] = {}
     records = read(folder, tail_bytes=TAIL_BYTES, skipped=skipped)
     run = read_progress(folder)
     if run is not None and run.run != records[0].run:
-        run = None  # of an earlier run
+        run = None  # left by an earlier run
     if run is not None:
         run = with_late_ranks(run, records)
     ended, how = _end(records, run, now_s)
@@ -61,12 +61,13 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
-    """Reads how far the latest run in `folder` is; None if no run has begun. Reads event files only
-    where a job waits.
+    """Reads how far the latest run in `folder` is; None if no run has begun.
+
+    Only reads event files if a job has been waiting.
 
     Raises:
-        ValueError: A file is damaged, or of another version.
-        OSError: A file cannot be read.
+        ValueError: A file is damaged or of another version.
+        OSError: A file can't be read.
     """
     run = read_progress(folder)
     if run is None or not any(job.doing_s >= _LATE_S and not job.status for job in run.jobs):
@@ -105,8 +106,8 @@ _ENDS = {
 
 
 def with_late_ranks(run: RunProgress, records: Sequence[RankRecord]) -> RunProgress:
-    """Returns the progress with the names of the ranks that rank 0 waits for, where their event
-    files tell. Pure.
+    """Returns the progress with the names of the ranks that rank 0 waits for, if their event files
+    show which ranks these are. Pure.
     """
     if run.over or not 1 < len(records) <= _MOST_RANKS or records[0].rank != 0:
         return run

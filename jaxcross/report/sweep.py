@@ -20,18 +20,19 @@ _MOST_FAILURES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """What a sweep came to. The same on every rank, but for the state where ranks hold their own.
+    """The outcome of a sweep. Identical across ranks, except that states may be rank-local.
 
     Attributes:
         metric: The metric by which trials are compared.
         mode: `max` or `min`.
-        trials: All of them, by number.
-        best: The finished trial with the best last value; of equal ones the first. None if none
-            finished, or all with a value that is no number.
+        trials: All trials, by number.
+        best: The finished trial with the best last value; the first if several are equal. None if
+            no trial finished with a value other than NaN.
         state: The best trial's final state, if it ended in this process. None if it ended before a
-            restart: then `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)`
-            reads it, with a `state` of its structure.
-        reports: Reports of the runs, mostly one.
+            restart; in that case,
+            `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)` reads it,
+            where `state` is any state with the same structure.
+        reports: Reports of the runs, usually one.
     """
 
     metric: str
@@ -43,7 +44,9 @@ class SweepResult:
 
     @property
     def ranked(self) -> list[SweepTrial]:
-        """The trials, best first: those that finished, then the others by how far they came."""
+        """The trials, best first: finished ones, then pruned, stopped and failed ones, of which
+        those that made more steps come first.
+        """
         sign = -1 if self.mode == "max" else 1
 
         def key(trial: SweepTrial) -> tuple[float, ...]:
@@ -82,10 +85,10 @@ class SweepResult:
         return as_html(_table(self))
 
     def to_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draws the metric of all trials against their steps, and returns the path of the PNG.
+        """Draws the metric of all trials over their steps, and returns the path of the PNG.
 
         Raises:
-            MissingExtraError: matplotlib is not installed, which the extra `plot` brings.
+            MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
         from jaxcross.report.sweep_plot import draw
 
@@ -148,7 +151,7 @@ def _title(result: SweepResult) -> str:
 
 
 def headline(result: SweepResult) -> str:
-    """The answer to the question which trial is best, in a line."""
+    """Returns one line that says which trial is best."""
     if result.best is None:
         return f"No trial has finished with a number as `{result.metric}`."
     words = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
@@ -159,7 +162,7 @@ def headline(result: SweepResult) -> str:
 
 
 def exact(value: float | None) -> str:
-    """Four significant digits: trials often differ in the third."""
+    """Returns four significant digits, because trials often differ in the third."""
     if value is None:
         return "-"
     return f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The picture of a sweep: which trial is best, and how the others fell behind."""
+"""Draws a sweep: which trial is best, and how the others fell behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK = "#222222"
-# What a trial came to -> colour, line, and mark at its end.
+# Outcome of a trial -> colour, line, and mark at its end.
 _LOOKS = {
     "best": ("#0072B2", "-", "o"),
     "finished": ("#8C8C8C", "-", ""),
@@ -34,15 +34,15 @@ def draw(
     mode: str,
     answer: str,
 ) -> Path:
-    """Writes the PNG. Needs no display; changes no global state of matplotlib.
+    """Writes the PNG. Needs no display and changes no global state of matplotlib.
 
     Args:
-        path: Where to write.
+        path: Where to write the PNG.
         trials: The trials, best first.
-        best: The number of the best one, if there is one.
-        metric: What they logged.
+        best: The number of the best trial, if there is one.
+        metric: The metric that the trials logged.
         mode: `max` or `min`.
-        answer: The answer to the question which is best, for the title.
+        answer: The answer to the question which trial is best, for the title.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -85,7 +85,7 @@ def draw(
 
 
 def _legend(axes: Axes, labels: Mapping[str, int]) -> None:
-    """Names what is there, in a fixed order, with how many of each."""
+    """Names the outcomes that occur, in a fixed order, with the number of trials of each."""
     handles, names = axes.get_legend_handles_labels()
     found = dict(zip(names, handles, strict=True))
     order = [label for label in _LOOKS if label in labels]
@@ -95,7 +95,7 @@ def _legend(axes: Axes, labels: Mapping[str, int]) -> None:
             "loc": "upper right",
             "bbox_to_anchor": (1, -0.08),
             "ncols": len(order),
-        }  # lines end anywhere inside
+        }  # below the axes, because lines may end anywhere inside
         axes.legend(
             [found[label] for label in order], texts, frameon=False, labelcolor=_INK, **below
         )

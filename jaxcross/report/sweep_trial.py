@@ -11,15 +11,15 @@ class SweepTrial:
     """One trial.
 
     Attributes:
-        number: Counts from 0, in the order in which trials were asked for.
+        number: Number of the trial, from 0, in the order in which the search was asked for trials.
         name: The name of its job, and of its files.
         params: Its parameters.
         status: `finished`, `pruned`, `failed`, or `stopped` by `job.stop`.
-        step: Steps that it made.
-        value: The metric as it logged it last; None if it never did.
+        step: Number of steps that it made.
+        value: The last value of the metric that it logged; None if it logged none.
         digest: A digest of its final state on all ranks, if it finished.
         error: Why it failed.
-        values: The metric as `(step, value)`.
+        values: The metric as pairs `(step, value)`.
     """
 
     number: int

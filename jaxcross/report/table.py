@@ -19,27 +19,26 @@ from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, RunData, TimeBr
 from jaxcross.report.units import number, seconds, share
 
 WIDTH = 110
-"""Most characters of a line, also where there is no terminal."""
+"""Most characters per line, even if there is no terminal."""
 
 _NAME = 24
 _TEXT = 8
-"""Characters of a text on a narrow terminal, of the name of a row and of others: longer ones are
-broken.
+"""Room for texts on a narrow terminal, in characters: for the name of a row, and for other texts.
+Longer texts are broken.
 """
 
 
 def plain(report: RunData) -> str:
-    """The table as text without colour."""
+    """Returns the table as text without colour."""
     return printed(render(report))
 
 
 def printed(group: Group, most: int = WIDTH) -> str:
-    """Returns text without colour, as wide as it needs, up to `most` characters and to the
-    terminal.
+    """Returns text without colour, no wider than `most` characters and the terminal.
 
-    Where a table is wider than that, it goes without lines, and only its texts are broken. Where
-    its numbers do not fit either, it becomes several tables, each of which begins with the name of
-    the row.
+    If a table is wider than that, it is printed without lines and its texts are broken. If its
+    numbers still don't fit, it is split into several tables, each of which starts with the names of
+    the rows.
     """
     out = io.StringIO()
     width = min(most, screen_width(os.environ) or most)
@@ -56,9 +55,7 @@ def printed(group: Group, most: int = WIDTH) -> str:
 
 
 def as_html(group: Group) -> str:
-    """Returns the same text and tables for a notebook, which scrolls to what its page is too narrow
-    for.
-    """
+    """Returns the same text and tables for a notebook, which can scroll if they are too wide."""
     console = Console(
         file=io.StringIO(), width=1000, record=True, force_terminal=False, force_jupyter=False
     )
@@ -68,7 +65,7 @@ def as_html(group: Group) -> str:
 
 
 def _narrow(table: Table, width: int) -> list[Table]:
-    """Returns a table without lines, in as many parts as its numbers need."""
+    """Returns a table without lines, split into as many parts as its numbers require."""
     n_texts = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1)
     n_names = max(
         n_texts, 1 + next((n for n, column in enumerate(table.columns) if column.header), 0)
@@ -89,15 +86,13 @@ def _narrow(table: Table, width: int) -> list[Table]:
 
 
 def _room(column: Column, text: int) -> int:
-    """Returns the least characters of a column: a number is not broken, a longer text than this
-    is.
-    """
+    """Returns the least width of a column. Numbers are never broken, texts at `text` characters."""
     widest = max(cell_len(str(cell)) for cell in (column.header, column.footer, *column.cells))
     return widest if column.justify == "right" else min(widest, text)
 
 
 def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
-    """Returns a table of some columns of another one."""
+    """Returns a table with some of another table's columns."""
     part = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_footer=table.show_footer)
     for column in columns:
         right = column.justify == "right"
@@ -112,27 +107,26 @@ def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
 
 
 def screen_width(environ: Mapping[str, str]) -> int:
-    """Returns the columns of the terminal, or those that `COLUMNS` in the environment gives; 0 for
-    a file.
+    """Returns the width of the terminal, or `COLUMNS` from the environment; 0 for a file.
 
-    `jaxcross launch` sets the variable for its ranks, which write to a pipe.
+    `jaxcross launch` sets the variable for its ranks, because they write to a pipe.
     """
     text = environ.get("COLUMNS", "")
     if text.isdecimal():
         return int(text)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
-    except (OSError, ValueError, AttributeError):  # no terminal; a stream that is closed, or none
+    except (OSError, ValueError, AttributeError):  # no terminal, or stdout is closed or missing
         return 0
 
 
 def render(report: RunData) -> Group:
-    """Title, one row a job, the total, and where the time went."""
+    """Returns the title, one row per job, the total, and where the time went."""
     rounds = report.rounds
     counted = any(job.facts.examples_per_step is not None for job in rounds.jobs)
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
     with_left = any(job.facts.how != "ended" for job in rounds.jobs)
-    title = Text(_title(report), style="bold")  # names and links are no markup
+    title = Text(_title(report), style="bold")  # `Text`, since names and links aren't markup
     table = Table(show_footer=len(rounds.jobs) > 1)
     for name, total in zip(
         ("job", "steps", "steps/s"), (f"all {len(rounds.jobs)}", *totals(rounds)[:2]), strict=True
@@ -162,7 +156,7 @@ def render(report: RunData) -> Group:
 
 
 def unit(jobs: Sequence[JobTiming]) -> str:
-    """Returns the unit of the jobs' examples."""
+    """Returns the unit of the jobs' examples; `examples` if there are several units."""
     units = {job.facts.unit for job in jobs if job.facts.examples_per_step is not None}
     return units.pop() if len(units) == 1 else "examples"
 
@@ -170,8 +164,8 @@ def unit(jobs: Sequence[JobTiming]) -> str:
 def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     """Returns a job's steps, steps/s, examples/s, compute, exchange and hidden share.
 
-    A job with no part in the round has only steps: otherwise the rows would not add up to the last
-    one.
+    For a job that takes no part in the round, returns only the steps, because the rows would not
+    add up to the last row otherwise.
     """
     facts = job.facts
     steps = str(facts.steps)
@@ -184,7 +178,7 @@ def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
 
 
 def totals(rounds: TimeBreakdown) -> list[str]:
-    """Returns the same cells for all jobs: sums of a round, where there is one."""
+    """Returns the same cells for all jobs together: sums per round, if there is a round."""
     steps = str(sum(job.facts.steps for job in rounds.jobs))
     if not rounds.period_s:
         return [steps, *["-"] * 5]
@@ -199,7 +193,7 @@ def totals(rounds: TimeBreakdown) -> list[str]:
 
 
 def a_round(rounds: TimeBreakdown) -> str:
-    """Describes the steps in a round."""
+    """Returns a description of the steps in a round."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
         if len(rounds.crossed) == len(rounds.jobs):
             return "one step of every job"
@@ -210,9 +204,7 @@ def a_round(rounds: TimeBreakdown) -> str:
 
 
 def too_small(rounds: TimeBreakdown) -> str:
-    """Returns a line about jobs whose votes take longer than crossover could save; "" for all
-    others.
-    """
+    """Returns a warning if the jobs' votes take longer than crossover could save; "" otherwise."""
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
         return ""
@@ -220,7 +212,7 @@ def too_small(rounds: TimeBreakdown) -> str:
     work = rounds.compute_s + rounds.exchange_s
     if votes < max(
         work - rounds.bound_s, 0.1 * work
-    ):  # what crossover can save; a tenth, for jobs that exchange nothing
+    ):  # at most what overlap can save; a tenth of the work for jobs that hardly exchange
         return ""
     return f"Too small to gain: {seconds(votes / jobs)} of votes on a {seconds(work / jobs)} step."
 
@@ -359,8 +351,9 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
 
 
 def _level(rounds: TimeBreakdown, cause: str) -> str:
-    """Names the level of storage that batches waited for most of the time; "" for other causes, or
-    if none did.
+    """Names the level of storage that batches waited for longest; "" if those waits were short.
+
+    Also returns "" for other causes than `input`.
     """
     level = max(rounds.input_share, key=lambda each: rounds.input_share[each], default="")
     if cause != "input" or not level or rounds.input_share[level] < BRIEF:

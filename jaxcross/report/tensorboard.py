@@ -1,6 +1,4 @@
-"""The metrics of a run as event files for TensorBoard, by tensorboardX, which needs no
-TensorFlow.
-"""
+"""The metrics of a run as TensorBoard's event files, by tensorboardX, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,17 +14,16 @@ from jaxcross.report.metric_files import flat
 
 @final
 class TensorBoard(Instrument):
-    """Writes the numbers that jobs log, with a folder of event files for each job. For one rank's
-    `instruments`.
+    """Writes the numbers that jobs log to event files, with one folder per job.
 
-    After a restart TensorBoard shows the new values from the first step on that was logged again. A
-    killed run may lack its last seconds.
+    Pass it to `instruments` on one rank only. After a restart, TensorBoard shows the new values
+    from the first step that is logged again. The last seconds of a killed run may be missing.
 
     Args:
-        folder: For `tensorboard --logdir`.
+        folder: The folder for `tensorboard --logdir`.
 
     Raises:
-        MissingExtraError: tensorboardX is not installed, which the extra `tensorboard` brings.
+        MissingExtraError: tensorboardX is not installed. The extra `tensorboard` installs it.
 
     Example:
         >>> sinks = [TensorBoard("logs")] if world.rank == 0 else []  # doctest: +SKIP
@@ -49,7 +46,7 @@ class TensorBoard(Instrument):
         if writer is None:
             from tensorboardX import SummaryWriter
 
-            # TensorBoard hides what a killed run has from this step on.
+            # `purge_step` makes TensorBoard hide what a killed run logged from this step on.
             writer = SummaryWriter(
                 str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
             )
@@ -61,16 +58,16 @@ class TensorBoard(Instrument):
     def note(
         self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
     ) -> None:
-        """Writes what is left of a job that is over. Waits for the disk."""
+        """Writes what is left of a job that has ended. Waits for the disk."""
         del step, value
         if kind not in ("done", "closed"):
             return
         writer = self._writers.pop(job, None)
         if writer is not None:
-            writer.close()  # its `flush` would leave what its thread has not taken yet
+            writer.close()  # `flush` would leave out what its thread hasn't processed yet
 
     def close(self) -> None:
-        """Writes what is left of the other jobs, as the process does at its end."""
+        """Writes what is left of the other jobs. Also called when the process exits."""
         while jobs := list(self._writers):
-            for job in jobs:  # a thread that is left may note the end of one at the same time
+            for job in jobs:  # a remaining thread may note the end of a job at the same time
                 self.note(job=job, kind="closed")

@@ -1,16 +1,19 @@
-"""Compares what a run achieved with its bound, and explains the difference: pure functions over
-spans.
+"""Compares what a run achieved with its bound, and explains the difference. Pure functions.
 
-A **round** is one step of every job. It is measured where all jobs are in steady state next to each
-other: between the latest end of a first step (compiling, first touch of every page) and the
-earliest end of a last one, over whole rounds. Where that is never or hardly ever the case, the
-round is one of the largest set of jobs for which it is. Jobs that run one after the other because
-their policy says so add their steps, so `Sequential` and crossover are measured by the same rule.
-Elsewhere there is no round, and none is reported.
+**Round.** A round is one step of every job. It is measured over whole rounds, while all jobs are in
+steady state alongside each other: after the latest end of a first step (which compiles and touches
+every page for the first time) and before the earliest end of a last step. If there is no such time
+or hardly any, the round covers the largest set of jobs for which there is. If jobs run one after
+the other because of their policy, the round is the sum of their own steps, so `Sequential` and
+crossover are measured by the same rule. In all other cases there is no round, and none is reported.
 
-The bound is made of the work of the lanes in the same stretch of time on which the round is
-measured. A lane does one thing at a time, so it cannot have worked longer than the round lasted: no
-round is shorter than its bound.
+**Bound.** The bound is the work of the lanes during the same stretch of time on which the round is
+measured. A lane does one thing at a time, so it can't have worked for longer than the round took.
+Hence no round is shorter than its bound.
+
+**Losses.** On the rank that decides the round, the time in which the bottleneck lane (or the
+longest job) did not work is divided among causes, so that the causes add up to the difference
+between round and bound.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, sh
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """The three lower bounds of a round, in nanoseconds; `critical_path` by job."""
+    """The three lower bounds of a round, in nanoseconds. `critical_path` is by job."""
 
     compute: float
     exchange: float
@@ -65,9 +68,7 @@ class _Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One rank's timeline, and the stretches of it that are measured: each job's own, and those of
-    the round.
-    """
+    """One rank's timeline, and its measured stretches: each job's own, and those of the round."""
 
     timeline: Timeline
     own: Mapping[str, Stretch]
@@ -77,12 +78,11 @@ class _Rank:
     def of_all(
         cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool
     ) -> dict[int, _Rank]:
-        """Chooses where the round is measured, if anywhere: in each job's own steady state, or in a
-        shared one.
+        """Chooses where to measure the round: in each job's own steady state, or in a shared one.
 
-        The shared one is of all jobs, or of the largest set of at least two that has one; the same
-        set on every rank. A set that was together for less than a tenth of the time of another set
-        gives way to it.
+        The shared round covers all jobs. If there's no such round, it covers the largest set of two
+        or more jobs that has one. The set is the same on every rank. A set of jobs that was
+        together for less than a tenth of the time of another set gives way to that set.
         """
         own = {
             rank: {
@@ -90,8 +90,8 @@ class _Rank:
             }
             for rank, timeline in timelines.items()
         }
-        # Jobs one after the other have no time together: their own steady states add up to the
-        # round.
+        # Jobs that run one after the other share no time, so the round is the sum of their own
+        # steady states.
         if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
             return {
                 rank: cls(timeline, own[rank], tuple(own[rank].values()))
@@ -109,8 +109,8 @@ class _Rank:
             }
             if shared:
                 found.append((max(s.window[1] - s.window[0] for s in shared.values()), shared))
-        # More jobs are better than a longer stretch, unless the stretch is so short that its ends
-        # decide its rates.
+        # Prefer more jobs to a longer stretch, unless the stretch is so short that its measured
+        # rates depend on where exactly it ends.
         longest = max((length for length, _ in found), default=0)
         enough = [shared for length, shared in found if length >= BRIEF * longest]
         shared = max(enough, key=lambda shared: len(next(iter(shared.values())).steps), default={})
@@ -143,7 +143,7 @@ class _Rank:
         )
 
     def lost(self) -> dict[str, float]:
-        """Returns the nanoseconds a round in which this rank's bottleneck did not work, by cause.
+        """Returns for how many nanoseconds per round this rank's bottleneck was idle, by cause.
 
         They add up to the rank's period minus its own bound.
         """
@@ -156,8 +156,8 @@ class _Rank:
         return lost
 
     def measured(self, job: str) -> Stretch | None:
-        """Returns the stretch for this job's own numbers: that of the round, or else its own steady
-        state.
+        """Returns the stretch on which this job's own numbers are measured: the round's if the job
+        takes part in it, otherwise the job's own steady state.
         """
         with_others = (stretch for stretch in self.stretches if job in stretch.steps)
         return next(with_others, self.own.get(job))
@@ -173,8 +173,8 @@ def break_down(
     """Breaks down the time of a run.
 
     Args:
-        spans: The spans of all ranks; clocks need not agree.
-        jobs: The jobs, in the order to show.
+        spans: The spans of all ranks. Their clocks need not be aligned.
+        jobs: The jobs, in the order in which to show them.
         wall_ns: The length of the run, by rank.
         in_turn: Whether the policy ran the jobs one after the other.
     """
@@ -199,12 +199,12 @@ def break_down(
     bound = None
     bottleneck = ""
     lost = {}
-    # A step with a parameter server is one stretch from its begin to its end, so the round would be
-    # its own bound.
+    # A step with a parameter server is a single stretch from its begin to its end, so the round
+    # would be its own bound.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
     if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
-        # The bound is one of mean work: with equal work on every rank, a round could be as short.
-        # The rest of the decisive rank's own bound is imbalance.
+        # The reported bound is that of the mean work, which a round could reach if every rank had
+        # the same work. The difference to the decisive rank's own bound is imbalance.
         bound, bottleneck = _Terms.mean(list(measured.values())).bottleneck
         lost = part.lost()
         lost["imbalance"] = measured[decisive].bottleneck[0] - bound
@@ -226,16 +226,14 @@ def break_down(
 
 
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
-    """Returns the time in which the job computed or exchanged: its steps follow one another, so no
-    round is shorter.
+    """Returns the time in which the job computed or exchanged. A job's steps follow one another, so
+    no round is shorter than this.
     """
     return union([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
 
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
-    """Returns the work of the busiest lane: work of several lanes may overlap, that of one lane
-    cannot.
-    """
+    """Returns the work of the busiest lane, since work can only overlap on different lanes."""
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
@@ -244,7 +242,7 @@ def _inside(pieces: list[Interval], stretch: Stretch) -> int:
 
 
 def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -> dict[str, int]:
-    """Returns the nanoseconds in which the bottleneck did not work, each under one cause.
+    """Returns the nanoseconds in which the bottleneck did not work, each attributed to one cause.
 
     `longest` is the job with the longest critical path.
     """
@@ -262,14 +260,12 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     }[bottleneck]
     left = subtract([stretch.window], busy)
     if bottleneck == "chain":
-        # While one of the lanes works, the critical path waits for that work, whatever else is
-        # late.
+        # While a lane works, the critical path waits for that work, even if other work is late.
         late = subtract(late, working)
-    # Ready work that waited for the exchange lane: if that was voting then, the vote is the cause,
-    # not the dispatch.
+        # Ready work had to wait for the exchange lane. If the lane was voting at the time, the
+        # cause is the vote rather than the dispatch.
     voting = late if bottleneck != "compute" else []
-    # Each gap is counted under the first cause in this list that covers it, so the order states
-    # precedence.
+    # Each gap is attributed to the first cause in this list that covers it, so their order matters.
     causes = [
         ("host", intersect(timeline.together, voting)),
         ("votes", intersect(timeline.vote, voting)),
@@ -277,8 +273,8 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
-        # These come late: a vote or the preparation of a batch costs nothing while something else
-        # holds the lane up.
+        # These are last, because a vote or the preparation of a batch costs nothing while something
+        # else holds the lane up.
         ("host", timeline.host),
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
@@ -323,9 +319,9 @@ def _job_timing(
 
 
 def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
-    """Returns the nanoseconds of compute and of exchange in a step on one rank.
+    """Returns the nanoseconds of compute and of exchange per step on one rank.
 
-    They are of the measured stretch, or of all steps if the job was never in a steady state.
+    Measures the job's stretch, or all steps if the job was never in steady state.
     """
     timeline = rank.timeline
     stretch = rank.measured(job)
@@ -340,9 +336,7 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
 
 
 def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
-    """Returns the share of the measured waiting for batches by the level of storage that they
-    waited for.
-    """
+    """Returns the shares of the storage levels in the measured waiting for batches."""
     windows = union(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
     for span in spans:
@@ -356,7 +350,7 @@ def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
-    """Returns the share of these jobs' measured exchange time that computation covered."""
+    """Returns the share of these jobs' measured exchange time that was covered by computation."""
     hidden = whole = 0
     for rank in ranks:
         for job in jobs:
@@ -369,7 +363,7 @@ def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
 
 
 def _at_work(spans: Sequence[Span]) -> list[Interval]:
-    """Returns the time from the first span to the last, for each job."""
+    """Returns, for each job, the time from its first span to its last."""
     reach: dict[str, Interval] = {}
     for span in spans:
         if span.job:

@@ -1,6 +1,4 @@
-"""The spans of one rank as sets of time: when each lane worked, waited for peers, or had nothing to
-do.
-"""
+"""One rank's spans as sets of time: when each lane worked, waited for peers, or was idle."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from jaxcross.interleave.instrument import PARAMETER_SERVER, TOGETHER, Span
 from jaxcross.report.intervals import Interval, intersect, union
 
 ExchangeKey = tuple[str, int, int]
-"""Job, number of the call, segment: names one collective segment on every rank."""
+"""Job, number of the call, and segment, which identify a collective segment across ranks."""
 
 
 def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Clips compute spans so that no two on one lane overlap.
+    """Clips compute spans so that spans on the same lane don't overlap.
 
-    A device runs its queue in order, so a segment that was enqueued early began when its forerunner
-    ended.
+    A device runs its queue in order. So a segment that was enqueued early only began when its
+    predecessor had ended.
     """
     last_end: dict[tuple[int, int], int] = {}
     clipped: list[Span] = []
@@ -36,10 +34,10 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Gives each vote a number of its own in place of its step, the same on all ranks.
+    """Gives each vote its own number instead of its step, so that votes match up across ranks.
 
-    Every rank takes part in every vote. Numbers count back from the last vote, since a long run
-    keeps its latest spans.
+    Every rank takes part in every vote, so counting identifies them. We count backwards from the
+    last vote, since a long run only keeps its latest spans.
     """
     spans = tuple(spans)
     left = Counter(span.rank for span in spans if span.kind == "vote")
@@ -53,11 +51,11 @@ def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
-    """Nanoseconds of each exchange and each numbered vote on the rank where it was shortest: the
-    rank that arrived last waited for no other.
+    """Returns how many nanoseconds each exchange and each numbered vote took on its fastest rank.
 
-    Messages of a parameter server are not among them: step n of one rank has nothing to do with
-    step n of another.
+    That is the duration without waiting: the rank that arrived last didn't wait for any other.
+    Parameter-server messages are left out, because step n of one rank has nothing to do with step n
+    of another.
     """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
@@ -71,29 +69,30 @@ def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One rank's time, cut into sets.
+    """One rank's time as sets of intervals.
 
     Attributes:
         rank: The rank.
         compute: Per job, when its compute segments ran.
-        exchange: Per job, when its exchanges ran, waiting for peers included.
+        exchange: Per job, when its exchanges ran, including waiting for peers.
         transfer: Per job, the part of `exchange` after the last rank had arrived.
         computing: When any job's compute segments ran.
         compute_lanes: When each compute lane worked, by its number. A lane does one thing at a
-            time; two lanes overlap.
-        exchange_lanes: The same of `transfer` and the exchange lanes.
+            time, but several lanes can work at the same time.
+        exchange_lanes: The same for `transfer` and the exchange lanes.
         peer: When an exchange waited for another rank.
         vote: When the exchange lane voted, after the last rank had arrived.
-        vote_peer: When a vote, or what a job does on all ranks at once, waited for another rank.
-        together: When the exchange lane did what a job does on all ranks at once, after the last
-            one had arrived.
+        vote_peer: When a vote, or a collective call of a job, waited for another rank.
+        together: When the exchange lane ran a job's collective call, after the last rank had
+            arrived.
         input: When a job waited for its next batch.
-        host: When a job compiled, or was in work on the host that it measures.
-        late_compute: When the next compute segment was ready and the idle compute lane had not
-            begun it.
-        late_exchange: The same of the exchange lanes, which may have been voting.
-        step_ends: Per job, step number and end of its last segment, in order of steps. Calls that
-            are not steps, such as evaluations, are work of the job all the same.
+        host: When a job compiled, or did other work on the host that it measures.
+        late_compute: When the next compute segment was ready and the compute lane was idle, but
+            hadn't begun it.
+        late_exchange: The same for the exchange lanes, which may have been voting.
+        step_ends: Per job, the number of each step and the end of its last segment, in the order of
+            steps. Calls that aren't steps, such as evaluations, are left out here, but count as
+            work of the job elsewhere.
     """
 
     rank: int
@@ -115,8 +114,9 @@ class Timeline:
 
     @classmethod
     def of(cls, rank: int, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> Timeline:
-        """Builds the timeline of `rank` from spans that `in_lane_order` returned (those of other
-        ranks are ignored).
+        """Builds the timeline of `rank` from spans that `in_lane_order` returned.
+
+        Ignores spans of other ranks.
         """
         own = [span for span in spans if span.rank == rank]
         compute: dict[str, list[Interval]] = defaultdict(list)
@@ -173,8 +173,8 @@ class Timeline:
         )
 
     def without_undone(self, made: Mapping[str, int]) -> Self:
-        """The same with the ends of as many steps of a job as it made: one that failed or stopped
-        leaves the pieces of a step that does not count.
+        """Returns the timeline with only as many step ends per job as the job made steps. A job
+        that failed or stopped leaves spans of a step that doesn't count.
         """
         return replace(
             self,
@@ -184,20 +184,18 @@ class Timeline:
         )
 
     def covered(self, job: str) -> list[Interval]:
-        """When the job exchanged while any job computed on this rank."""
+        """Returns when the job exchanged while any job computed on this rank."""
         return intersect(self.exchange.get(job, []), self.computing)
 
 
 def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
-    """When the last rank had arrived at this exchange or vote."""
+    """Returns when the last rank had arrived at this exchange or vote."""
     length = shortest.get((span.job, span.number, span.segment), span.end_ns - span.start_ns)
     return max(span.start_ns, span.end_ns - length)
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:
-    """For each span the time between the moment it could have begun (lane free, inputs there) and
-    its begin.
-    """
+    """Returns the time by which spans began late: their lane was free and their inputs ready."""
     free: dict[int, int] = {}
     late: list[Interval] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):

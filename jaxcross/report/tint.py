@@ -1,5 +1,6 @@
-"""Pieces of work that are thinner than a pixel, drawn as a tint: as dark as their share of the
-time.
+"""Draws pieces of work that are thinner than a pixel, as a tint.
+
+Each pixel column is as dark as the share of its time that is work.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Any
 import numpy as np
 
 PIXELS = 1700
-"""Width of the picture's axes."""
+"""Width of the picture's axes, in pixels."""
 
 PALEST = 0.15
-"""Of what fills less of a column: it shall be seen."""
+"""Least tint of a column with any work, so that the work is visible."""
 
 
 class Tint:
-    """One lane's share of each pixel column, by colour."""
+    """The thin pieces of work of one lane, by colour."""
 
     def __init__(self, shown_s: float) -> None:
         self._shown_s = shown_s
@@ -28,15 +29,15 @@ class Tint:
     def keep_wide(
         self, bars: Sequence[tuple[float, float]], colour: str
     ) -> list[tuple[float, float]]:
-        """Takes the bars (begin, length) that are thinner than a pixel, and returns the others;
-        drops what is not shown.
+        """Keeps the bars (begin, length) that are thinner than a pixel for `draw`, and returns the
+        others. Drops bars outside the picture.
         """
         shown = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < self._shown_s]
         self._pieces[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
         return [bar for bar in shown if bar[1] >= self.pixel_s]
 
     def draw(self, axis: Any, y: float) -> None:
-        """Draws what was taken into the row at height `y`."""
+        """Draws the thin bars into the row at height `y`."""
         taken = {colour: pieces for colour, pieces in self._pieces.items() if pieces}
         if not taken:
             return
@@ -61,8 +62,8 @@ class Tint:
         axis.set_ylim(limits[1])
 
     def _coverage(self, pieces: Sequence[tuple[float, float]]) -> np.ndarray:
-        """Share of each pixel column that the pieces fill: each ends in the column where it began,
-        or in the next.
+        """Returns the share of each pixel column that the pieces fill. A piece is thinner than a
+        pixel, so it ends in the column where it began, or in the next one.
         """
         begin, length = np.array(pieces).T / self.pixel_s
         end = np.clip(begin + length, 0, PIXELS)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, and a unit that suits them."""
+"""Formats numbers for people: about three digits, and a suitable unit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, never an exponent where a person would not write one."""
+    """Returns three significant digits, without an exponent unless the number is extreme."""
     if value is None:
         return "-"
     if value == 0 or 1e-4 <= abs(value) < 1e6:
@@ -22,7 +22,7 @@ def number(value: float | None) -> str:
 
 
 def as_float(value: float) -> float:
-    """Returns a number as a float: a whole number of Python may be longer than any."""
+    """Returns a number as a float; infinity if it is an int beyond the range of floats."""
     try:
         return float(value)
     except OverflowError:
@@ -30,7 +30,7 @@ def as_float(value: float) -> float:
 
 
 def seconds(value: float | None) -> str:
-    """A duration in s, ms, us or ns."""
+    """Returns a duration in s, ms, us or ns."""
     if value is None:
         return "-"
     if value == 0:
@@ -46,10 +46,10 @@ def seconds(value: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Returns a number with its noun, as `1 step` or `2 steps`."""
+    """Returns a number with its noun, such as `1 step` or `2 steps`."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage."""
+    """Returns a share as a percentage."""
     return "-" if value is None else f"{value:.0%}"

@@ -1,12 +1,12 @@
-"""Sweeps: many trials of one training function, a few at a time, each a job of a `Runner`.
+"""Sweeps: many trials of one training function, a few at a time, each of them a job of a `Runner`.
 
 sweep        `sweep`: checks, runs and resumes a whole sweep
 search       where trials come from: `Grid`, `Choices`, `Draws`, `Optuna`; `study` asks Optuna
-schedule     the order in which results become known, and when which trial begins. Pure
-coordinator  rank 0's side: asks, tells, prunes, and writes down what must survive
-trial        each rank's side of a trial: a job's function and what follows the job
+schedule     in which order a search receives results, and when which trial begins. Pure
+coordinator  rank 0's side: asks, tells, prunes, and writes down what must survive a restart
+trial        each rank's side of a trial: the function of its job, and the clean-up after the job
 log          the trials of a sweep on disk
-settings     what all ranks, and all starts of one sweep, must have in common
+settings     settings that must be the same on all ranks, and whenever a sweep is restarted
 script       a rank of `jaxcross sweep`
 """
 

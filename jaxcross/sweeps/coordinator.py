@@ -1,5 +1,14 @@
-"""`Coordinator`: rank 0's side of a sweep. It asks, tells, prunes, and writes down what must
-survive.
+"""`Coordinator`: rank 0's side of a sweep.
+
+Only rank 0 asks the search for trials, tells it their results, prunes trials, and writes down
+everything that must survive a restart. The other ranks receive its decisions through the jobs that
+it submits and through collective calls of these jobs.
+
+**Restarts.** The state of a search isn't saved. Instead, a restart makes a fresh search and replays
+into it everything that the log holds, in the order of the schedule. If the search repeats its
+answers, it ends up in the state that it had before the restart. If it proposes other parameters
+than before, we warn and replay again with the parameters from the log. If the pruner would now let
+a trial continue that it pruned before, the sweep ends with an error.
 """
 
 from __future__ import annotations
@@ -15,35 +24,36 @@ from jaxcross.sweeps.schedule import Decision, Parameters, Schedule, Search, Sta
 from jaxcross.sweeps.search import name_of
 
 _log = logging.getLogger("jaxcross")
-_LOOK_S = 0.1  # from one look to the next whether the run was stopped, while a trial waits
+_LOOK_S = 0.1  # how often a waiting trial checks whether the run was stopped
 Make = Callable[[Mapping[int, Parameters]], Search]
 Submit = Callable[[Started, str], None]
 
 
 class _DiffersError(Exception):
-    """A search does not repeat what it asked before a restart."""
+    """A search doesn't repeat what it proposed before a restart."""
 
 
 @final
 class Coordinator:
     """Called by the threads of all trials on rank 0.
 
-    Making one goes through all that an earlier start wrote down: the search ends in the state that
-    it had then.
+    The constructor replays everything that earlier starts wrote down, which brings the search into
+    the state that it had then.
 
     Args:
-        make: Makes a fresh search that has asked nothing. It gives trials of these numbers these
-            parameters.
-        log: What is known of the trials.
+        make: Makes a fresh search that hasn't been asked anything. The search must give the trials
+            with the numbers in the mapping the parameters in the mapping.
+        log: The log of the trials.
         concurrent: Number of trials at a time.
 
     Attributes:
         search: The search in use.
-        submit: Starts a trial's job on all ranks; replaced by each run. May raise JobError if the
-            run is over.
+        submit: Starts a trial's job on all ranks; each run replaces it. May raise JobError if the
+            run has ended.
 
     Raises:
-        Exception: What the search raises for its first trials.
+        Exception: Whatever the search raises for its first trials.
+        JobError: The pruner doesn't repeat what it decided before a restart.
     """
 
     def __init__(self, make: Make, log: TrialLog, *, concurrent: int) -> None:
@@ -64,7 +74,7 @@ class Coordinator:
         self._check_pruned()
 
     def _repeated(self, *, strict: bool) -> Schedule:
-        """Returns a schedule that has gone through all that is written down."""
+        """Returns a schedule into which everything in the log has been replayed."""
         schedule = Schedule(
             self.search, concurrent=self._concurrent, known_until=self._log.known_until
         )
@@ -75,15 +85,15 @@ class Coordinator:
             new += self._taken(schedule, decisions, strict=strict)
         if schedule.error is not None:
             raise schedule.error
-        for decision in new:  # not before all has turned out to repeat
+        for decision in new:  # only now: nothing may be written before the replay has succeeded
             self._write(decision)
         return schedule
 
     def _taken(
         self, schedule: Schedule, decisions: list[Decision], *, strict: bool
     ) -> list[Decision]:
-        """Notes all that is known of the trials that begin. Returns the decisions that are not
-        written down.
+        """Reports everything that the log holds of the trials that begin. Returns the decisions
+        that aren't in the log yet.
         """
         new: list[Decision] = []
         for decision in decisions:
@@ -102,11 +112,7 @@ class Coordinator:
         return new
 
     def _check_pruned(self) -> None:
-        """Makes sure that the pruner repeats what it decided before a restart.
-
-        Raises:
-            JobError: It does not.
-        """
+        """Checks that the pruner repeats what it decided before a restart; otherwise JobError."""
         for trial in self._log.trials.values():
             if (
                 trial.status == "pruned"
@@ -120,7 +126,7 @@ class Coordinator:
 
     @property
     def error(self) -> Exception | None:
-        """What the search or the disk raised, if anything: no trial begins after that."""
+        """The error of the search or the disk, if any. No trial begins after an error."""
         return self._schedule.error or self._log.error
 
     @property
@@ -131,8 +137,8 @@ class Coordinator:
 
     @property
     def running(self) -> list[TrialRecord]:
-        """The trials to run: those that have begun and are not over, or whose last state is not
-        saved.
+        """The trials to run: those that have begun and have no final status in the log. That
+        includes trials whose function has returned, but whose last state isn't saved yet.
         """
         with self._changed:
             return [
@@ -142,17 +148,18 @@ class Coordinator:
             ]
 
     def is_due(self, number: int) -> bool:
-        """Whether it is decided that a trial runs or is over.
+        """Whether a trial's fate is known: it may run, or it is over.
 
-        After a restart the search may not have asked for the trial yet. Or it has not said whether
-        to prune it by a value that it logged before a stop: the state that the stop saved covers
-        that value, so that the trial won't log it again.
+        After a restart it may be unknown for two reasons. The replay may not have asked for the
+        trial yet. Or the trial logged a value before a stop, and the search hasn't decided yet
+        whether to prune the trial by it. In the second case we must wait for that decision, because
+        the state that was saved at the stop covers the value, so the trial won't log it again.
         """
         with self._changed:
             return self._schedule.has_begun(number) and not self._schedule.waits(number)
 
     def may_begin(self, number: int, stopping: Callable[[], bool]) -> bool:
-        """Whether a trial is to run, and not over. Waits until it is due."""
+        """Returns whether a trial is to run. Waits until it is due or the run is stopping."""
         with self._changed:
             while not self.is_due(number) and self._schedule.running and not stopping():
                 self._changed.wait(_LOOK_S)
@@ -164,14 +171,14 @@ class Coordinator:
             return self._log.trials[number].status == "pruned"
 
     def advanced(self, number: int, step: int) -> None:
-        """Notes that a trial has made so many steps. Waits for a search that is being asked, if
-        others wait for it.
+        """Notes how many steps a trial has made. Calls the search with reports of other trials that
+        were only waiting for this one.
         """
         with self._changed:
             self._follow(lambda: self._schedule.advance(number, step))
 
     def value(self, number: int, step: int, value: float) -> None:
-        """Writes down a value; warns if it is not what it was before a restart.
+        """Writes down a value. Warns if the trial logged another value before a restart.
 
         Raises:
             JobError: The disk failed.
@@ -188,7 +195,7 @@ class Coordinator:
             self._check_disk()
 
     def sync(self) -> None:
-        """Waits until all values are on disk: the checkpoint that follows covers them.
+        """Waits until all values are on disk, so that a checkpoint may cover them.
 
         Raises:
             JobError: The disk failed.
@@ -198,13 +205,11 @@ class Coordinator:
             self._check_disk()
 
     def _check_disk(self) -> None:
-        if self._log.error is not None:  # a checkpoint must not cover what is not written
+        if self._log.error is not None:  # a checkpoint must not cover values that aren't on disk
             raise JobError(f"What trials logged cannot be written: {self._log.error}.")
 
     def give_up(self, error: Exception) -> bool:
-        """Ends the sweep by this error, and returns whether it does: not where a trial has logged
-        the metric.
-        """
+        """Ends the sweep with this error and returns True, unless a trial has logged the metric."""
         with self._changed:
             if any(trial.values for trial in self._log.trials.values()):
                 return False
@@ -213,13 +218,14 @@ class Coordinator:
             return True
 
     def last_value(self, number: int) -> float | None:
-        """Returns the metric that a trial logged last."""
+        """Returns the metric that a trial logged last, if any."""
         with self._changed:
             return self._log.trials[number].value
 
     def prunes(self, number: int, step: int, stopping: Callable[[], bool]) -> bool:
-        """Whether a trial ends at this step, whose value is written down. Waits for the other
-        trials to come as far.
+        """Returns whether a trial is pruned at this step, whose value must be written down.
+
+        Waits until the other trials have come as far, or the run is stopping.
         """
         with self._changed:
             value = self._log.trials[number].values[step]
@@ -229,8 +235,9 @@ class Coordinator:
             return bool(self._schedule.decided(number, step))
 
     def came_to_end(self, number: int, step: int, value: float | None) -> None:
-        """Notes that a trial's function has returned on all ranks: its place is free. Its state is
-        not saved yet.
+        """Notes that a trial's function has returned on all ranks, which frees its place.
+
+        Its state isn't saved yet.
         """
         with self._changed:
             self._log.returned(number, step)
@@ -239,7 +246,7 @@ class Coordinator:
     def over(
         self, number: int, step: int, status: Status, *, digest: str = "", error: str = ""
     ) -> None:
-        """Notes that a trial's job is over on all ranks, and what it left is saved."""
+        """Notes that a trial's job has ended on all ranks and that its results are saved."""
         with self._changed:
             value = self._log.trials[number].value
             self._log.end(number, status, step, value, digest=digest, error=error)
@@ -247,7 +254,7 @@ class Coordinator:
                 self._follow(lambda: self._schedule.end(number, step, status, value))
 
     def _follow(self, change: Callable[[], list[Decision]]) -> None:
-        """Carries out what a change leads to. With the lock."""
+        """Carries out the decisions that a change leads to. Call with the lock held."""
         decisions = change()
         for decision in decisions:
             self._write(decision)
@@ -268,6 +275,6 @@ class Coordinator:
             self._log.pruned(decision)
 
     def close(self) -> None:
-        """Lets go of the folder. What trials still do is not written."""
+        """Releases the folder. What trials do after this is not written."""
         with self._changed:
             self._log.close()

@@ -1,13 +1,12 @@
-"""The trials of a sweep on disk: one line for each beginning, value and end, written by rank 0 as
-it happens.
+"""The trials of a sweep on disk, one line per start, value and end, written by rank 0 at once.
 
-    sweep.json      what the sweep is, and its trials so far, for people and programs
-    trials.jsonl    what a restart goes on from
-    metrics/        a JSONL and a CSV of each trial; checkpoints/ holds states
+    sweep.json      what the sweep is and its trials so far, for people and programs
+    trials.jsonl    the log that a restart continues from
+    metrics/        a JSONL and a CSV file per trial; checkpoints/ holds states
 
-A line is written before anything follows from it, and on disk before a checkpoint that covers it,
-and when its trial is over. A kill loses nothing of what a restart goes on from; a loss of power
-neither, on a disk that keeps what it was asked to keep.
+A line is handed to the kernel before anything else acts on it. It is flushed to disk (`fsync`)
+before a checkpoint that covers it, and when a trial begins, returns, is pruned or ends. So a kill
+loses nothing that a restart needs, and neither does a power failure, if the disk honours flushes.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ FILES = {"sweep.json", "sweep.json.new", "trials.jsonl", "sweep.png", "metrics",
 
 @dataclass(slots=True, kw_only=True)
 class TrialRecord:
-    """All that is known of a trial.
+    """Everything that is known of a trial.
 
     Attributes:
-        number: Counts trials from 0, in the order in which they were asked for.
+        number: Number of the trial, from 0, in the order in which the search was asked for trials.
         name: The name of its job.
-        parameters: What its function gets.
+        parameters: The parameters of its function.
         after: The trial whose place it took, if any.
-        returned: Whether its function has returned on all ranks; its state may not be saved yet.
-        values: The metric by step, each as it was logged first.
+        returned: Whether its function has returned on all ranks. Its state may not be saved yet.
+        values: The metric by step. If a step was logged several times, the first value.
         latest: The latest of these steps; -1 before the first one.
-        status: None while it is not over.
+        status: How it ended; None before that.
         step: Its last step.
         value: The last value that it logged.
         digest: A digest of the final state on all ranks.
@@ -62,16 +61,17 @@ class TrialRecord:
 
 @final
 class TrialLog:
-    """The trials of one sweep, in memory and, with a folder, on disk. Used by one thread at a time.
+    """The trials of one sweep, in memory and, with a folder, on disk. Not thread-safe.
 
     Args:
-        folder: Where they are kept; None to keep nothing.
+        folder: Folder of the sweep; None to keep nothing on disk.
 
     Attributes:
         trials: The trials by number.
-        known_until: The latest time of the schedule, and trial, on which a decision was based.
-        error: Why nothing is written any more, if the disk failed: a file that ends early is as
-            after a kill.
+        known_until: The latest event on which a decision was based, as time of the schedule and
+            number of the trial.
+        error: The error of the disk, after which nothing more is written. The file then ends early,
+            as after a kill.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -83,12 +83,14 @@ class TrialLog:
         self.error: OSError | None = None
 
     def open(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Takes the folder, and reads what an earlier start left there. Returns that start's
-        settings, or these.
+        """Locks the folder and reads what an earlier start left there.
+
+        Returns:
+            The settings of the earlier start, or `settings` if there was none.
 
         Raises:
             ValueError: The folder holds something else, or another process sweeps in it.
-            OSError: It cannot be written.
+            OSError: The folder can't be written.
         """
         self._settings = settings
         if self._folder is None:
@@ -128,7 +130,7 @@ class TrialLog:
         return earlier
 
     def keep(self, settings: Mapping[str, Any]) -> None:
-        """Notes settings that a later start may change."""
+        """Stores settings that a restart may have changed."""
         self._settings = settings
         self.write()
 
@@ -138,17 +140,17 @@ class TrialLog:
         self._add({**line, "after": started.after, "time": started.time}, forced=True)
 
     def value(self, number: int, step: int, value: float) -> None:
-        """Notes a value, unless the trial has one of that step."""
+        """Notes a value, unless the trial already has a value of that step."""
         if step not in self.trials[number].values:
             self._add({"trial": number, "step": step, "value": value})
 
     def returned(self, number: int, step: int) -> None:
-        """Notes that a trial's function has returned on all ranks, once."""
+        """Notes that a trial's function has returned on all ranks. A no-op the second time."""
         if not self.trials[number].returned:
             self._add({"trial": number, "returned": step}, forced=True)
 
     def pruned(self, pruned: Pruned) -> None:
-        """Notes that a trial is pruned, once."""
+        """Notes that a trial is pruned. A no-op if it has ended."""
         if self.trials[pruned.number].status is None:
             self._add(
                 {"trial": pruned.number, "pruned": pruned.step, "time": pruned.time}, forced=True
@@ -164,7 +166,7 @@ class TrialLog:
         digest: str = "",
         error: str = "",
     ) -> None:
-        """Notes the end of a trial, once."""
+        """Notes the end of a trial. A no-op if it has ended."""
         if self.trials[number].status is None:
             facts = {"end": status, "step": step, "value": value, "digest": digest, "error": error}
             self._add({"trial": number, **facts}, forced=True)
@@ -178,13 +180,13 @@ class TrialLog:
                 self.error = error
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Flushes the log and releases the folder."""
         self.sync()
         if self._file is not None:
             self._file.close()
 
     def write(self) -> None:
-        """Writes `sweep.json`, in full or not at all."""
+        """Replaces `sweep.json` atomically."""
         if self._folder is None:
             return
         trials = [
@@ -220,9 +222,7 @@ class TrialLog:
             self.sync()
 
     def _read(self) -> bool:
-        """Reads the file; drops a last line that a kill cut short. Returns whether there was
-        any.
-        """
+        """Reads the file and drops a torn last line. Returns whether the file has any lines."""
         self._file.seek(0)
         text = self._file.read()
         whole = text.rpartition("\n")[0]
@@ -260,6 +260,6 @@ class TrialLog:
             trial.values.setdefault(line["step"], line["value"])
             trial.latest = max(
                 trial.latest, line["step"]
-            )  # no search among all: a file may have 100,000 lines
+            )  # rather than `max` over all values: a file may have 100,000 lines
             trial.step = max(trial.step, line["step"])
             trial.value = trial.values[trial.latest]

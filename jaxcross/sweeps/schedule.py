@@ -1,14 +1,18 @@
-"""`Schedule`: in which order a search hears of its trials, and when which trial begins. Pure.
+"""`Schedule`: in which order a search receives results, and when which trial begins. Pure.
 
-Which trial ends first on a machine depends on that machine's moods; what a search asks next must
-not. So the schedule has a clock of its own, which counts steps: a trial that began at time t makes
-its step n at time t + n. What happens is handed to the search in the order of that clock, and at
-one time in the order of the trials' numbers, as if the steps of all trials took equally long. It
-therefore waits: something at time t is handed on once every trial that runs has come that far. In
-crossover the trials take turns, so that this is a step or two.
+The answers of a search depend on the order in which it receives results. On a real machine that
+order depends on which trial happens to be faster, so it would change from run to run. To make a
+sweep repeatable, the schedule therefore has its own clock, which counts steps: a trial that began
+at time t makes its step n at time t + n. Events are handed to the search in the order of this
+clock, and events at the same time in the order of the trials' numbers, as if the steps of all
+trials took equally long.
 
-What the search answers is a function of what each trial did at which of its steps. Neither threads
-nor kills enter it.
+The price is waiting. An event at time t can only be handed on once every running trial has come
+that far, because otherwise one of them could still cause an earlier event. In crossover the trials
+take turns, so the wait is a step or two.
+
+As a result, the answers of the search are a function of what each trial did at which of its steps.
+They don't depend on threads or on kills.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ T = TypeVar("T")
 
 
 class Search(Protocol):
-    """Where trials come from. Its methods are called in one order, whatever the threads do.
+    """Where trials come from. Its methods are called in the same order in every run.
 
     Attributes:
-        ordered: Whether its answers depend on results.
+        ordered: Whether its answers depend on results, so that the order of results matters.
         prunes: Whether it ends trials early.
     """
 
@@ -36,21 +40,21 @@ class Search(Protocol):
     @property
     def prunes(self) -> bool: ...
     def ask(self, number: int) -> Parameters | None:
-        """Returns the parameters of the next trial; None if there is no other one."""
+        """Returns the parameters of the next trial; None if there are no more trials."""
         ...
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Takes a value of a trial that runs, and returns whether to prune the trial."""
+        """Receives a value of a running trial, and returns whether to prune the trial."""
         ...
 
     def tell(self, number: int, status: Status, value: float | None) -> None:
-        """Takes the end of a trial."""
+        """Receives the end of a trial."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A trial may begin, at a time of the schedule; `after` is the trial whose place it takes."""
+    """A trial may begin at a time of the schedule; `after` is the trial whose place it takes."""
 
     number: int
     parameters: Parameters
@@ -60,7 +64,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """A trial is over by the search's decision."""
+    """The search has ended a trial."""
 
     number: int
     step: int
@@ -73,11 +77,11 @@ Decision: TypeAlias = Started | Pruned
 
 @dataclass(slots=True)
 class _Running:
-    """A trial that is not over: when it began, and the step that it has reached for sure."""
+    """A trial that hasn't ended: when it began, and the step that it is known to have reached."""
 
     begin: int
     step: int = 0
-    reported: int = -1  # the latest step whose report is queued or handed on
+    reported: int = -1  # the latest step whose report was queued
     ending: bool = False
 
 
@@ -85,7 +89,7 @@ class _Running:
 class _Event:
     time: int
     number: int
-    is_end: bool  # at one step a report comes before the end
+    is_end: bool  # sorts a report before the trial's end at the same step
     step: int
     value: float | None
     status: Status = "finished"
@@ -93,19 +97,19 @@ class _Event:
 
 @final
 class Schedule:
-    """Call `begin` once, then the other methods as things happen, in any order that keeps each
-    trial's own.
+    """Call `begin` once, then the other methods as things happen. Calls of different trials may
+    come in any order, as long as each trial's own calls come in the order of its steps.
 
     Args:
         search: Where trials come from.
         concurrent: Number of trials at a time.
-        known_until: After a restart: what happened up to this time, in this trial, is known in
-            full. It is handed on by `repeat`, once everything that is known of the trials that have
-            begun was noted.
+        known_until: After a restart, the time and trial of the last event that is known to have
+            been handed on. Events up to there are handed on by `repeat`, which you call once
+            everything in the log about the trials that have begun has been reported.
 
     Attributes:
-        error: What the search raised, if anything. It is not called again: no trial begins, and
-            none is pruned.
+        error: The error that the search raised, if any. After that the search isn't called any
+            more, so no trial begins and none is pruned.
     """
 
     def __init__(
@@ -123,43 +127,39 @@ class Schedule:
 
     @property
     def running(self) -> list[int]:
-        """Numbers of the trials that have begun and are not over."""
+        """Numbers of the trials that have begun and haven't ended."""
         return sorted(self._running)
 
     def waits(self, number: int) -> bool:
-        """Whether a report of the trial is not handed on yet."""
+        """Whether a report of the trial is still queued."""
         return any(each.number == number and not each.is_end for each in self._queue)
 
     def has_begun(self, number: int) -> bool:
-        """Whether the trial has been asked for."""
+        """Whether the search has been asked for the trial."""
         return number < self._asked
 
     def decided(self, number: int, step: int) -> bool | None:
-        """Whether the report at this step pruned the trial; None if that is not decided."""
+        """Whether the report at this step pruned the trial; None if that isn't decided yet."""
         if self._pruned.get(number) == step:
             return True
         return False if (number, step) in self._decided else None
 
     def begin(self) -> list[Decision]:
-        """Returns the first trials."""
+        """Asks for the first trials, one per place."""
         found: list[Decision] = []
         for _ in range(self._concurrent):
             found += self._ask(0, None)
         return found
 
     def advance(self, number: int, step: int) -> list[Decision]:
-        """Notes that a trial has made `step` steps, so that nothing more can happen in it before
-        that step.
-        """
+        """Notes that a trial has made `step` steps, which rules out earlier events of it."""
         trial = self._running.get(number)
         if trial is not None:
             trial.step = max(trial.step, step)
         return self.settle() if self._queue else []
 
     def report(self, number: int, step: int, value: float) -> list[Decision]:
-        """Notes a value. Of several at one step the first counts; what comes again after a restart
-        is known.
-        """
+        """Notes a value. Ignores a repeated step, as after a restart."""
         trial = self._running.get(number)
         if trial is None or trial.ending or step <= trial.reported:
             return []
@@ -168,7 +168,7 @@ class Schedule:
         return self.settle()
 
     def end(self, number: int, step: int, status: Status, value: float | None) -> list[Decision]:
-        """Notes that a trial came to its end, once."""
+        """Notes that a trial has ended. A no-op the second time."""
         trial = self._running.get(number)
         if trial is None or trial.ending:
             return []
@@ -177,9 +177,7 @@ class Schedule:
         return self.settle()
 
     def repeat(self) -> list[Decision] | None:
-        """Hands on one thing that is known from before a restart; returns None, for good, if there
-        is no more.
-        """
+        """Hands on one event from before a restart; returns None once there are no more."""
         if (
             self._repeating
             and self._queue
@@ -190,7 +188,7 @@ class Schedule:
         return None
 
     def settle(self) -> list[Decision]:
-        """Hands on all that no trial can come before any more."""
+        """Hands on all events before which no trial can cause another one any more."""
         found: list[Decision] = []
         while not self._repeating and self._queue and self._is_next(self._queue[0]):
             found += self._hand_on(heapq.heappop(self._queue))
@@ -198,7 +196,7 @@ class Schedule:
 
     def _hand_on(self, event: _Event) -> list[Decision]:
         if event.number not in self._running:
-            return []  # it was pruned before
+            return []  # pruned by an earlier event
         if event.is_end:
             return self._close(event, event.status)
         value = event.value
@@ -236,8 +234,8 @@ class Schedule:
         return [Started(number=number, parameters=parameters, after=after, time=time)]
 
     def _call(self, call: Callable[[], T]) -> T | None:
-        """Calls the search, as long as it has not raised: the trial whose turn it is has no part in
-        its errors.
+        """Calls the search, unless it has raised before. Keeps its errors rather than raising them,
+        since the trial whose call this is didn't cause them.
         """
         if self.error is not None:
             return None

@@ -1,4 +1,4 @@
-"""A rank of `jaxcross sweep`: `python -m jaxcross.sweeps.script train.py TASK`."""
+"""One rank of `jaxcross sweep`: `python -m jaxcross.sweeps.script train.py TASK`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxcross.world import World, current_world, initialize
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the sweep that the command described, with the script's `train`. Waits for all ranks."""
+    """Runs the sweep that the command describes, with the script's `train`. Waits for all ranks."""
     from jaxcross.sweeps.sweep import sweep
 
     script, task = Path(arguments[0]), json.loads(arguments[1])
     search = search_of(task)
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.absolute().parent))
-    # Not as `__main__`: what a script does when it is run itself is not asked for here.
+    # Not as `__main__`: we only need the script's `train`, not what it does when run by itself.
     train = runpy.run_path(str(script), run_name=script.stem).get("train")
     if train is None:
         raise ValueError(f"`{script}` has no function `train(job, ...)`.")
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def search_of(task: Mapping[str, Any]) -> Grid | Draws:
-    """Returns the search that the command described: so many combinations of a grid, or all."""
+    """Returns the search that the command describes: all of a grid, or a number of random draws."""
     pruner = None if task["prune"] is None else _pruner(task["prune"])
     if task["trials"] is None:
         return Grid(task["grid"], pruner=pruner)
@@ -52,7 +52,7 @@ def search_of(task: Mapping[str, Any]) -> Grid | Draws:
 
 
 def _world() -> World:
-    """Returns the world that the script has started; starts one if it has not."""
+    """Returns the world that the script has started, or starts one."""
     try:
         return current_world()
     except RuntimeError:

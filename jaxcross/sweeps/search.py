@@ -1,6 +1,4 @@
-"""Where the trials of a sweep come from: `Grid`, `Choices`, `Draws` and `Optuna`. Imports neither
-JAX nor Optuna.
-"""
+"""Where trials come from: `Grid`, `Choices`, `Draws`, `Optuna`. Imports neither JAX nor Optuna."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ class Grid:
 @final
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """A list that has the parameters of each trial, in the order in which the trials begin.
+    """A list of the parameters of each trial, in the order in which the trials begin.
 
     Args:
         choices: The parameters of each trial, such as `[{"lr": 0.1}, {"lr": 0.2, "width": 64}]`.
@@ -61,7 +59,7 @@ class Choices:
     Raises:
         TypeError: `choices` is not an iterable of dicts with names as keys, a value cannot be
             written as JSON, or `pruner` is not a pruner.
-        ValueError: `choices` is empty, or has the same trial twice.
+        ValueError: `choices` is empty, or contains the same trial twice.
         MissingExtraError: `pruner` needs Optuna, which the extra `sweep` installs.
     """
 
@@ -88,15 +86,15 @@ class Choices:
 @final
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Parameters that are drawn at random. `sweep` needs `trials=`, which says how many.
+    """Parameters that are drawn at random. `sweep` needs `trials=`, the number of draws.
 
-    A trial's parameters depend on `space`, `seed` and the trial's number alone, so that a sweep can
-    be extended: with more trials it has the earlier ones first.
+    A trial's parameters depend only on `space`, `seed` and the trial's number. So you can extend a
+    sweep: if you increase `trials`, the earlier trials stay the same and come first.
 
     Args:
-        space: A function of a NumPy generator that returns a dict of parameters; or the values of
-            each parameter as in `Grid`, of whose combinations none is drawn twice.
-        seed: The seed of the draws. Same on every rank.
+        space: A function that takes a NumPy generator and returns a dict of parameters. Or the
+            values of each parameter as in `Grid`; then no combination is drawn twice.
+        seed: The seed of the draws, the same on every rank.
         pruner: An Optuna pruner, which ends trials that fall behind. If None, every trial runs to
             its end.
 
@@ -124,7 +122,7 @@ class Draws:
             raise TypeError(f"`seed` of `Draws` must be a whole number, got {self.seed!r}.")
         if self.seed < 0:
             raise ValueError(f"`seed` of `Draws` must be at least 0, got {self.seed}.")
-        object.__setattr__(self, "seed", int(self.seed))  # ranks send it to each other as JSON
+        object.__setattr__(self, "seed", int(self.seed))  # ranks exchange it as JSON
         _check_pruner("Draws", self.pruner)
 
 
@@ -132,21 +130,22 @@ class Draws:
 @dataclass(frozen=True, slots=True)
 class Optuna:
     """An Optuna study, whose sampler proposes parameters from the results of earlier trials.
-    `sweep` needs `trials=`, which says how many.
 
-    The direction of the study is the mode of the sweep. Rank 0 alone asks, and asks copies of the
-    sampler and the pruner; the study itself gets the trials at the end of the sweep. A sweep that
-    is to repeat bit for bit needs a sampler with a seed.
+    `sweep` needs `trials=`, the number of trials. The direction of the study is the mode of the
+    sweep. Only rank 0 asks Optuna, and it asks copies of the sampler and the pruner. The trials are
+    added to the study itself at the end of the sweep. If you want a sweep to be repeatable bit for
+    bit, give the sampler a seed.
 
     Args:
-        study: The study, with one objective. Trials that it has already count as known.
-        space: A dict of names to Optuna distributions, or to lists of values to choose from; or a
+        study: The study, with one objective. The sampler takes trials that it already has into
+            account.
+        space: A dict of names to Optuna distributions, or to lists of values to choose from. Or a
             function of an Optuna trial that suggests parameters and returns them as a dict.
-        pruner: An Optuna pruner, which ends trials that fall behind. If None, the study's pruner
-            does.
+        pruner: An Optuna pruner, which ends trials that fall behind. If None, the study's pruner is
+            used.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has the wrong type.
         ValueError: The study has several objectives.
         MissingExtraError: Optuna is not installed. The extra `sweep` installs it.
     """
@@ -177,7 +176,7 @@ class Optuna:
 
     @property
     def mode(self) -> Literal["max", "min"]:
-        """Whether a large (`max`) or a small (`min`) value is better: the study's direction."""
+        """Whether larger (`max`) or smaller (`min`) values are better, by the study's direction."""
         return "max" if self.study.direction.name == "MAXIMIZE" else "min"
 
 
@@ -186,7 +185,7 @@ AnySearch: TypeAlias = Grid | Choices | Draws | Optuna
 
 @final
 class Listed:
-    """Trials that are known before the first one runs. Implements `Search`."""
+    """Trials that are all known before the first one runs. Implements `Search`."""
 
     ordered = prunes = False
 
@@ -200,21 +199,24 @@ class Listed:
         return False
 
     def tell(self, number: int, status: Status, value: float | None) -> None:
-        """Nothing depends on it."""
+        """Does nothing, since no answer depends on it."""
 
 
 def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
-    """Returns the parameters of all trials that are known before the first one runs; none if a
-    study will be asked. The same on every rank.
+    """Returns the parameters of all trials, if they are known before the first trial runs.
+
+    Returns an empty list if a study will propose them. Identical across ranks, unless a function of
+    `Draws` isn't.
 
     Args:
         search: Where trials come from.
         trials: The number of trials, which `Draws` and `Optuna` need.
 
     Raises:
-        TypeError: `search` is of another type, or a function of `Draws` returns something else.
-        ValueError: `trials` is missing, is given although the search runs all of its trials, or is
-            above the number of combinations.
+        TypeError: `search` has the wrong type, or a function of `Draws` returns something else than
+            a dict of parameters.
+        ValueError: `trials` is missing, or is given although the search runs all of its trials, or
+            exceeds the number of combinations.
     """
     match search:
         case Grid():
@@ -236,9 +238,7 @@ def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
 
 
 def pruner_of(search: AnySearch) -> BasePruner | None:
-    """Returns what ends trials early, if anything does: the pruner of the search, else of its
-    study.
-    """
+    """Returns the pruner of the search or, if it has none, of its study."""
     if search.pruner is None and isinstance(search, Optuna):
         return search.study.pruner
     return search.pruner
@@ -263,7 +263,7 @@ def _needed(kind: str, trials: int | None) -> int:
 
 def _drawn(search: Draws, trials: int) -> list[Parameters]:
     if callable(search.space):
-        # A generator for each trial: its parameters do not depend on how many trials there are.
+        # One generator per trial, so that its parameters don't depend on the number of trials.
         return [
             checked(search.space(np.random.default_rng([search.seed, number])), number)
             for number in range(trials)
@@ -274,7 +274,7 @@ def _drawn(search: Draws, trials: int) -> list[Parameters]:
             f"`trials` is {trials}, but the number of combinations in `space` of `Draws` is "
             f"{len(found)}, and none is drawn twice."
         )
-    # A prefix of one order, so that a sweep can be extended by more trials.
+        # Trials are a prefix of one fixed order, so that more trials extend a sweep.
     order = np.random.default_rng(search.seed).permutation(len(found))
     return [found[n] for n in order[:trials]]
 
@@ -287,9 +287,9 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
     """Returns the values of each parameter as plain data.
 
     Raises:
-        TypeError: They are not a mapping of names to iterables, or a value cannot be written as
+        TypeError: `values` isn't a mapping of names to iterables, or a value can't be written as
             JSON.
-        ValueError: There are none, or one comes twice.
+        ValueError: There are no values, or a parameter has a value twice.
     """
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise TypeError(
@@ -313,7 +313,7 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _twice(values: Iterable[Any]) -> str | None:
-    """Returns, as JSON, a value that comes twice, if one does."""
+    """Returns, as JSON, a value that occurs twice, if there is one."""
     seen: set[str] = set()
     for value in values:
         text = json.dumps(value, sort_keys=True)
@@ -324,12 +324,7 @@ def _twice(values: Iterable[Any]) -> str | None:
 
 
 def _check_pruner(kind: str, pruner: Any) -> None:
-    """Makes sure that this is an Optuna pruner, or None.
-
-    Raises:
-        MissingExtraError: Optuna is not installed.
-        TypeError: It is something else.
-    """
+    """Checks that `pruner` is an Optuna pruner or None."""
     if pruner is None:
         return
     require_extra("sweep", "pruning", "optuna")
@@ -343,11 +338,7 @@ def _check_pruner(kind: str, pruner: Any) -> None:
 
 
 def _distributions(space: Any) -> dict[str, BaseDistribution]:
-    """Returns the distributions of a space, in which a list stands for a choice.
-
-    Raises:
-        TypeError: The space is neither a function nor a dict of distributions and lists.
-    """
+    """Returns the distributions of a space. Turns lists into categorical distributions."""
     from optuna.distributions import BaseDistribution, CategoricalDistribution
 
     if not isinstance(space, Mapping) or not space:
@@ -371,11 +362,10 @@ def _distributions(space: Any) -> dict[str, BaseDistribution]:
 
 
 def checked(parameters: Any, number: int) -> Parameters:
-    """Returns the parameters of a trial as plain data, which can be sent to other ranks and kept in
-    a file.
+    """Returns a trial's parameters as plain data, for other ranks and for files.
 
     Raises:
-        TypeError: They are not a dict of names, or a value is no data.
+        TypeError: The parameters aren't a dict with names as keys, or a value isn't plain data.
     """
     if not isinstance(parameters, Mapping) or not all(isinstance(name, str) for name in parameters):
         raise TypeError(
@@ -410,7 +400,7 @@ def _plain(value: Any) -> Any:
 
 
 def name_of(number: int, parameters: Parameters) -> str:
-    """Returns the name of a trial's job: its number and its parameters, as `3 lr=0.1 width=32`."""
+    """Returns the name of a trial's job: its number and parameters, like `3 lr=0.1 width=32`."""
     words = [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in parameters.items()

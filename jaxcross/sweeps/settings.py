@@ -1,4 +1,4 @@
-"""What all ranks, and all starts of one sweep, must have in common."""
+"""Settings of a sweep that must be the same on all ranks, and whenever the sweep is restarted."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
-    """The settings of a sweep. The same on every rank, but for the folder.
+    """The settings of a sweep. Identical across ranks, except for the folder.
 
     Attributes:
         metric: The name of the metric by which trials are compared.
-        mode: Whether it is to become large or small.
+        mode: Whether larger (`max`) or smaller (`min`) values are better.
         concurrent: Number of trials at a time.
-        trials: How many trials there are.
-        seed: Of `Draws`; else 0.
+        trials: Number of trials.
+        seed: The seed of `Draws`; 0 for other searches.
         kind: `list` or `study`.
-        pruner: The class of the pruner; empty without one.
+        pruner: The name of the pruner's class; empty without a pruner.
         keep: The number of trials whose checkpoints are kept; None for all.
-        folder: Where the sweep is kept; None to keep nothing.
+        folder: The folder of the sweep; None to keep nothing.
     """
 
     metric: str
@@ -49,17 +49,17 @@ class SweepSettings:
         return None if self.folder is None else self.folder / "checkpoints"
 
     def facts(self) -> dict[str, Any]:
-        """Returns what ranks compare, and what is written down."""
+        """Returns the settings that ranks compare and that are written to disk."""
         return {
             name: getattr(self, name)
             for name in ("metric", "mode", "concurrent", "trials", "seed", "kind", "pruner", "keep")
         }
 
     def check_restart(self, earlier: Mapping[str, Any], *, ordered: bool) -> None:
-        """Makes sure that a sweep that began with other settings can go on with these.
+        """Checks that a sweep that began with other settings can continue with these.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: A setting differs that must not, or there are fewer trials than before.
         """
         free = {"keep", "trials"} | (set() if ordered else {"concurrent"})
         mine = self.facts()
@@ -78,11 +78,11 @@ class SweepSettings:
 
 
 def check_numbers(*, concurrent: Any, trials: Any, keep: Any) -> None:
-    """Makes sure that these are whole numbers of at least 1; the last two may be None.
+    """Checks that these are whole numbers of at least 1; `trials` and `keep` may be None.
 
     Raises:
-        TypeError: One is not a whole number.
-        ValueError: One is too small.
+        TypeError: A number isn't a whole number.
+        ValueError: A number is too small.
     """
     for name, value in (("concurrent", concurrent), ("trials", trials), ("keep", keep)):
         if value is not None or name == "concurrent":
@@ -90,11 +90,11 @@ def check_numbers(*, concurrent: Any, trials: Any, keep: Any) -> None:
 
 
 def check_metric(metric: Any, mode: Any) -> None:
-    """Makes sure that these say how trials are compared.
+    """Checks the arguments that say how trials are compared.
 
     Raises:
-        TypeError: `metric` is not a text.
-        ValueError: `metric` is empty, or `mode` is another word.
+        TypeError: `metric` isn't a text.
+        ValueError: `metric` is empty, or `mode` is invalid.
     """
     if not isinstance(metric, str):
         raise TypeError(
@@ -107,11 +107,11 @@ def check_metric(metric: Any, mode: Any) -> None:
 
 
 def on_every_rank(world: World, what: str, work: Callable[[], T]) -> T:
-    """Runs `work` on every rank, and raises on all of them what it raises on one. Waits for all.
+    """Runs `work` on every rank. If it raises on one rank, raises on all of them. Waits for all.
 
     Raises:
-        Exception: The error of this rank, else one of the same kind with the text of the first rank
-            that has one.
+        Exception: This rank's own error, if there is one. Otherwise an error of the same kind and
+            with the text of the first rank that has one.
     """
     error: Exception | None = None
     result: T | None = None
@@ -132,10 +132,10 @@ def on_every_rank(world: World, what: str, work: Callable[[], T]) -> T:
 
 
 def check_same(world: World, facts: Mapping[str, Any]) -> None:
-    """Makes sure that all ranks have the same settings. Waits for all.
+    """Checks that all ranks have the same settings. Waits for all ranks.
 
     Raises:
-        JobError: On every rank: they have not.
+        JobError: On every rank, if a setting differs.
     """
     with world.monitor(job="", step=0, segment=-1, what="start of the sweep"):
         everyone = gather(world.control, facts)

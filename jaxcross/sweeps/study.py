@@ -1,6 +1,4 @@
-"""Trials by Optuna: its samplers and pruners, asked and told in the order of the schedule, on rank
-0.
-"""
+"""`StudySearch`: asks Optuna for trials, in the order of the schedule, on rank 0."""
 
 from __future__ import annotations
 
@@ -14,25 +12,28 @@ from jaxcross.sweeps.schedule import Parameters, Status
 from jaxcross.sweeps.search import AnySearch, Optuna, checked, name_of, pruner_of
 
 MARK = (
-    "jaxcross_sweep"  # the attribute of the trials that a sweep has added to a study of the user's
+    "jaxcross_sweep"  # an attribute that marks trials which a sweep has added to the user's study
 )
-# Hyperband shares out trials by the study's name, which Optuna makes up for each process
+# Hyperband distributes trials by the study's name, which Optuna would make up in each process.
 _NAME = "sweep"
 
 
 @final
 class StudySearch:
-    """Asks a study in memory that has the sampler and the pruner of the user's. Implements
-    `Search`.
+    """Asks an in-memory study that uses the user's sampler and pruner. Implements `Search`.
+
+    The user's own study isn't changed during the sweep. `add_to` adds the trials at the end.
 
     Args:
-        search: Where trials come from. A study is left as it is: its trials count as known.
-        known: The parameters of all trials, unless a study is asked for them.
-        mode: Whether the metric is to become large or small.
-        trials: How many.
-        sweep: Identifies the sweep: trials that it has added to the study are not earlier ones.
-        fixed: Parameters that trials of these numbers had before a restart.
-        check: Called with name and parameters of each trial; raises if the trial cannot run.
+        search: Where trials come from. If it has a study, the sampler takes that study's trials
+            into account.
+        known: The parameters of all trials, unless a study proposes them.
+        mode: Whether larger (`max`) or smaller (`min`) values of the metric are better.
+        trials: Number of trials.
+        sweep: Identifies the sweep, so that trials that it has added to the study itself aren't
+            taken for earlier ones.
+        fixed: Parameters that trials with these numbers had before a restart.
+        check: Called with name and parameters of each trial; raises if the trial can't run.
     """
 
     ordered = True
@@ -51,7 +52,7 @@ class StudySearch:
         import optuna
 
         study = search.study if isinstance(search, Optuna) else None
-        # `Optuna` has made distributions of the lists in its space.
+        # `Optuna.__post_init__` has turned the lists in the space into distributions.
         space: Any = search.space if isinstance(search, Optuna) else None
         self._space: Callable[[Any], Mapping[str, Any]] | dict[str, Any] | None = space
         self._known = known
@@ -114,20 +115,20 @@ class StudySearch:
             self._study.tell(trial, state=self._states.FAIL)
 
     def add_to(self, study: Any) -> None:
-        """Adds the trials of this sweep to the user's study, once."""
+        """Adds this sweep's trials to the user's study, except for those added already."""
         own = [trial for trial in self._study.trials if trial.user_attrs.get(MARK) == self._sweep]
         there = sum(trial.user_attrs.get(MARK) == self._sweep for trial in study.trials)
         study.add_trials(own[there:])
 
 
 def earlier_trials(study: Any, sweep: str) -> list[Any]:
-    """Returns the trials of a study that this sweep has not added."""
+    """Returns the trials of a study that this sweep hasn't added."""
     return [trial for trial in study.trials if trial.user_attrs.get(MARK) != sweep]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Optuna from announcing a study in memory, which the user did not make."""
+    """Keeps Optuna from logging that the in-memory study was created, which the user didn't do."""
     import optuna
 
     level = optuna.logging.get_verbosity()

@@ -43,7 +43,7 @@ from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
-_TRIAL = "trial"  # the name by which rank 0 submits trials
+_TRIAL = "trial"  # the name under which rank 0 submits trials
 
 
 def sweep(
@@ -58,59 +58,60 @@ def sweep(
     keep: int | None = 1,
     **options: Unpack[SharedOptions],
 ) -> SweepResult:
-    """Trains with many choices of parameters, a few trials at a time, and says which was best.
-    Waits for all ranks.
+    """Trains with many choices of parameters, a few trials at a time, and returns which was best.
 
-    Each trial is a job of a `Runner`: `train(job, **parameters)`. When one ends, fails or is
-    pruned, the next one takes its place while the others go on. With a folder, the sweep goes on
-    where it stood when it is started again.
+    Waits for all ranks. Each trial is a job of a `Runner`: `train(job, **parameters)`. When a trial
+    ends, fails or is pruned, the next one takes its place while the others continue. If you pass a
+    folder, you can restart the sweep with the same call, and it resumes from where it was.
 
-    What repeats: the trials, which of them are pruned and where, and the bits of their states
-    depend on arguments alone. They are those of any other run of this sweep, also of one that was
-    killed and started again any number of times. With an Optuna study that needs a sampler with a
-    seed. It needs a `train` that repeats: a trial that logs another value after a restart than
-    before is named in a warning.
+    What is repeatable: which trials there are, which of them are pruned at which step, and, bit for
+    bit, their states. All of these depend on the arguments only. They are the same in every run of
+    this sweep, even if it was killed and restarted any number of times. This requires a `train`
+    that is repeatable itself, and with an Optuna study a sampler with a seed. If a trial logs a
+    different value after a restart than before, a warning names it.
 
-    What that costs: Optuna gets to know results in the order of steps and not of the clock, as if
-    the steps of all trials took equally long. A trial that could be pruned waits, when it logs the
-    metric, until the others have made as many steps; one that compiles for long holds up the others
-    there. With a study the place of a trial that is over stays empty until the others have come as
-    far. `Grid`, `Choices` and `Draws` without a pruner wait for nothing.
+    What that costs: Optuna receives results in the order of steps rather than by the clock, as if
+    the steps of all trials took equally long. So when a trial that could be pruned logs the metric,
+    it waits until the others have made as many steps, and a trial that compiles for a long time
+    holds up the others there. With a study, the place of a trial that has ended stays empty until
+    the others have come as far. `Grid`, `Choices` and `Draws` without a pruner never wait.
 
     Args:
-        train: `train(job, **parameters)`, as for `Runner.add`. It logs the metric by `job.log`, on
-            every rank alike; the last value counts, and rank 0's. With a folder it calls
-            `job.restore`, and `job.save` now and then: a restart repeats the steps since then.
+        train: `train(job, **parameters)`, as for `Runner.add`. It logs the metric with `job.log`,
+            in the same way on every rank. The last value counts, as logged on rank 0. With a
+            folder, it should call `job.restore`, and `job.save` from time to time, since a restart
+            repeats the steps since the last checkpoint.
         search: Where trials come from: `jaxcross.Grid(values)`, `jaxcross.Choices(dicts)`,
             `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. Its `pruner` ends trials
             early.
-        metric: The name under which trials log what counts; `eval/accuracy` for one in a dict. A
-            sweep ends with an error when an evaluation by `job.every` that could return it first
-            returns something else, or when a trial comes to its end without it, unless another
-            trial has logged it.
-        mode: Whether a large (`max`) or a small (`min`) value of the metric is better. Needed
+        metric: The name under which trials log the metric; `eval/accuracy` for a metric in a dict.
+            The sweep ends with an error if no trial has logged the metric by the time a trial ends
+            without it, or an evaluation by `job.every` that could provide it first returns
+            something else.
+        mode: Whether larger (`max`) or smaller (`min`) values of the metric are better. Required
             unless `search` is `Optuna`, whose study has a direction.
-        trials: The number of trials, which `Draws` and `Optuna` need. A sweep that is started again
-            may have more of them than before. The other searches have a number of their own.
+        trials: The number of trials, which `Draws` and `Optuna` need. You can increase it when you
+            restart a sweep. The other searches have a fixed number of trials.
         concurrent: Number of trials at a time. Their states must fit into memory together.
-        folder: Where the sweep is kept: `sweep.json`, metrics, checkpoints. If None, nothing is,
-            and a killed sweep is lost.
-        keep: Checkpoints stay for so many of the best finished trials; those of others are deleted
-            when they are over, except for failed ones. None keeps all.
+        folder: Where to keep the sweep: `sweep.json`, metrics, checkpoints. If None, nothing is
+            kept, and a killed sweep is lost.
+        keep: Number of the best finished trials whose checkpoints are kept. Those of other trials
+            are deleted once the trial has ended, unless it failed. None keeps all.
         **options: Options of the runs, as for `Runner`: `world`, `policy`, `instruments`, `memory`,
             `events`, `progress`. `Weighted` is refused, because its shares belong to jobs and
             trials come and go; so is `Sequential` with a pruner, unless `concurrent` is 1.
 
     Returns:
-        The trials with their values, the same on every rank. Printing it shows a table.
+        The trials with their values, identical across ranks. Printing it shows a table.
 
     Raises:
-        TypeError: Before the first step, on every rank: an argument is of another type, or `train`
-            does not take the parameters.
-        ValueError: Likewise: an argument is out of range, or the folder holds something else.
-        JobError: All trials failed, or none logs `metric`; or a restart does not fit. A trial that
-            fails alone is in the result.
-        KeyboardInterrupt: Somebody interrupted a rank; the same call goes on from there.
+        TypeError: Before the first step, on every rank: an argument has the wrong type, or `train`
+            doesn't accept the parameters.
+        ValueError: Before the first step, on every rank: an argument is out of range, or the folder
+            holds something else.
+        JobError: All trials failed, no trial logs `metric`, or the arguments don't fit the sweep
+            that is being restarted. If only some trials fail, the result contains their errors.
+        KeyboardInterrupt: A rank was interrupted. The same call resumes the sweep.
 
     Example:
         >>> search = jaxcross.Grid({"lr": [0.1, 0.4]})
@@ -141,7 +142,7 @@ def sweep(
             kind="study" if isinstance(search, Optuna) else "list",
             pruner="" if pruner is None else type(pruner).__name__,
             keep=keep,
-            # An estimate ends at the first step, and writes nothing.
+            # A run for an estimate ends at the first step and writes nothing.
             folder=None if folder is None or world.estimate_request else Path(folder).absolute(),
         )
         arguments.check_trial_policy(
@@ -194,9 +195,7 @@ def _open(
     train: Any,
     world: World,
 ) -> Coordinator | None:
-    """Opens the folder, and goes through what an earlier start left there. On rank 0; None on the
-    others.
-    """
+    """Opens the folder and replays an earlier start. Returns None on ranks other than 0."""
     if world.rank != 0:
         return None
     mine = {**settings.facts(), "sweep": secrets.token_hex(8)}
@@ -246,8 +245,9 @@ def _run(
     coordinator: Coordinator | None,
     options: SharedOptions,
 ) -> SweepResult:
-    """Runs until no trial is left: mostly one run, and another one where the last trials of a run
-    failed.
+    """Runs until no trials are left.
+
+    That takes one run, or another one if the last trials of a run failed.
     """
     reports: list[Report] = []
     wrong: Exception | None = None
@@ -279,7 +279,7 @@ def _run(
                     raise
                 if coordinator is not None and coordinator.error is None:
                     _log.warning("A trial failed, the others go on: %s", error)
-            # What fails after a trial has come to its end, as a comparison of replicas.
+            # Errors of jobs that count as ended, e.g. of the comparison of replicas at their end.
             wrong = wrong or next(
                 (j.error for j in runner.jobs if j.error and j.status not in ("failed", "ejected")),
                 None,
@@ -302,7 +302,7 @@ def _submit(runner: Runner, started: Started, name: str) -> None:
 
 
 def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> list[dict[str, Any]]:
-    """Returns the trials with which the next run begins, the same on every rank. Waits for all."""
+    """Returns the trials that the next run begins with, identical across ranks. Waits for all."""
     mine = None
     if coordinator is not None:
         finished = {
@@ -348,11 +348,11 @@ def _result(
     coordinator: Coordinator | None,
     reports: Sequence[Report],
 ) -> SweepResult:
-    """Returns the outcome, the same on every rank. Waits for all.
+    """Returns the outcome, identical across ranks. Waits for all.
 
     Raises:
-        Exception: On every rank: what the search raised.
-        JobError: On every rank: all trials failed.
+        Exception: On every rank, what the search raised.
+        JobError: On every rank, if all trials failed.
     """
 
     def text() -> str:

@@ -1,4 +1,4 @@
-"""Each rank's side of a trial: the function of its job, and what follows the job."""
+"""Each rank's side of a trial: the function of its job, and the clean-up after the job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _log = logging.getLogger("jaxcross")
 
 
 class TrialPruned(BaseException):
-    """Ends the training function of a trial that is pruned, on all ranks at the same step."""
+    """Ends the training function of a pruned trial, on all ranks at the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A trial that came to its end: its name, metric, and a digest of its state on all ranks."""
+    """A finished trial: its name, metric, and a digest of its state on all ranks."""
 
     name: str
     value: float
@@ -41,14 +41,15 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """What the threads of this rank's trials share. `finished` is the same on every rank once their
-    jobs are over.
+    """State shared by this rank's trial threads.
+
+    `finished` is the same on every rank once the trials' jobs have ended.
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
     pruned: dict[int, str] = field(default_factory=dict)
     cleaned: set[str] = field(default_factory=set)
-    jobs: dict[int, JobContext] = field(default_factory=dict)  # those whose state is kept
+    jobs: dict[int, JobContext] = field(default_factory=dict)  # jobs whose state is kept in memory
     metric_logged: bool = False
     closed: dict[int, JobDone] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -56,16 +57,16 @@ class _Shared:
 
 @final
 class Trials:
-    """The trials of one sweep on one rank, over all its runs. `run` is the function of their jobs.
+    """The trials of one sweep on one rank, across all runs. `run` is the function of their jobs.
 
     Args:
         train: The user's function.
-        settings: What all ranks have in common.
+        settings: The settings of the sweep.
         world: All ranks.
-        coordinator: Rank 0's; None on the others.
+        coordinator: The coordinator on rank 0; None on other ranks.
 
     Attributes:
-        prunes: Whether the search ends trials early. The same on every rank.
+        prunes: Whether the search ends trials early. Identical across ranks.
     """
 
     def __init__(
@@ -87,9 +88,7 @@ class Trials:
         begins: Sequence[int],
         prunes: bool,
     ) -> None:
-        """Notes what is over, on whatever rank that is known, and with which trials the next run
-        begins.
-        """
+        """Notes which trials have ended, and which ones the next run begins with."""
         self.prunes = prunes
         with self._shared.lock:
             self._shared.finished |= finished
@@ -99,7 +98,7 @@ class Trials:
     def run(
         self, job: JobContext, number: int, params: Mapping[str, Any], after: int | None
     ) -> PyTree:
-        """Runs one trial. On every rank."""
+        """Runs one trial. Called on every rank."""
         shared = self._shared
         with shared.lock:
             before = None if after is None else shared.closed.get(after)
@@ -108,18 +107,18 @@ class Trials:
         observer = _Observer(self, job, number)
         job._observe(observer)
         if before is not None:
-            # The one whose place it takes first frees its memory, on this rank.
+            # The previous trial in this place must first free its memory on this rank.
             with job.measure("host", "waits for a place"):
                 before.wait()
         begins = observer.answer("start of the trial", lambda: self._begins(job, number))
-        if begins != "begins":  # a restart brought back a job that is over
+        if begins != "begins":  # a restart also submits trials that turn out to have ended
             observer.pruned = begins == "pruned"
             return None
         try:
             state = self._train(job, **params)
             if state is not None:
                 job.state = state
-            job._finish_step()  # an evaluation that is due logs, too
+            job._finish_step()  # a due evaluation may log the metric, too
         except TrialPruned:
             job._host.latest.adopt_results()
             observer.pruned = True
@@ -130,7 +129,7 @@ class Trials:
         assert self.coordinator is not None
         thread = threading.current_thread()
         if not self.coordinator.is_due(number) and isinstance(thread, JobThread):
-            thread.excuse_start()  # it waits for others, which a joint start would have wait for it
+            thread.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
         if self.coordinator.may_begin(number, lambda: job._host.stopping):
             return "begins"
         return "pruned" if self.coordinator.is_pruned(number) else "over"
@@ -140,8 +139,9 @@ class Trials:
         self._shared.metric_logged = True
 
     def give_up(self, observer: _Observer, error: JobError) -> None:
-        """Ends the sweep and its other trials, unless a trial has logged the metric. Rank 0
-        decides; does not wait.
+        """Ends the sweep and its other trials, unless a trial has logged the metric.
+
+        Rank 0 decides. Does not wait.
         """
         if (
             self.coordinator is None
@@ -155,17 +155,17 @@ class Trials:
             job.stop()
 
     def best(self) -> int | None:
-        """Returns the number of the best trial that finished; of equal ones the first."""
+        """Returns the number of the best finished trial; the lowest number if several are equal."""
         ranked = self._ranked(1)
         return ranked[0] if ranked else None
 
     def state_of(self, number: int) -> PyTree:
-        """Returns the final state of a trial, if this process has it."""
+        """Returns the final state of a trial, if this process holds it."""
         job = self._shared.jobs.get(number)
         return None if job is None else job.state
 
     def _ranked(self, count: int) -> list[int]:
-        """Returns the numbers of so many of the best trials that finished, best first."""
+        """Returns the numbers of the `count` best finished trials, best first."""
         sign = -1 if self.settings.mode == "max" else 1
         finished = [
             (number, each.value)
@@ -178,8 +178,9 @@ class Trials:
         ]
 
     def over(self, observer: _Observer, *, asked: bool) -> None:
-        """Notes that a trial's job is over, and frees what is not to be kept. Called once on every
-        rank.
+        """Notes that a trial's job has ended. Called once on every rank.
+
+        Frees the states that need not be kept.
         """
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
@@ -191,7 +192,7 @@ class Trials:
             if finished is not None:
                 shared.finished[number] = finished
             elif observer.pruned and not failed and not stopped:
-                shared.pruned[number] = job.name  # from here on nothing writes its checkpoints
+                shared.pruned[number] = job.name  # from now on nothing writes its checkpoints
             if self.coordinator is not None:
                 if failed:
                     self.coordinator.over(number, job.step, "failed", error=str(job.error))
@@ -199,7 +200,7 @@ class Trials:
                     self.coordinator.over(number, job.step, "finished", digest=finished.digest)
                 elif asked:
                     self.coordinator.over(number, job.step, "stopped")
-            if not stopped or asked:  # else the run was stopped, and saves this state
+            if not stopped or asked:  # otherwise the run was stopped, and still saves this state
                 best = self.best()
                 for other, each in [*shared.jobs.items()]:
                     if other != best and (
@@ -212,9 +213,7 @@ class Trials:
             shared.closed[number].set()
 
     def clean(self) -> None:
-        """Deletes this rank's checkpoints of all trials that are over and not among the best. Waits
-        for the disk.
-        """
+        """Deletes this rank's checkpoints of trials that aren't kept. Waits for the disk."""
         folder, keep, shared = self.settings.checkpoint_folder, self.settings.keep, self._shared
         if folder is None or keep is None:
             return
@@ -228,7 +227,7 @@ class Trials:
                 folders.delete(folders.names())
                 if (
                     not folders.names()
-                ):  # else another rank's part is there, or the disk did not let go of it
+                ):  # otherwise another rank's part is still there, or deleting failed: try again
                     shared.cleaned.add(name)
 
 
@@ -250,13 +249,13 @@ class _Observer:
         self.pruned = False
         self.metric = trials.settings.metric
         self._coordinator = trials.coordinator
-        self._seen = 0  # entries of the job's history that were looked at
-        self._saved = -1  # the step of its latest checkpoint in this process
+        self._seen = 0  # number of entries of the job's history that were written down
+        self._saved = -1  # the step of the latest checkpoint that this process saved
         self._has_metric = False
-        self._late: int | None = None  # a step that was saved before the metric was logged
+        self._late: int | None = None  # a step that was saved before its metric was logged
 
     def answer(self, label: str, ask: Callable[[], str]) -> str:
-        """Returns what rank 0's `ask` returns, on all ranks. Waits for them."""
+        """Returns, on all ranks, what `ask` returns on rank 0. Waits for all ranks."""
         text = ""
         if self._coordinator is not None:
             with self.job.measure("host", label):
@@ -264,7 +263,7 @@ class _Observer:
         return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
 
     def restored(self, entries: int) -> None:
-        self._seen += entries  # they were written down by the run that logged them
+        self._seen += entries  # the run that logged them has written them down
 
     def stepped(self, step: int) -> None:
         if self._coordinator is not None:
@@ -272,8 +271,8 @@ class _Observer:
 
     def logged(self, step: int, metrics: PyTree) -> None:
         if self.pruned:
-            return  # an evaluation is made once more as the job ends
-        # Only names: values are not there yet, and waiting for those of every step would be slow.
+            return  # a last evaluation as the job ends, which no longer counts
+        # Compare only names. The values aren't there yet, and waiting for them every step is slow.
         names = dict(flat(jax.tree.map(lambda _: 0.0, metrics)))
         if self.metric not in names:
             self._check_evaluation(list(names))
@@ -295,11 +294,13 @@ class _Observer:
             raise TrialPruned
 
     def _check_evaluation(self, names: list[str]) -> None:
-        """Makes sure that the first evaluation from which the metric can come has it. The same on
-        every rank.
+        """Checks that the first evaluation that could provide the metric returns it.
+
+        Decides the same on every rank.
 
         Raises:
-            JobError: It has not. If no trial has logged the metric, the whole sweep ends.
+            JobError: The evaluation returned something else. If no trial has logged the metric, the
+                whole sweep ends.
         """
         evaluation = self.metric.partition("/")[0]
         returned = {name.partition("/")[0] for name in names} == {evaluation}
@@ -316,10 +317,14 @@ class _Observer:
             raise error
 
     def _check_order(self, step: int) -> None:
-        """Makes sure that what a checkpoint covers has been logged. The same on every rank.
+        """Checks that the metric is logged before the checkpoint that covers it.
+
+        Decides the same on every rank. A value that is logged after its step was saved would be
+        lost by a restart in between. That doesn't matter at a trial's last step, so this raises
+        only when the trial logs at a later step.
 
         Raises:
-            JobError: It was logged after it was saved, in a loop that went on.
+            JobError: An earlier value was logged after its step had been saved.
         """
         if self._late is not None and step > self._late:
             raise JobError(
@@ -337,7 +342,7 @@ class _Observer:
             self._coordinator.sync()
 
     def _write_values(self) -> None:
-        """Writes down the values of the metric that were read back."""
+        """Writes down the values of the metric that have been read back since the last call."""
         new = self.job.history[self._seen :]
         self._seen += len(new)
         if self._coordinator is None:
@@ -356,9 +361,7 @@ class _Observer:
             self._coordinator.value(self.number, step, float(value))
 
     def finish(self, state: PyTree) -> PyTree:
-        """Notes on all ranks that the function has returned. Waits for them, and for the state's
-        values.
-        """
+        """Notes on all ranks that the function has returned. Waits for ranks and state."""
         job, coordinator = self.job, self._coordinator
         job._read_back()
         self._write_values()
@@ -390,12 +393,12 @@ class _Observer:
 
     def ended(self, *, asked: bool) -> bool:
         stopped = self.job.status == "stopped"
-        # the state that is saved next covers what was logged since `job.save`: no restart logs it
-        # again
+        # The state that is saved next covers everything that was logged since `job.save`, so a
+        # restart won't log it again. Write it down now.
         if stopped:
             try:
                 self._write_values()
-            except JobError as error:  # the other ranks save, so that this one must
+            except JobError as error:  # don't raise: the other ranks save, so this one must too
                 _log.warning(
                     "Values of trial `%s` are missing from the sweep: %s", self.job.name, error
                 )
@@ -408,9 +411,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _digest(state: PyTree) -> str:
-    """Returns a digest of all bytes of a state; empty where there is none, or one with leaves that
-    are no numbers.
-    """
+    """Returns a digest of a state's bytes; empty without a state or if a leaf isn't numeric."""
     try:
         leaves = snapshot(state)
     except TypeError:
