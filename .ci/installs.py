@@ -1,7 +1,7 @@
-"""Builds the wheel and installs it outside of the clone, where no compiler is on the path, and
-trains there.
+"""Installs the wheel outside the clone, with no compiler on the path, and trains there.
 
-`.ci/wheel.py` checks that this works, and `benchmarks/installations.py` measures it.
+`build` makes the sdist, and the wheel from that sdist. `.ci/wheel.py` checks that installation and
+training work, and `benchmarks/installations.py` measures how long they take.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-UV = os.environ.get("UV", "uv")  # `uv run` sets it, also where uv itself isn't on the path
+UV = os.environ.get("UV", "uv")  # `uv run` sets it, even if uv itself isn't on the path
 COMPILERS = ("*gcc*", "*g++*", "c++*", "cc", "*clang*", "nvcc*", "mpi*")
-# What a user's shell doesn't have, but a run by uv or pytest does.
+# Variables that a user's shell doesn't have, but a run started by uv or pytest does.
 OF_THIS_RUN = ("PYTHON", "VIRTUAL_ENV", "JAX", "XLA_", "MPIR_", "OMPI_")
-# `promise`, which tensorflow-datasets needs, is pure Python without a wheel. pip and uv build it
-# without a compiler.
+# `promise`, which tensorflow-datasets needs, is pure Python but has no wheel. pip and uv can build
+# it without a compiler.
 WHEELS_ONLY = ("--only-binary", ":all:", "--no-binary", "promise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """An environment, and how long it took to make it."""
+    """An environment, and how long it took to create."""
 
     folder: Path
     seconds: float
@@ -39,7 +39,7 @@ class Installed:
 
     @property
     def packages(self) -> dict[str, str]:
-        """The version of each package, without the installer's own."""
+        """Returns the version of each package, except those of the installer itself."""
         (packages,) = self.folder.glob("lib/python*/site-packages")
         found = {each.name: each.version for each in distributions(path=[str(packages)])}
         return {
@@ -52,17 +52,17 @@ def run(*line: str | Path, cwd: Path, environ: Mapping[str, str] | None = None) 
 
 
 def build(tree: Path, out: Path) -> Path:
-    """Builds the sdist of a checkout, and the wheel from that sdist. Returns the wheel."""
+    """Builds the sdist of a checkout and the wheel from that sdist. Returns the wheel."""
     run(UV, "build", "--quiet", "--out-dir", out, cwd=tree)
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
 def without_compilers(path: str, scratch: Path) -> str:
-    """Returns a search path that has all programs of `path` but compilers, and those of an MPI.
+    """Returns a search path with all programs on `path` except compilers and those of an MPI.
 
-    A folder that has a compiler is replaced by a new one, in `scratch`, of links to its other
-    programs.
+    A folder that contains a compiler is replaced by a new folder in `scratch`, which has links to
+    the other programs.
     """
     found = []
     for name in path.split(os.pathsep):
@@ -85,8 +85,9 @@ def without_compilers(path: str, scratch: Path) -> str:
 
 
 def outside(scratch: Path, *, compilers: bool = False) -> dict[str, str]:
-    """Returns the variables of a user's shell: no environment of the clone and, unless asked for,
-    no compilers.
+    """Returns the environment variables of a user's shell.
+
+    They don't point to the clone's environment and, unless you ask for them, exclude compilers.
     """
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RUN)
@@ -118,9 +119,7 @@ def entered(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def find_python(version: str) -> str | None:
-    """Returns a Python of that version, such as "3.12", that can make environments, or None if the
-    machine has none.
-    """
+    """Returns a Python of a version such as "3.12" that can create environments, or None."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     name = f"python{version}"
     for candidate in (shutil.which(name), *pyenv.glob(f"versions/{version}.*/bin/{name}")):
@@ -131,7 +130,7 @@ def find_python(version: str) -> str | None:
 
 
 def versions_here(scratch: Path) -> tuple[str, ...]:
-    """Returns the options that hold an installation to the versions of the clone's environment."""
+    """Returns the options that pin an installation to the versions in the clone's environment."""
     file = scratch / "versions.txt"
     found = sorted({(each.name, each.version) for each in distributions()})
     file.write_text(
@@ -148,8 +147,9 @@ def install(
     environ: Mapping[str, str],
     *options: str,
 ) -> Installed:
-    """Makes an environment and installs `wanted` by one command of pip or uv. Only `promise` is
-    built from source.
+    """Creates an environment and installs `wanted` with a single pip or uv command.
+
+    Only `promise` is built from source.
     """
     start = time.perf_counter()
     if installer == "pip":
@@ -177,12 +177,12 @@ def wheel_with(extras: str, wheel: Path) -> str:
 
 
 def train(folder: Path, environ: Mapping[str, str]) -> None:
-    """Trains on two ranks in an environment, with the `mpirun` that is in it.
+    """Trains on two ranks in an environment, with the `mpirun` installed in it.
 
     Raises:
-        subprocess.CalledProcessError: A rank has failed, or both trained alone.
+        subprocess.CalledProcessError: A rank failed, or both ranks trained without exchanging.
     """
-    # As root, in a container for instance, Open MPI starts only if it's told to.
+    # If we're root, e.g. in a container, Open MPI refuses to start unless these are set.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     script = shutil.copy(Path(__file__).with_name("train.py"), folder)
     run(

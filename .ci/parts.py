@@ -1,5 +1,4 @@
-"""Chooses the integration tests that `.ci/run` runs for a change, and the parts of `.ci/more` that
-are still due.
+"""Chooses the tests that `.ci/run` runs for a change, and those that `.ci/more` still has to run.
 
     python .ci/parts.py select FOLDER     # for .ci/run: writes what to run to FOLDER, and says why
     python .ci/parts.py drawn FOLDER      # runs the drawn cases; failures that also occur at the
@@ -9,15 +8,16 @@ are still due.
                                           their folders changed
     python .ci/parts.py show              # which parts have passed, and at which commit
 
-A *part* is the tests of one folder in one tier, such as `integration:wire`. It covers the folder of
-the package, all folders that this one imports, however indirectly, the folders that the tests name,
-and the tests themselves. So a change of `wire` concerns the parts of `wire`, `world`, `jobs` and
-everything else above it. The import graph comes from grimp, which `lint-imports` uses, too.
+A *part* is the tests of one folder in one tier, such as `integration:wire`. A part covers the
+folder of the package, all folders that the folder imports directly or indirectly, the folders that
+the tests name, and the tests themselves. So if you change `wire`, you affect the parts of `wire`,
+`world`, `jobs` and everything else above it. The import graph comes from grimp, which
+`lint-imports` also uses.
 
-Both scripts write down in `.ci/passed.json` at which commit each part has passed. Commit that file:
-it's what a later run on another machine starts from. A change is what differs from the base, which
-is `CI_BASE`, or else where this branch left `origin/main`. On main itself there's no such base, and
-each part is compared with the commit at which it passed.
+Both scripts record in `.ci/passed.json` at which commit each part has passed. Commit that file,
+because a later run on another machine starts from it. A change is whatever differs from the base:
+`CI_BASE` if it's set, otherwise the commit at which this branch left `origin/main`. On main itself
+there's no such base, so each part is compared with the commit at which it passed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WHEEL_TESTS = "wheel:tests"
 IN_THE_WHEEL = (PACKAGE, "LICENSE", "README.md", "deploy", "examples")
 RUNS_ON = ("null", "cpu", "mpi")
 
-# A change of these concerns every part.
+# If one of these changes, every part is affected.
 ALL = (
     ".ci/with-openmpi",
     "jaxcross/__init__.py",
@@ -62,7 +62,7 @@ ALL = (
     "tests/mpi/conftest.py",
     "tests/support",
 )
-# What isn't part of the package -> the test folders that a change of it concerns.
+# Paths outside the package -> the test folders that are affected if they change.
 ROWS = {
     ".ci/installs.py": ("benchmarks",),
     ".ci/train.py": ("benchmarks",),
@@ -84,12 +84,12 @@ ROWS = {
     "tests/model": ("interleave",),
     "tests/mutation": ("jaxcross",),
 }
-# Open MPI runs, with the newest Python and JAX, if one of these folders has changed, or what its
-# ranks run on.
+# We run Open MPI, with the newest Python and JAX, only if one of these folders or the code that its
+# ranks run has changed.
 ON_OPEN_MPI = ("wire", "world", "health", "server", "lab", "commands")
 UNDER_OPEN_MPI = (*ALL, "jaxcross/_jax_compat", "tests/mpi/cases")
 
-# One integration case of each kind, which every change runs.
+# One integration case of each kind, run for every change.
 ALWAYS = (
     "tests/cpu/benchmarks/test_benchmarks.py::test_wire_call",
     "tests/mpi/checkpoint/test_checkpoint.py::test_residuals_of_two_ranks_are_refused_on_three",
@@ -116,7 +116,7 @@ OPEN_MPI = [
     "-n",
     "4",
 ]  # its environment may be a temporary one
-# These take half an hour and don't depend on the wire, so only the exhaustive tier has them.
+# These take half an hour and don't depend on the wire, so we run them only in the exhaustive tier.
 ONCE = (
     "tests/mpi/benchmarks/test_imagenet.py::test_by_itself",
     "tests/mpi/benchmarks/test_plan.py",
@@ -124,12 +124,12 @@ ONCE = (
     "tests/mpi/benchmarks/test_race.py::test_race",
     "tests/mpi/checkpoint/test_checkpoint.py::test_many_killed_runs_go_on",
 )
-# Tier -> the Python that runs it, and the arguments of pytest.
+# Tier -> the Python that runs it, and pytest's arguments.
 TIERS = {
     "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
-    # Some of these tests compute for minutes, and pytest would print their stacks as if they hung.
-    # `faulthandler` then reads a running thread's frames, which isn't safe. It may be why a worker
-    # crashed in `plan/test_rates.py`.
+    # Some of these tests compute for minutes, so pytest would print their stacks as if they hung.
+    # To do that, `faulthandler` reads the frames of a running thread, which isn't safe. This may be
+    # why a worker crashed in `plan/test_rates.py`.
     "exhaustive": (
         ["uv", "run", "python"],
         ["-m", "exhaustive", *FULL, "-n", "3", "-o", "faulthandler_timeout=0"],
@@ -141,10 +141,11 @@ TIERS = {
     "openmpi": ([".ci/with-openmpi"], OPEN_MPI),
     "openmpi-mpi4py": ([".ci/with-openmpi"], OPEN_MPI),
 }
-# Tiers that run the tests of tests/mpi again, each with these environment variables.
+# Tiers that run tests/mpi again, each with these environment variables set.
 OVER_MPI = {
     "mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
-    # Forks share the salt of `hash`, so only real processes iterate their sets in different orders.
+    # Forked processes share the salt of `hash`, so only processes started from scratch iterate over
+    # sets in different orders.
     "openmpi": {"JAXCROSS_TESTS_COLD": "1"},
     "openmpi-mpi4py": {"JAXCROSS_WIRE": "mpi4py"},
 }
@@ -158,8 +159,8 @@ def folder_of(module: str) -> str:
 
 @cache
 def imported() -> Mapping[str, set[str]]:
-    """Returns, for each folder of the package, all folders that it imports, however indirectly, and
-    itself.
+    """Maps each folder of the package to itself and all folders that it imports, even via
+    others.
     """
     graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True, cache_dir=None)
     found: dict[str, set[str]] = {}
@@ -182,8 +183,9 @@ def closed(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 @cache
 def folders() -> tuple[str, ...]:
-    """Returns the folders that have tests, and `PACKAGE` for the files in `tests/null` itself,
-    which test all of it.
+    """Returns the folders that have tests.
+
+    `PACKAGE` stands for the files directly in `tests/null`, which test the whole package.
     """
     found = {
         path.parent.name
@@ -217,17 +219,16 @@ def _python_files(path: Path) -> list[Path]:
 
 @cache
 def covered(folder: str, file: str | None = None, tiers: Sequence[str] = RUNS_ON) -> list[str]:
-    """Returns the paths that concern a folder's tests, or one of its test files. A part is due if
-    one of them changes.
+    """Returns the paths that affect a folder's tests, or one of its test files.
 
-    Only the tests in `tests/null`, `tests/cpu` and `tests/mpi` that `tiers` names count.
-
-    These are the folder of the package and all that it imports, however indirectly, and the folders
-    that the tests and their programs name. For instance, some tests of `checkpoint` run jobs.
+    A part is due if one of these paths has changed: the folder of the package, everything it
+    imports directly or indirectly, and the folders that the tests and their programs name. For
+    instance, some tests of `checkpoint` run jobs. Only the tests in `tests/null`, `tests/cpu` and
+    `tests/mpi` that `tiers` names count.
     """
     if (
         folder == MUTANTS
-    ):  # it compares two suites: whoever moves or deletes tests names the commit before
+    ):  # compares two suites: if you move or delete tests, name the commit before
         tool = sorted(
             (ROOT / "tests/mutation").rglob("*.py")
         )  # its README and its kept results are no part of it
@@ -267,9 +268,7 @@ def text_of(file: str) -> str:
 
 
 def named(files: Iterable[str]) -> set[str]:
-    """Returns the folders of the package that files name, in imports and in the programs that they
-    hold as text.
-    """
+    """Returns the folders of the package that files name, in imports or in embedded programs."""
     text = "".join(map(text_of, files))
     words = set(re.findall(rf"{PACKAGE}\.(\w+)", text))
     for names in re.findall(rf"from {PACKAGE} import \(?([^)\n]*)", text):
@@ -280,9 +279,7 @@ def named(files: Iterable[str]) -> set[str]:
 
 @cache
 def programs() -> dict[str, set[str]]:
-    """Returns the programs in `tests/mpi/cases`, each with those that it imports, however
-    indirectly, and itself.
-    """
+    """Maps each program in `tests/mpi/cases` to itself and all programs that it imports."""
     files = {
         path.stem: str(path.relative_to(ROOT)) for path in (ROOT / "tests/mpi/cases").glob("*.py")
     }
@@ -296,7 +293,7 @@ def programs() -> dict[str, set[str]]:
 
 
 def programs_of(tests: Iterable[str]) -> list[str]:
-    """Returns the programs that tests over MPI name, and those that these import."""
+    """Returns the programs that tests over MPI name, and those that these programs import."""
     text = "".join(text_of(file) for file in tests if file.startswith("tests/mpi/"))
     return sorted(
         set().union(*(used for file, used in programs().items() if Path(file).name in text))
@@ -304,7 +301,7 @@ def programs_of(tests: Iterable[str]) -> list[str]:
 
 
 def why(paths: Sequence[str], files: Sequence[str] | None) -> str:
-    """Returns why tests that cover some paths must run if these files have changed. Empty if they
+    """Returns why tests that cover `paths` must run if `files` have changed, or "" if they
     needn't.
     """
     if files is None:
@@ -318,7 +315,7 @@ def why(paths: Sequence[str], files: Sequence[str] | None) -> str:
 
 
 def find_base() -> str | None:
-    """Returns the commit to compare with, or None if each part has to be compared with its own."""
+    """Returns the commit to compare with, or None if each part is compared with its own commit."""
     if named := os.environ.get("CI_BASE"):
         return named
     left = git("merge-base", "HEAD", "origin/main")
@@ -337,14 +334,12 @@ def collected(*words: str) -> list[str]:
 
 
 def is_drawn(test: str, commit: str) -> bool:
-    """Whether a test belongs to the tenth that this commit runs."""
+    """Returns whether a test belongs to the tenth of the tests that this commit runs."""
     return int(hashlib.sha256(f"{commit} {test}".encode()).hexdigest(), 16) % 10 == 0
 
 
 def chosen(tests: Iterable[str], files: Iterable[str], commit: str) -> tuple[list[str], list[str]]:
-    """Returns which integration tests run if these files of tests are concerned, and which others a
-    commit draws.
-    """
+    """Returns the integration tests of affected test files, and the others that a commit draws."""
     concerned = set(files)
     run, drawn = [], []
     for test in tests:
@@ -356,7 +351,7 @@ def chosen(tests: Iterable[str], files: Iterable[str], commit: str) -> tuple[lis
 
 
 def reasons(folder: str, base: str | None) -> dict[str, str]:
-    """Returns the files of a folder's tests that a change concerns, and why."""
+    """Returns the files of a folder's tests that a change affects, and why."""
     files = changed_since(base)
     if not why(covered(folder), files):
         return {}
@@ -415,8 +410,9 @@ def select(out: Path) -> int:
 
 
 def concerns_open_mpi(folder: str, base: str | None) -> bool:
-    """Whether the folder itself has changed: what it imports counts for its integration tests
-    only.
+    """Returns whether the folder itself has changed.
+
+    A change in what the folder imports only makes its integration tests due.
     """
     files = changed_since(base)
     paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/", *UNDER_OPEN_MPI)
@@ -424,7 +420,7 @@ def concerns_open_mpi(folder: str, base: str | None) -> bool:
 
 
 def drawn(out: Path) -> int:
-    """Runs the drawn cases. Those that fail at the base, too, don't fail the run."""
+    """Runs the drawn cases. A case that also fails at the base doesn't fail the run."""
     tests = (out / "drawn").read_text().split("\n")
     failed = failures(ROOT, tests, out)
     if failed is None:
@@ -451,7 +447,7 @@ def drawn(out: Path) -> int:
 
 
 def failures(tree: Path, tests: Sequence[str], out: Path) -> list[str] | None:
-    """Runs tests in a checkout and returns those that fail, or None if pytest couldn't run them."""
+    """Returns the tests that fail in a checkout, or None if pytest couldn't run them."""
     if not any(tests):  # without arguments, pytest would run everything
         return []
     with tempfile.TemporaryDirectory(dir=out) as folder:
@@ -474,12 +470,12 @@ def failures(tree: Path, tests: Sequence[str], out: Path) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One unit that passes and is recorded on its own.
+    """One unit of work that passes, and is recorded, on its own.
 
     Attributes:
-        covers: The folder whose changes make it due; see `covered`.
-        command: What runs it; empty for tests.
-        tier: The tier of its tests. All due parts of a tier run at once.
+        covers: The folder whose changes make this part due; see `covered`.
+        command: The command that runs it; empty for tests.
+        tier: The tier of its tests. All due parts of a tier run together.
         paths: Its tests.
     """
 
@@ -489,17 +485,15 @@ class Part:
     paths: Sequence[str] = ()
 
     def due(self, files: Sequence[str] | None) -> str:
-        """Returns why this part must run if these files have changed; see `why`."""
+        """Returns why this part must run if `files` have changed; see `why`."""
         return why(covered(self.covers, tiers=runs_on(self.tier)), files)
 
 
 def runs_on(tier: str) -> Sequence[str]:
-    """Returns the folders of `tests` that have a tier's tests."""
     return ("mpi",) if tier in OVER_MPI else RUNS_ON
 
 
 def parts() -> dict[str, Part]:
-    """Returns all parts."""
     found = {}
     for tier in TIERS:
         for folder in folders():
@@ -519,7 +513,8 @@ def parts() -> dict[str, Part]:
 def command_of(run: Sequence[Part], commit: str | None) -> list[str]:
     """Returns the command that runs one part, or several parts of one tier.
 
-    The command of a tier records its parts at the commit as they pass. None records nothing.
+    A tier's command records each of its parts at `commit` as soon as the part has passed. If
+    `commit` is None, nothing is recorded.
     """
     (first, *_) = run
     if not first.tier:
@@ -542,7 +537,7 @@ def more(named: Sequence[str]) -> int:
         sys.exit(
             f"There's no part {', '.join(sorted(unknown))}. `python .ci/parts.py show` lists them."
         )
-    due: dict[str, list[str]] = {}  # what runs at once
+    due: dict[str, list[str]] = {}  # parts that run together
     for name, part in every.items():
         if named and name not in named and name.partition(":")[0] not in named:
             continue
@@ -575,8 +570,9 @@ def more(named: Sequence[str]) -> int:
 
 
 def record_selected(out: Path) -> int:
-    """Records the parts that `.ci/run` has selected and run, unless files were changed that no
-    commit has.
+    """Records the parts that `.ci/run` selected and ran.
+
+    If the working tree has uncommitted changes, nothing is recorded.
     """
     head = git("rev-parse", "HEAD")
     names = (out / "parts").read_text().split()

@@ -2,10 +2,10 @@
 
     python .ci/recorded.py TIER COMMIT [ARGUMENTS OF PYTEST]
 
-`.ci/more` runs all due folders of a tier at once, because with one run per folder much of the time
-was spent on starting pytest and its workers, and on waiting for each folder's last test. If the run
-is killed, only the unfinished folders are lost. Pass `-` as COMMIT if the working tree has changes:
-then nothing is recorded.
+`.ci/more` runs all due folders of a tier in one go. With one run per folder, we spent much of the
+time starting pytest and its workers, and waiting for each folder's last test. If the run is killed,
+only the unfinished folders are lost. If the working tree has changes, pass `-` as COMMIT, so that
+nothing is recorded.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ PACKAGE = "jaxcross"
 NOTHING_FAILED = (
     pytest.ExitCode.OK,
     pytest.ExitCode.NO_TESTS_COLLECTED,
-)  # in most folders nothing is exhaustive
+)  # most folders have no exhaustive tests
 
 
 def git(*words: str) -> str | None:
-    """Returns what git prints, or None if it fails."""
+    """Returns git's output, or None if git fails."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def changed_since(commit: str | None) -> list[str] | None:
-    """Returns the files that differ from a commit, uncommitted ones included, or None if the commit
-    isn't known.
+    """Returns the files that differ from a commit, or None if the commit is unknown.
+
+    The files include uncommitted ones.
     """
     if commit is None:
         return None
@@ -51,7 +52,7 @@ def changed_since(commit: str | None) -> list[str] | None:
 
 
 def is_at(commit: str | None) -> TypeGuard[str]:
-    """Whether the checkout is exactly at this commit, apart from the records."""
+    """Returns whether the checkout is exactly at this commit, apart from the records."""
     return commit is not None and git("rev-parse", "HEAD") == commit and not changed_since("HEAD")
 
 
@@ -61,17 +62,18 @@ def passed() -> dict[str, str]:
 
 
 def record(names: Iterable[str], commit: str) -> None:
-    """Writes down that parts have passed at a commit."""
+    """Records that parts have passed at a commit."""
     new = ROOT / f"{RECORDS}.new"
     new.write_text(
         json.dumps({**passed(), **dict.fromkeys(names, commit)}, indent=1, sort_keys=True) + "\n"
     )
-    new.replace(ROOT / RECORDS)  # in one step, because this process can be killed at any time
+    new.replace(ROOT / RECORDS)  # atomic, because this process can be killed at any time
 
 
 def folder_of(path: str) -> str | None:
-    """Returns which folder of the package a test or a folder of tests belongs to, or None if it
-    covers several.
+    """Returns the folder of the package that a test, or a folder of tests, belongs to.
+
+    Returns None if it covers several folders.
     """
     parts = Path(path.partition("::")[0]).parts
     if len(parts) < 3:
@@ -80,15 +82,15 @@ def folder_of(path: str) -> str | None:
 
 
 class Recorder:
-    """A pytest plugin that records folders."""
+    """A pytest plugin that records each folder once all of its tests have passed."""
 
     def __init__(self, tier: str, commit: str) -> None:
         self._tier, self._commit = tier, commit
         self._left: Counter[str | None] = Counter()
-        self._failed: set[str | None] = set()  # None: any of them
+        self._failed: set[str | None] = set()  # None: a test that covers several folders
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:  # no test of this file will run
+        if report.failed:  # no test in this file will run
             self._failed.add(folder_of(report.nodeid))
 
     @pytest.hookimpl(optionalhook=True)
@@ -108,7 +110,7 @@ class Recorder:
         if exitstatus in (
             *NOTHING_FAILED,
             pytest.ExitCode.TESTS_FAILED,
-        ):  # this includes folders without tests in this tier
+        ):  # includes folders without tests in this tier
             self._record(
                 {folder for folder in map(folder_of, session.config.args) if not self._left[folder]}
             )
@@ -123,6 +125,6 @@ class Recorder:
 
 if __name__ == "__main__":
     tier, commit, *arguments = sys.argv[1:]
-    sys.path.pop(0)  # this folder, whose modules are none of the tests'
+    sys.path.pop(0)  # this folder: none of its modules belongs to the tests
     code = pytest.main(arguments, plugins=[Recorder(tier, commit)])
     sys.exit(0 if code in NOTHING_FAILED else code)

@@ -1,7 +1,7 @@
 """Fits two weights on two ranks.
 
-Each rank's data determines only one of the weights, so training finds both only if the ranks
-exchange gradients.
+Each rank's data determines only one of the two weights. So training finds both weights only if the
+ranks exchange gradients.
 """
 
 import sys

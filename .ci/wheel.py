@@ -1,5 +1,4 @@
-"""Whether what a user installs is whole: the wheel, outside of the clone, where no compiler is on
-the path.
+"""Checks that an installed wheel is complete, outside the clone and with no compiler on the path.
 
     python .ci/wheel.py quick             # in .ci/run: installs the wheel and trains on two ranks,
                                           in seconds
@@ -7,17 +6,18 @@ the path.
     python .ci/wheel.py tests [WORDS]     # in .ci/more: the quick tests, with the installed wheel;
                                           WORDS go to pytest
 
-`quick` takes the Python and the versions of the clone's environment, whose wheels uv has in its
-cache.
+`quick` uses the Python and the package versions of the clone's environment, because uv already has
+their wheels in its cache.
 
-`release` tags a temporary clone of the last commit with pyproject's version and builds the sdist
-and the wheel from there. It checks their metadata, what is in them, and the changelog's top entry.
-Then it installs the wheel by pip on the oldest supported Python and by uv on the newest one, and
-trains in both. If the machine lacks one of these Pythons, the last line says so.
+`release` tags a temporary clone of the last commit with the version in pyproject.toml and builds
+the sdist and the wheel from there. It checks their metadata, their contents, and the top entry of
+the changelog. Then it installs the wheel with pip on the oldest supported Python and with uv on the
+newest one, and trains in both environments. If the machine lacks one of these Pythons, the last
+line says so.
 
-`tests` runs in a copy of the clone that has no folder `jaxcross`, so that only the installed
-package can be imported. mpi4jax isn't installed, because it would need a compiler: exchanges go
-over the mpi4py wire, and tests that call mpi4jax are skipped.
+`tests` runs in a copy of the clone without the folder `jaxcross`, so that only the installed
+package can be imported. mpi4jax isn't installed, because that would need a compiler. Exchanges
+therefore use the mpi4py wire, and tests that call mpi4jax are skipped.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
 OLDEST, NEWEST = "3.11", "3.13"
-# Folders of the clone -> where the wheel has their files. Nothing else is in the wheel.
+# Folders of the clone -> where the wheel has their files. The wheel contains nothing else.
 IN_THE_WHEEL = {
     "jaxcross/": "jaxcross/",
     "examples/": "jaxcross/_examples/",
     "deploy/": "jaxcross/_deploy/",
 }
 OF_PYTHON = "Programming Language :: Python :: "
-# Tests of the clone itself, which read the package's source next to them, or its `.ci`.
+# Tests of the clone itself: they read the package's source from the clone, or its `.ci`.
 ABOUT_THE_CLONE = (
     "--ignore=tests/null/ci",
-    "--ignore=tests/null/docs",  # whether pages agree with the source and with benchmarks/results
-    "--ignore=tests/null/test_mutation.py",  # a tool that changes the source
+    "--ignore=tests/null/docs",  # whether pages match the source and benchmarks/results
+    "--ignore=tests/null/test_mutation.py",  # a tool that modifies the source
     "--ignore=tests/null/test_no_code_from_data.py",
     "--ignore=tests/null/test_structure.py",
-    # the source, into an image
+    # copies the source into an image
     "--deselect=tests/null/deploy/test_recipes.py::test_image_copies_what_is_there",
 )
 
@@ -112,7 +112,7 @@ def release(scratch: Path) -> int:
     if tag not in at_head:
         run(
             "git", "tag", tag, cwd=tree
-        )  # fails if another commit has it: then the version must be raised
+        )  # fails if another commit has this tag: then raise the version
     run("git", "checkout", "--quiet", tag, cwd=tree)
     wheel = build(tree, scratch / "dist")
     (sdist,) = (scratch / "dist").glob("*.tar.gz")
@@ -169,7 +169,7 @@ def git(tree: Path, *words: str) -> str:
 
 
 def contents(wheel: Path) -> dict[str, int]:
-    """Returns the checksum of each file in a wheel, but for those about the wheel itself."""
+    """Returns the checksum of each file in a wheel, except the files about the wheel itself."""
     with zipfile.ZipFile(wheel) as archive:
         return {
             each.filename: each.CRC
@@ -201,8 +201,10 @@ def faults_of_names(wheel: str, sdist: str, tag: str) -> list[str]:
 
 
 def faults_of_metadata(found: Metadata, project: Mapping[str, Any]) -> list[str]:
-    """Returns what the metadata have otherwise than pyproject.toml, or what an index would refuse
-    or show wrongly.
+    """Returns the faults of a wheel's metadata.
+
+    A fault is anything that differs from pyproject.toml, or that an index would refuse or display
+    wrongly.
     """
     says = {
         "name": (found.name, project["name"]),
@@ -240,7 +242,7 @@ def faults_of_metadata(found: Metadata, project: Mapping[str, Any]) -> list[str]
 
 
 def faults_of_wheel(has: Mapping[str, int], files: Sequence[str]) -> list[str]:
-    """Returns which files of the clone the wheel lacks, and what else it has."""
+    """Returns the clone's files that the wheel lacks, and other files that the wheel contains."""
     places = [
         (file, of, to) for file in files for of, to in IN_THE_WHEEL.items() if file.startswith(of)
     ]
@@ -255,9 +257,9 @@ def faults_of_wheel(has: Mapping[str, int], files: Sequence[str]) -> list[str]:
 def faults_of_changelog(text: str, version: str, *, released: bool) -> list[str]:
     """Returns what is wrong with the changelog's top entry.
 
-    It's `Unreleased`, or the version. On a commit that has the version's tag it must be the
-    version, and an entry of this version or a later one further down means that the version has
-    been released and must be raised.
+    The top entry must be `Unreleased` or the version. On a commit that has the version's tag, it
+    must be the version. If an entry further down has this version or a later one, the version has
+    already been released and must be raised.
     """
     entries = re.findall(r"^## \[?([^\]\s]+)", text, re.MULTILINE)
     if not entries:

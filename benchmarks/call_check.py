@@ -1,12 +1,12 @@
-"""What does it cost that the ranks compare which step they call, before each call of a plain loop
-exchanges?
+"""What does it cost to compare across ranks which step each call of a plain loop runs?
 
     python benchmarks/call_check.py [--ranks 2] [--json FILE] [--smoke]
 
-A step multiplies matrices for 1 ms or 100 ms, about, and then averages 1000 numbers over the ranks.
-Each round times a block of calls with the comparison (`JAXCROSS_CHECK_CALLS=1`) and an equal block
-without it, which one first by turns, in one process. with_ms, without_ms: time of a call; ratio: of
-a round's two blocks, with over without.
+Before each call of a plain loop exchanges, the ranks can compare which step they call
+(`JAXCROSS_CHECK_CALLS=1`). Our step multiplies matrices for about 1 ms or 100 ms and then averages
+1000 numbers over the ranks. Each round times a block of calls with the comparison and an equal
+block without it, in one process. Rounds alternate which block comes first. with_ms, without_ms: the
+time of a call. ratio: the block with the comparison over the one without, for each round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ranks import start_workers
 from workloads import parser, spread, write_json
 
 STEPS_MS = {1: 200, 100: 4}
-"""Milliseconds of a step -> calls in a block."""
+"""Milliseconds of a step -> calls per block."""
 NEVER = 2**62
 
 
@@ -54,7 +54,7 @@ def worker(args: Any) -> int:
 
 
 def measured(world: Any, milliseconds: float, *, calls: int, rounds: int) -> dict[str, Any]:
-    """Times blocks of calls with and without the comparison by turns."""
+    """Times blocks of calls with and without the comparison, alternating between the two."""
     call = made_call(world, milliseconds)
     owner = world.exchange_owner
     times: dict[str, list[float]] = {"with_ms": [], "without_ms": []}
@@ -75,8 +75,9 @@ def measured(world: Any, milliseconds: float, *, calls: int, rounds: int) -> dic
 
 
 def made_call(world: Any, milliseconds: float) -> Callable[[], Any]:
-    """Returns what calls a step of about so many milliseconds and waits for its result, compiled on
-    every rank.
+    """Returns a function that calls a step of about `milliseconds` and waits for its result.
+
+    The step has already been compiled on every rank.
     """
     import jax
     import jax.numpy as jnp

@@ -1,32 +1,33 @@
-"""What does an exchange still cost when it is carried to the next step and runs while that
-computes?
+"""What does an exchange still cost if it's carried to the next step and overlaps with it?
 
     uv run --group torch python benchmarks/carried.py [--only alone,work,delayed,rivals,pairs]
         [--rates 500,25,100] [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw]
         [--smoke]
 
-ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, each time
-beginning with the next one. Numbers are seconds a step. The first two parts take turns every four
-steps, the turn of a fragment, and a repeat is a round of four turns: so a core that changes its
-speed does so for all ways. Each turn is a run of its own. Parts:
-  alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the
-           same under `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a
-           wire of 8 bits, whose exchange runs in the step that needs it, or is carried, spread over
-           the four steps until the next fragment's turn
-  work     the first rate: `jit`, `compute`, `carried`, and `work`, which is `carried` on an axis of
-           one rank: it does what streaming DiLoCo computes, but for decoding the other rank's part,
-           and sends nothing. Also of each the seconds of the first rank's processor, which the
-           other rank's pauses change less
-  delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m,
-           the exchange of all gradients, alone and next to a computation
-  rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its
-           post-local SGD, which averages all parameters every 16 steps; `carried` takes turns with
-           them
-  pairs    the first rate: two `carried` jobs, one after the other and in crossover; one of `mean`
-           and one of `carried`
-Peak bytes are exact: arrays and XLA's temporaries at the fullest moment of any step. A part that
-does not begin within `--minutes` is left out; FILE is written after each, and keeps rows of earlier
-runs that are not made again. `--draw` only draws FILE's rows.
+We train ResNet-50 on two hosts with one core each and a real link. The ways take turns in one run,
+and each turn starts with a different way. All numbers are seconds per step. In the first two parts,
+a turn is four steps, which is the interval between two fragments' turns, and a repeat is a round of
+four turns. This way, if a core changes its speed, all ways are affected. Each turn is a separate
+run. Parts:
+  alone    One job at each rate. `jit` is the step without exchange in one `jax.jit`. `compute` is
+           the same step under `crossover`. `blocking` and `carried` are streaming DiLoCo with 4
+           fragments and 8-bit values on the wire. The exchange of `blocking` runs in the step that
+           needs it. The exchange of `carried` is spread over the four steps until the next
+           fragment's turn.
+  work     The first rate: `jit`, `compute`, `carried` and `work`. `work` is `carried` on an axis of
+           one rank, so it does all of streaming DiLoCo's computation except decoding the other
+           rank's part, and sends nothing. We also report the CPU seconds of the first rank for each
+           way, because they depend less on the other rank's pauses.
+  delayed  The first rate: `mean`, and `delayed_mean`, which applies the previous step's mean. Also
+           m, the exchange of all gradients, alone and alongside a computation.
+  rivals   The first rate: the mean in one `jax.jit` with mpi4jax (`fused`), PyTorch's DDP, and
+           PyTorch's post-local SGD, which averages all parameters every 16 steps. `carried` takes
+           turns with them.
+  pairs    The first rate: two `carried` jobs, one after the other and in crossover; the same with
+           one `mean` job and one `carried` job.
+Peak bytes are exact: arrays plus XLA's temporaries at the fullest point of any step. A part that
+would start after `--minutes` is skipped. FILE is written after each part and keeps the rows of
+earlier runs that aren't measured again. `--draw` only draws FILE's rows.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ RIVALS = {
 }
 """Rival -> its team and variant."""
 TURN = EVERY // 4
-"""Steps from one fragment's turn to that of the next one."""
+"""Steps from one fragment's turn to the next fragment's turn."""
 ROUND_AND_TURN = EVERY + TURN
-"""Steps until a job has made every kind of step: in the first fragment's first turn nothing is
-pending.
+"""Steps until a job has made every kind of step.
+
+Nothing is pending yet in the first fragment's first turn, so a single round isn't enough.
 """
 SHORT = 4
-"""Steps of a way that exchanges everything in each step."""
+"""Steps per turn for ways that exchange everything on each step."""
 
 
 def main() -> int:
@@ -105,7 +107,7 @@ def main() -> int:
 
 @dataclass(kw_only=True)
 class Bench:
-    """The ranks, and what they are asked."""
+    """The ranks, and the measurements that we request from them."""
 
     args: argparse.Namespace
     stage: Stage
@@ -117,7 +119,7 @@ class Bench:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def measure(self, part: str, rate: int) -> dict[str, Any]:
-        """Returns a part's row at a rate."""
+        """Measures a part at a rate, in Mbit/s, and returns its row."""
         self.stage.lab.set_rate(f"{rate}mbit")
         parts = {
             "alone": partial(self._one_job, ("jit", "compute", "blocking", "carried")),
@@ -162,7 +164,7 @@ class Bench:
         )
 
     def _rivals(self) -> dict[str, Any]:
-        """Those that cannot run are left out, with the reason."""
+        """Measures the rivals. A rival that can't run is left out, and the row says why."""
         self._prepare("carried", ROUND_AND_TURN)
         ways = {"carried": self._way("carried")}
         for rival, (team, variant) in RIVALS.items():
@@ -192,8 +194,8 @@ class Bench:
         def seconds() -> float:
             self.stage.ask(
                 self.teams[team], "prepare", variant=variant
-            )  # the wrapper of another variant, and memory
-            if variant == "post-local":  # from the begin of a round on
+            )  # another variant may need a new wrapper; also warms up memory
+            if variant == "post-local":  # measure from the start of a round
                 self.stage.ask(self.teams[team], "run", steps=EVERY - 2, variant=variant)
             begin = time.perf_counter()
             self.stage.ask(self.teams[team], "run", steps=steps, variant=variant)
@@ -223,15 +225,16 @@ class Bench:
         return {**found, "steps": {"two": two, "mean and carried": mixed}}
 
     def _carried_steps_a_mean(self) -> float:
-        """Steps of a carried job in the time of one step of `mean`, each alone."""
+        """Returns how many steps a carried job makes in the time of one `mean` step, each alone."""
         mean, carried = (self._way(way, SHORT)() for way in ("mean", "carried"))
         return mean / carried
 
     def _way(
         self, way: str, steps: int = EVERY, *, used: list[float] | None = None
     ) -> Callable[[], float]:
-        """Returns what measures seconds a step; `used` grows by those of the first rank's
-        processor.
+        """Returns a function that measures a way's seconds per step.
+
+        Each call also appends the first rank's CPU seconds per step to `used`.
         """
 
         def seconds() -> float:
@@ -245,8 +248,9 @@ class Bench:
     def _in_turn(
         self, ways: Mapping[str, Callable[[], float]], *, turns: int = 1
     ) -> dict[str, Any]:
-        """Measures all ways in each repeat, as a mean of so many turns. Returns medians and the
-        repeats' seconds.
+        """Measures all ways in each repeat, as the mean of `turns` turns.
+
+        Returns the medians and the seconds of each repeat.
         """
         found: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(self.args.repeats * turns):
@@ -257,7 +261,7 @@ class Bench:
         return {"raw": raw, "s": {way: statistics.median(each) for way, each in raw.items()}}
 
     def _prepare(self, way: str, steps: int, number: int = 0) -> None:
-        """Compiles and gets memory; once."""
+        """Compiles a way and lets it allocate its memory. No-op if that has been done."""
         key = f"{way} {number}"
         if key in self.memory:
             return
@@ -273,7 +277,7 @@ class Bench:
 
 
 def _means(numbers: Sequence[float], count: int) -> list[float]:
-    """Returns the mean of each `count` numbers."""
+    """Returns the mean of each group of `count` consecutive numbers."""
     return [statistics.fmean(numbers[n : n + count]) for n in range(0, len(numbers), count)]
 
 

@@ -1,4 +1,4 @@
-"""Rows of `carried.py` as lines, and the picture. Pure."""
+"""Prints and draws rows of `carried.py`. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from statistics import median
 from typing import Any
 
 TARGETS = {500: 0.97, 100: 0.95, 25: 0.90}
-"""Seconds of computation alone over those of a carried step, by megabits per second."""
+"""Targets by Mbit/s: seconds of computation alone over those of a carried step."""
 EXCHANGES = ("m", "m next to c")
-"""What part `delayed` measures that is an exchange, not a step."""
+"""Entries of part `delayed` that are exchanges rather than steps."""
 COLOURS = {"blocking": "#e69f00", "carried": "#0072b2"}
 
 
 def lines(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a part as lines."""
+    """Yields the lines to print for a part."""
     yield f"{row['part']} at {row['rate']} Mbit/s"
     for way, seconds in row["s"].items():
         has_share = "compute" in row["raw"] and way not in EXCHANGES
@@ -28,22 +28,18 @@ def lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shares(row: Mapping[str, Any], way: str, of: str = "compute") -> list[float]:
-    """Returns the speed of a way over that of computation alone, or of another way, in each
-    repeat.
-    """
+    """Returns the speed of `way` relative to `of`, in each repeat."""
     return _ratios(row, of, way)
 
 
 def of_bound(row: Mapping[str, Any], exchange: str) -> list[float]:
-    """Returns the longer of computation and exchange over the seconds of `delayed_mean`, in each
-    repeat.
-    """
+    """Returns max(computation, exchange) over the seconds of `delayed_mean`, in each repeat."""
     each = zip(*(row["raw"][way] for way in ("compute", exchange, "delayed")), strict=True)
     return [max(c, m) / took for c, m, took in each]
 
 
 def gains(row: Mapping[str, Any], jobs: str) -> list[float]:
-    """Returns how many times as fast a pair of jobs is in crossover, in each repeat."""
+    """Returns the speed-up of a pair of jobs in crossover, in each repeat."""
     return _ratios(row, f"{jobs}, one after the other", f"{jobs}, in crossover")
 
 
@@ -53,7 +49,7 @@ def _ratios(row: Mapping[str, Any], above: str, below: str) -> list[float]:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture: what is left of the speed of computation alone, by rate of the link."""
+    """Draws which share of the speed of computation alone is left, by the rate of the link."""
     from matplotlib.figure import Figure
 
     rows = sorted(

@@ -1,17 +1,18 @@
-"""What does each exchange cost in convergence, by steps and by the bytes that it brings to a rank?
+"""What does each exchange cost in convergence, per step and per byte that a rank receives?
 
     python benchmarks/convergence.py [--json FILE] [--png FILE] [--resume]
         [--only NAME]... [--task TASK] [--smoke]
 
-Every strategy of the family on a task with images (momentum SGD) and one with language (Adam), each
-on 4 ranks under `vmap`, with 3 seeds. Rates are the tasks', not tuned for a strategy, and fall as a
-cosine to zero. Evaluated are the ranks' mean parameters, of `elastic_average` its centre.
-received_bytes: by a rank up to this step, by the exchanges' formulas. `growth`: the effective batch
-from 1 rank to 8 at a constant batch a rank, with plain SGD at the constant rate that was best for 1
+We train with every strategy of the family on an image task (momentum SGD) and a language task
+(Adam), with 4 ranks under `vmap` and 3 seeds. The learning rates belong to the tasks, aren't tuned
+per strategy, and decay to zero as a cosine. We evaluate the mean of the ranks' parameters, except
+for `elastic_average`, where we evaluate its centre. received_bytes: the bytes that a rank has
+received up to this step, from the exchanges' formulas. `growth`: the effective batch grows from 1
+rank to 8 at a constant batch per rank, with plain SGD at the constant rate that was best for 1
 rank. `longer`: the mean and top-k on the language task, for three times as many steps.
 
-The results do not depend on the machine's speed; all of it takes about two hours on one core.
-`--resume` adds what the file does not hold yet.
+The results don't depend on the machine's speed. Everything together takes about two hours on one
+core. `--resume` adds what the file doesn't have yet.
 """
 
 from __future__ import annotations
@@ -48,16 +49,14 @@ from jaxcross import exchange
 
 RANKS, SEEDS = 4, 3
 TASKS = ("images", "text")
-WITHIN = 0.01  # of the mean's accuracy: what top-k at 1% is to reach
+WITHIN = 0.01  # of the mean's accuracy: the target of top-k at 1%
 RATES = (0.03, 0.1, 0.3, 1.0)
 GROWTH = (1, 2, 4, 8)
 REACHED = 0.9  # accuracy
 
 
 class Plan(NamedTuple):
-    """A task, what training starts from (seeds along the first axis), how it is optimised, and for
-    how long.
-    """
+    """A task, its initial parameters (seeds along the first axis), optimizers and length."""
 
     task: tasks.Task
     params: Any
@@ -68,7 +67,7 @@ class Plan(NamedTuple):
 
 
 def plan(name: str, ranks: int, seeds: int, *, smoke: bool, times: int = 1) -> Plan:
-    """A task's plan, on request for so many times the steps."""
+    """Returns a task's plan, with `times` as many steps as usual."""
     steps, every = (4, 2) if smoke else (1200, 40) if name == "images" else (400, 20)
     steps, every = steps * times, every * times
 
@@ -112,8 +111,10 @@ def train(
     steps: int,
     every: int,
 ) -> Curves:
-    """The training loss (mean since the last point), test loss and accuracy after every `every`
-    steps.
+    """Trains, and returns the losses and the accuracy after every `every` steps.
+
+    The training loss is the mean since the last point. Test loss and accuracy are those of the
+    model at that point.
     """
     task, names = made.task, tuple(axes)
 
@@ -139,7 +140,8 @@ def train(
         ranks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(axes) :]), carry)
         return carry, (loss.reshape(-1)[0], *task.evaluate(model(*ranks)))
 
-    # Seeds one after the other: XLA's fast top-k for the CPU knows two dimensions at most.
+    # We train one seed after the other, because XLA's fast top-k for the CPU supports at most two
+    # dimensions.
     def more(carry: Any, keys: jax.Array, first: jax.Array) -> Any:
         return jax.lax.map(functools.partial(point, first=first), (carry, keys))
 
@@ -184,9 +186,7 @@ def mean_of_last(curves: list[list[float]]) -> float:
 
 
 def longer(kept: list[dict[str, Any]], *, smoke: bool) -> dict[str, Any]:
-    """Does top-k come nearer to the mean in a longer training behind Adam? Adds the rows that are
-    not there yet.
-    """
+    """Does top-k get closer to the mean if we train longer with Adam? Adds the missing rows."""
     made = plan(
         "text", 2 if smoke else RANKS, 1 if smoke else SEEDS, smoke=smoke, times=1 if smoke else 3
     )
@@ -206,8 +206,9 @@ WAYS: dict[str, Callable[[float, int], optax.GradientTransformation]] = {
 
 
 def growth(*, smoke: bool) -> dict[str, Any]:
-    """Steps that each way needs to reach an accuracy as ranks are added, at the best rate of one
-    rank.
+    """Counts the steps that each way needs to reach an accuracy as the number of ranks grows.
+
+    All ways use the learning rate that is best for one rank.
     """
     seeds, steps, every = (1, 4, 2) if smoke else (SEEDS, 400, 10)
     made = plan("images", 1, seeds, smoke=smoke)
@@ -257,7 +258,7 @@ def growth(*, smoke: bool) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """One line a strategy and task; what top-k at 1% loses."""
+    """Prints a line per strategy and task, and how much accuracy top-k at 1% loses."""
     dense = {row["task"]: row["final_accuracy"] for row in rows if row["strategy"] == "mean"}
     for row in rows:
         lost = dense[row["task"]] - row["final_accuracy"]
@@ -329,7 +330,7 @@ def main() -> int:
 
 
 def toys(task: str) -> list[Strategy]:
-    """Few, since compiling takes a second or two each: one of each kind."""
+    """A few strategies, one of each kind: each takes a second or two to compile."""
     names = (
         ("mean", "top_k 1%", "one_bit", "local_sgd", "elastic", "mean, hier")
         if task == "images"

@@ -1,4 +1,4 @@
-"""The picture of `convergence.py`: accuracy at the end against received bytes."""
+"""Draws the picture of `convergence.py`: final accuracy against received bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ NAMED = {
     "local_sgd, every 8": ("#cc79a7", (-20, 11)),
     "adasum of deltas": ("#e69f00", (-95, 5)),
 }
-"""What is named in the picture: its colour, and its label's offset in points. All other strategies
-are grey.
+"""The strategies that the picture labels: their colours, and their labels' offsets in points.
+
+All other strategies are grey.
 """
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes it: a panel a task, a point a strategy, the mean over seeds at the last step."""
+    """Draws a panel per task and a point per strategy, the mean over seeds at the last step."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -52,7 +53,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         )
         axis.set_ylim(
             lowest - 0.03, max(accuracy for _, accuracy in points.values()) + 0.015
-        )  # what diverged is below
+        )  # diverged runs lie below this
         axis.margins(x=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_answer(result), fontsize=12, fontweight="bold", x=0.01, ha="left")
@@ -61,13 +62,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def accuracy_of(row: dict[str, Any]) -> float:
-    """Mean over seeds at the last step; 0 where all diverged."""
+    """Returns the mean over seeds at the last step, or 0 if all seeds diverged."""
     ends = [seed[-1] for seed in row["accuracy"] if seed[-1] is not None]
     return sum(ends) / len(ends) if ends else 0.0
 
 
 def _answer(result: dict[str, Any]) -> str:
-    """The question of the picture with its answer: top-k over the mean, in each task."""
+    """Returns the picture's question with its answer: top-k against the mean in each task."""
     ends = {(row["task"], row["strategy"]): accuracy_of(row) for row in result["rows"]}
     sparse = "top_k 1%, exact"
     over = [

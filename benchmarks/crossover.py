@@ -1,21 +1,22 @@
-"""What does crossover gain where jobs exchange by parameter servers, or by what
-`plan.choose_compression` chooses?
+"""What does crossover gain with parameter servers, or with what `choose_compression` chooses?
 
     python benchmarks/crossover.py [--rate 500mbit] [--json FILE] [--smoke]
 
-Two ResNet-50 jobs on two hosts and a real slow link, one after the other and in turn, by each of
-these in one run:
+Two ResNet-50 jobs on two hosts with a real slow link run one after the other and in crossover. In
+one run, we do this with each of these exchanges:
   mean                `lax.pmean` of the gradients
-  sharded_optimizer   each rank steps its share of the parameters: reduce-scatter, step, all-gather
-  ParameterServer     the real servers, driven by the host on a lane of their own; a worker waits
-                      for all others
-  choose_compression  what `choose_compression(1.0, ...)` chooses from the report of `mean`'s jobs,
-                      one after the other
+  sharded_optimizer   each rank updates its shard of the parameters: reduce-scatter, update,
+                      all-gather
+  ParameterServer     the real servers, driven by the host in a separate lane; each worker waits for
+                      all others
+  choose_compression  the choice of `choose_compression(1.0, ...)`, given the report of the `mean`
+                      jobs that ran one after the other
 
-Starts the two hosts (network namespaces, a shaped link) and the ranks itself. Seconds are those of
-one job-step: wall time over steps of all jobs. The states at the end of both orders must be equal
-to the bit. c and m are those of the jobs one after the other; bound = max(sum c, sum m, max(c + m))
-over the jobs, a job-step. Against what users would pick instead of jaxcross: race.py.
+The script itself starts the ranks and the two hosts, which are network namespaces with a shaped
+link. Seconds are those of a job-step: wall time over the steps of all jobs. The final states of
+both orders must be identical bit for bit. c and m come from the jobs that ran one after the other;
+bound = max(sum c, sum m, max(c + m)) over the jobs, per job-step. race.py compares jaxcross with
+what users would pick instead of it.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def worker(args: Any) -> int:
             return server.params, stats
 
     def run(train: Any, order: str, steps: int) -> tuple[float, Any, list[Any]]:
-        """Seconds a job-step, the report, and the states at the end."""
+        """Returns the seconds per job-step, the report, and the final states."""
         world.control.allgather_text("")
         start = time.perf_counter()
         with jaxcross.Runner(world, policies[order]()) as runner:
@@ -140,7 +141,7 @@ def worker(args: Any) -> int:
         "sharded_optimizer": in_the_step(mean_of_loss, [served] * JOBS),
         "ParameterServer": through_servers,
     }
-    # The first run compiles, and gets memory that later ones keep.
+    # The first run compiles and allocates memory that later runs reuse.
     for train in trains.values():
         run(train, "crossover", 2)
     costs = [
@@ -192,8 +193,9 @@ def worker(args: Any) -> int:
 def row_of(
     exchange: str, raw: dict[str, list[float]], measured: list[list[tuple[float, float]]]
 ) -> dict[str, Any]:
-    """What both orders took, and what the jobs' c and m, in medians of the repeats, leave to be
-    gained. Pure.
+    """Returns what both orders took, and what the jobs' c and m leave to gain.
+
+    All numbers are medians over the repeats. Pure.
     """
     jobs = [
         [statistics.median(values) for values in zip(*job, strict=True)]

@@ -1,11 +1,10 @@
-"""How many images a second does the input pipeline make, from 500x375 JPEG to a normalised 224x224
-crop?
+"""How many images per second does the input pipeline make, from 500x375 JPEG to 224x224 crops?
 
     python benchmarks/data.py [--json FILE] [--smoke]
 
-Writes synthetic records, reads them once, then times training and evaluation batches with 1 and 2
-threads in turn, and one shared decode for two readers. Synthetic JPEGs are smaller than ImageNet's
-(see `jpeg_bytes`); photographs decode more slowly.
+The script writes synthetic records and reads them once. Then it times training and evaluation
+batches, normalised, with 1 and 2 threads in turn, and one shared decode with two readers. Synthetic
+JPEGs are smaller than ImageNet's (see `jpeg_bytes`). Photographs decode more slowly.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WIDTH, HEIGHT, IMAGE_SIZE, BATCH = 500, 375, 224, 32
 
 
 def rate(batches: Batches, steps: int) -> float:
-    next(batches)  # threads start and files open here
+    next(batches)  # starts the threads and opens the files
     start = time.perf_counter()
     for _ in range(steps):
         next(batches)
@@ -45,7 +44,7 @@ def rate(batches: Batches, steps: int) -> float:
 
 
 def shared_rate(batches: Batches, steps: int) -> float:
-    """Images a second that two readers of one decode get together."""
+    """Returns the images per second that two readers of one decode receive together."""
     shared = SharedDecode(batches)
     first, second = shared.reader(), shared.reader()
     next(first), next(second)

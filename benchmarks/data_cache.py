@@ -1,14 +1,14 @@
-"""Does training from slow storage run at full speed through the cache, and do jobs read each record
-once?
+"""Does training from slow storage reach full speed with the cache, reading each record only once?
 
     python benchmarks/data_cache.py [--rate 200mbit] [--turns N] [--json FILE] [--png FILE]
-    [--smoke]
+        [--smoke]
 
-An HTTP server with byte ranges on one host of a lab serves ImageNet-like records to training on the
-other one, over a link of 200 Mbit/s. Ways alternate, each in a process of its own: the cache with
-1, 2 and 4 jobs of unlike seeds, where the data set fits on disk and where half of it does; the same
-records from a local folder; and rivals. `predicted` is what `jaxcross.data.cache.simulate` says.
-Rivals without a reader of byte ranges get the one of jaxcross.
+An HTTP server with byte ranges runs on one host of a lab and serves ImageNet-like records to
+training on the other host, over a link of 200 Mbit/s. The ways alternate, each in a separate
+process. They are: the cache with 1, 2 and 4 jobs of different seeds, both when the whole data set
+fits on disk and when half of it does; the same records from a local folder; and rivals. `predicted`
+is the prediction of `jaxcross.data.cache.simulate`. Rivals without a byte-range reader use
+jaxcross's reader.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "Grain over a dictionary of records": {"way": "dictionary"},
     "PyTorch's loader, a dictionary of records": {"way": "torch"},
 }
-SHOWN = ("cache, fits, 1 job", "cache, half fits, 1 job")  # in the picture, of the first turn
-QUALITY = 99  # 101 kB a JPEG of 500x375; ImageNet's have 110 kB
-AGAIN = "cache, fits, 1 job"  # and a second run over the same folder
+SHOWN = ("cache, fits, 1 job", "cache, half fits, 1 job")  # drawn, from the first turn
+QUALITY = 99  # 101 kB per 500x375 JPEG; ImageNet's average is 110 kB
+AGAIN = "cache, fits, 1 job"  # run a second time over the same folder
 
 
 @contextmanager
 def origin(lab: Lab, folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The server on the second host."""
+    """Runs the server on the second host."""
     line = lab.wrap_host(1, [sys.executable, str(SERVER), str(folder), "0.0.0.0"])
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
@@ -77,7 +77,7 @@ def bytes_sent(server: subprocess.Popen[str]) -> int:
 
 
 def measure(lab: Lab, server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any]:
-    """Runs one way, and asks the server at the end of each pass what it has sent."""
+    """Runs one way, and asks the server after each pass how many bytes it has sent."""
     line = lab.wrap_host(
         0, [sys.executable, str(HERE / "data_cache_worker.py"), json.dumps(request)]
     )
@@ -100,7 +100,7 @@ def measure(lab: Lab, server: subprocess.Popen[str], request: dict[str, Any]) ->
 
 
 def summary(runs: list[dict[str, Any]], set_bytes: int) -> dict[str, Any]:
-    """Medians over the turns."""
+    """Returns medians over the turns."""
     if "missing" in runs[0]:
         return runs[0]
     passes = [
@@ -137,8 +137,9 @@ def summary(runs: list[dict[str, Any]], set_bytes: int) -> dict[str, Any]:
 def undisturbed(
     lab: Lab, server: subprocess.Popen[str], request: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measures a way, again where the machine stood still for a while; returns what was found and
-    what was asked.
+    """Measures a way, and again if the machine stalled meanwhile. Makes at most four attempts.
+
+    Returns the result and the request that led to it.
     """
     for attempt in range(4):
         own = {**request, "work": f"{request['work']}{attempt}"}
@@ -229,7 +230,7 @@ def main() -> None:
                 result = result_of(
                     raw, args, {"link": link, "images": images, "set_bytes": set_bytes}
                 )
-                if args.json:  # after each turn: a run of an hour may be ended
+                if args.json:  # after each turn, because a run of an hour may be killed
                     Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
     show(result)

@@ -1,7 +1,8 @@
-"""What `data_cache.py` found, as a table and as a picture of the bytes that each level gave.
-Measures nothing.
+"""Shows the results of `data_cache.py` as a table, and draws the bytes that each level served.
 
-python benchmarks/data_cache_show.py RESULT.json PICTURE.png
+    python benchmarks/data_cache_show.py RESULT.json PICTURE.png
+
+Measures nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def show(result: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bytes that each level gave to one job, over time: where the set fits on disk, and where half
-    of it does.
+    """Draws the bytes that each level served to one job over time.
+
+    One panel is for a data set that fits on disk, the other for one of which half fits.
     """
     import matplotlib as mpl
 
@@ -80,7 +82,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _answer(result: dict[str, Any], names: list[str]) -> str:
-    """The question of the picture with its answer: what the last pass reads from the origin."""
+    """Returns the picture's question with its answer: what the last pass reads from the origin."""
     shares = [
         (
             f"{result['ways'][name]['passes'][-1]['origin_sets']:.0%} where "

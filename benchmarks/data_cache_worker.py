@@ -1,5 +1,6 @@
-"""One way of benchmarks/data_cache.py in a process of its own: prints a line for each pass, and one
-at the end.
+"""Runs one way of benchmarks/data_cache.py in a separate process.
+
+Prints a line after each pass, and one at the end.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from jaxcross.data.cache import simulate
 from jaxcross.data.cache.next_use import PAGE_BYTES
 from jaxcross.data.cache.origin import RemoteOrigin
 
-STEP_SIZE = 512  # of a matrix product, in place of a training step
+STEP_SIZE = 512  # size of a matrix product that stands in for a training step
 
 
 def page_share(sizes: np.ndarray, share: float) -> tuple[int, int]:
-    """A budget for `share` of the records, and what of it the records' pages may take."""
+    """Returns a budget for `share` of the records, and how much of it their pages may use."""
     budget = max(
         1 << 16, int(share * int((-(-sizes // PAGE_BYTES)).sum()) * (PAGE_BYTES + 8)) + 4096
     )
@@ -36,7 +37,7 @@ def page_share(sizes: np.ndarray, share: float) -> tuple[int, int]:
 
 
 class Dictionary:
-    """A rival: what was read once stays in a dictionary."""
+    """A rival: keeps every record that it has read in a dictionary."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -52,15 +53,16 @@ class Dictionary:
 
 
 def sizes_of(folder: str) -> np.ndarray:
-    """Bytes of each record, from the local folder, before anything is timed."""
+    """Returns the bytes of each record. Reads the local folder, before anything is timed."""
     with Cache(Path(folder).parents[2] / "sizes") as cache:
         records = open_records(folder, cache=cache)
         return np.array([len(records.cached.read(n)[0]) for n in range(len(records))])
 
 
 def torch_batches(stream: Stream, batch: int) -> Iterator[Any]:
-    """A rival: PyTorch's loader over a data set with a dictionary. Without workers, which would
-    each have their own.
+    """A rival: PyTorch's loader over a data set with a dictionary.
+
+    There are no worker processes, because each would have a separate dictionary.
     """
     import torch.utils.data
 
@@ -92,8 +94,8 @@ def streams(
     if request["way"] == "local":
         return [train_batches(request["folder"], seed=seed, **options)], None
     if request["way"] == "copy":
-        # fsspec cannot list a server's folder that has no index pages, so the names come from the
-        # data set
+        # fsspec can't list a folder on a server without index pages, so we take the names from the
+        # data set.
         fs = fsspec.filesystem("http")
         for path in sorted(Path(request["folder"]).iterdir()):
             fs.get_file(f"{request['url']}/{path.name}", str(work / path.name))
@@ -132,8 +134,8 @@ def streams(
     plain = replace(batches._stream, records=replace(records, source=source, cached=None))
     if request["way"] == "torch":
         return [torch_batches(plain, request["batch"])], None
-    # On two threads, fsspec's block cache hands out zeros for new blocks, and its file cache fails
-    # now and then.
+    # With two threads, fsspec's block cache returns zeros for new blocks, and its file cache
+    # occasionally fails.
     return [Batches(plain, threads=1 if request["way"] == "fsspec" else 2)], None
 
 
@@ -162,12 +164,13 @@ def predicted_bytes(request: dict[str, Any], taken: list[Batches], sizes: np.nda
 
 
 class Sampler:
-    """What each level has given, ten times a second; and the longest time for which this process
-    did not run.
+    """Samples what each level has served, ten times per second.
+
+    Also records the longest time during which this process didn't run.
 
     Attributes:
         samples: Seconds since the start, and bytes by level.
-        gap_s: Longest time between two samples, beyond a tenth of a second.
+        gap_s: The longest time between two samples, minus a tenth of a second.
     """
 
     def __init__(self, cache: Cache | None) -> None:
@@ -209,14 +212,14 @@ def main() -> None:
         for number in range(request["epochs"]):
             start, cpu_start = time.perf_counter(), time.process_time()
             for _ in range(steps):
-                for batches in taken:  # as jobs in crossover take them
+                for batches in taken:  # in turn, like jobs in crossover
                     next(batches)
                     first_batch_s = first_batch_s or time.perf_counter() - began
                     matrix = np.clip(matrix @ matrix, 0, 1)
             now = time.perf_counter()
             cpu_s = (
                 time.process_time() - cpu_start
-            )  # less disturbed by other work on the machine than seconds
+            )  # other work on the machine disturbs it less than wall time
             found = {"pass": number, "seconds": now - start, "cpu_s": cpu_s, "ended_s": now - began}
             print(
                 json.dumps({**found, "images": steps * request["batch"] * len(taken)}), flush=True

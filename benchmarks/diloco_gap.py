@@ -2,12 +2,12 @@
 
     python benchmarks/diloco_gap.py [--json FILE] [--resume] [--only CASE]... [--smoke]
 
-The mean and `diloco` with H = 16, each on 4 ranks under `vmap`, with 3 seeds. The cases:
-  as it is      400 steps from the start, a batch of 4 on each rank
-  warm-up       the first quarter of the steps with the mean; Adam's state and the rate's cosine go
-                on
-The gap of a seed is its test loss less that of the mean with the same seed, at the last step. The
-results do not depend on the machine's speed. `--resume` adds what FILE does not hold yet; it is
+We train with the mean and with `diloco` (H = 16) on 4 ranks under `vmap`, with 3 seeds. The cases:
+  as it is      400 steps from the start, with a batch of 4 on each rank
+  warm-up       the first quarter of the steps with the mean; Adam's state and the cosine decay of
+                the learning rate continue
+A seed's gap is its test loss at the last step, minus the mean's test loss with the same seed. The
+results don't depend on the machine's speed. `--resume` adds what FILE doesn't have yet. FILE is
 written after each row.
 """
 
@@ -35,12 +35,15 @@ OUTERS = {
 
 
 CASES = {"as it is": 0.0, "warm-up": 0.25}
-"""The part of the steps with the mean."""
+"""The fraction of the steps made with the mean."""
 
 
 class WarmUpState(NamedTuple):
-    """Attributes: `step`, counted from 0; `diloco`, whose anchor follows the parameters during the
-    warm-up.
+    """State of `after_warm_up`.
+
+    Attributes:
+        step: Counted from 0.
+        diloco: Its anchor follows the parameters during the warm-up.
     """
 
     step: jax.Array
@@ -50,8 +53,9 @@ class WarmUpState(NamedTuple):
 def after_warm_up(
     inner: optax.GradientTransformation, outer: optax.GradientTransformation, *, steps: int
 ) -> optax.GradientTransformation:
-    """Returns `diloco` that begins, with the state of `inner`, after so many steps with the mean of
-    the gradients.
+    """Returns `diloco` with a warm-up: the first steps use the mean of the gradients.
+
+    When DiLoCo starts, it continues with the state of `inner`.
     """
     alone = exchange.diloco(inner, outer, AXIS, every=EVERY)
 
@@ -72,7 +76,7 @@ def after_warm_up(
 
 
 def row(case: str, way: str, *, smoke: bool) -> dict[str, Any]:
-    """Trains one way in one case."""
+    """Trains one way in one case, and returns its row."""
     begin = time.perf_counter()
     ranks, seeds = (2, 1) if smoke else (RANKS, SEEDS)
     made = plan("text", ranks, seeds, smoke=smoke)
@@ -96,7 +100,7 @@ def row(case: str, way: str, *, smoke: bool) -> dict[str, Any]:
 
 
 def gaps(rows: Mapping[tuple[str, str], Mapping[str, Any]], case: str, way: str) -> list[float]:
-    """Returns each seed's test loss at the end less the plain mean's."""
+    """Returns each seed's final test loss minus that of the plain mean."""
     mean = rows["as it is", "mean"]["test_loss"]
     return [
         own[-1] - other[-1] for own, other in zip(rows[case, way]["test_loss"], mean, strict=True)

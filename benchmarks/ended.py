@@ -1,4 +1,4 @@
-"""Commands that do not outlive the benchmark that starts them. Measures nothing."""
+"""Starts commands that don't outlive the benchmark that started them. Measures nothing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PATIENCE_S = 30
 
 @contextmanager
 def ends_when_told() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit inside, so that what is open there is closed."""
+    """Raises SystemExit inside on SIGTERM or SIGHUP, so that open resources are closed."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
     told = [
         n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
-    ]  # as under nohup
+    ]  # ignored e.g. under nohup
     before = {number: signal.signal(number, end) for number in told}
     try:
         yield
@@ -34,8 +34,9 @@ def ends_when_told() -> Iterator[None]:
 
 @contextmanager
 def started(line: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A command that is ended with its block. `mpirun` gets the time to end its ranks, which have
-    their own groups.
+    """Starts a command that is terminated when the block ends.
+
+    `mpirun` gets time to terminate its ranks, which have their own process groups.
     """
     with subprocess.Popen(line, text=True, start_new_session=True, **options) as process:
         try:
@@ -45,14 +46,16 @@ def started(line: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[st
             try:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(PATIENCE_S)
-            finally:  # also after a second signal
+            finally:  # even after a second signal
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tell(process: subprocess.Popen[str]) -> None:
-    """SIGTERM, if it has not ended. `nsenter`, by which a lab starts a command, ends by it and
-    passes nothing on.
+    """Sends SIGTERM.
+
+    A lab starts commands with `nsenter`, which would end on SIGTERM without passing the signal on.
+    So we signal the processes inside instead.
     """
     line = process.args
     inside = related(process.pid) if isinstance(line, list) and line[0] == "nsenter" else []
@@ -64,10 +67,10 @@ def _tell(process: subprocess.Popen[str]) -> None:
 
 
 def run(line: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Runs a command to its end.
+    """Runs a command to completion.
 
     Raises:
-        CalledProcessError: It failed.
+        CalledProcessError: The command failed.
     """
     with started(line, env=environ) as process:
         if process.wait() != 0:

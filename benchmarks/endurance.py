@@ -1,20 +1,19 @@
-"""Does anything grow while jobs come and go, and while they run for long: memory, threads, files,
-communicators?
+"""Do memory, threads, files or communicators grow while jobs come and go, or run for long?
 
-    python benchmarks/endurance.py [--ranks 4] [--joins 1000] [--jobs 64] [--steps 100000] [--json
-    FILE] [--png FILE]
-        [--elements 8] [--wire mpi4jax|mpi4py] [--only joins|steps] [--smoke]
+    python benchmarks/endurance.py [--ranks 4] [--joins 1000] [--jobs 64] [--steps 100000]
+        [--json FILE] [--png FILE] [--elements 8] [--wire mpi4jax|mpi4py] [--only joins|steps]
+        [--smoke]
 
-joins: one run, in which a job adds others, a few at a time, waits until they have left, and adds
-the next: each makes two steps, and every fourth has a step of its own to compile. steps: one run of
-many jobs that share so many steps of a tiny program, which averages `--elements` numbers: from
-16,384 on, mpi4py receives them into an arena. Counts are taken at 21 places, on every rank, after a
-collection of garbage: resident memory, threads, open files, communicators that were made and kept
-(`World`), Python objects but for spans, and spans: the report's, of which the latest 200,000 are
-kept. growth: the slope of a line through the second half of the places, of the rank on which it is
-largest, for each join, or each thousand job-steps. Exits with 1 if one is beyond its bound; not
-with `--smoke`, which ends before caches are full. `--only` runs one part anew, and keeps the other
-one if --json has it.
+joins: one run in which a job adds a few others, waits until they have left, and adds the next ones.
+Each of them makes two steps, and every fourth has a different step, which must be compiled. steps:
+one run of many jobs that share `--steps` steps of a tiny program. The program averages `--elements`
+numbers; from 16,384 on, mpi4py receives them into an arena. We take counts at 21 points on every
+rank, after a garbage collection: resident memory, threads, open files, communicators that were
+created and kept (`World`), Python objects other than spans, and spans. The report keeps the latest
+200,000 spans. growth: the slope of a line through the second half of the points, on the rank where
+the slope is largest, per join or per thousand job-steps. The exit code is 1 if a growth exceeds its
+bound, except with `--smoke`, which ends before caches are full. `--only` reruns one part and keeps
+the other part of the file that `--json` names, if it exists.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from jaxcross.world.wire_choice import CHOICES
 
 PLACES = 20
 AT_ONCE = 8  # jobs that join together
-UNLIKE = 4  # every so manieth of them has a step of its own
-# What may grow, and how fast: for each join, and each thousand job-steps. A job that has left keeps
-# its results in its runner, and a span that is not yet pushed out of the report's 200,000 takes
-# about 150 bytes: some 5 kB a join. The rest is for what compiling leaves behind in the C library's
+UNLIKE = 4  # every fourth of them has a different step
+# How fast each count may grow, per join and per thousand job-steps. A job that has left keeps its
+# results in its runner. A span that isn't pushed out of the report's 200,000 yet takes about 150
+# bytes, which is about 5 kB per join. The rest is for what compilation leaves in the C library's
 # heap, which grows by 2 MB at a time.
 BOUNDS = {
     "joins": {"rss_bytes": 2**14, "threads": 0, "files": 0, "communicators": 0, "objects": 64},
@@ -50,10 +49,10 @@ COUNTS = ("rss_bytes", "threads", "files", "communicators", "objects", "spans")
 
 
 def counted(world: Any, runner: Any) -> dict[str, int]:
-    """What this process holds."""
+    """Returns the counts of this process."""
     gc.collect()
-    # Counted without a reference to any: `gc.get_objects` would hold tuples that other threads
-    # still fill, which fails there with a SystemError.
+    # We count objects without holding references to them. `gc.get_objects` would reference tuples
+    # that other threads are still filling, which then fail with a SystemError.
     gc.freeze()
     objects = gc.get_freeze_count()
     gc.unfreeze()
@@ -70,7 +69,7 @@ def counted(world: Any, runner: Any) -> dict[str, int]:
 
 
 class Places:
-    """The counts, at equal distances."""
+    """Takes the counts at equal intervals."""
 
     def __init__(self, world: Any, runner: Any, total: int) -> None:
         self.world, self.runner, self.every, self.total = (
@@ -82,7 +81,7 @@ class Places:
         self.next, self.rows = 0, list[dict[str, int]]()
 
     def passed(self, done: int) -> None:
-        """So many joins, or steps, are done on this rank."""
+        """Takes the counts if they're due after `done` joins or steps on this rank."""
         if done >= self.next:
             self.next = done + self.every
             self.rows.append({"done": done, **counted(self.world, self.runner)})
@@ -94,7 +93,10 @@ class Places:
 
 
 def tiny(number: int = 1, elements: int = 8) -> Any:
-    """A step that does next to nothing, with one exchange; another one for another number."""
+    """Returns a step that does almost nothing, with one exchange.
+
+    Each `number` gives a different step.
+    """
     import jax.numpy as jnp
     from jax import lax
 
@@ -107,7 +109,7 @@ def tiny(number: int = 1, elements: int = 8) -> Any:
 
 
 def joins(world: Any, total: int) -> dict[str, Any]:
-    """Jobs come and go beside one that stays."""
+    """Jobs come and go alongside one job that stays."""
     import jaxcross
 
     like, state, batch = tiny()
@@ -169,13 +171,13 @@ def steps(world: Any, jobs: int, elements: int, total: int) -> dict[str, Any]:
 
 
 def work(out: Path, args: Any) -> None:
-    """On each rank."""
+    """Runs the parts on one rank."""
     import jaxcross
 
     world = jaxcross.initialize(stall_timeout_s=600, wire=args.wire)
     before = {"threads": threading.active_count()}
     join, step = partial(joins, world), partial(steps, world, args.jobs, args.elements)
-    join(2 * AT_ONCE)  # what is made once
+    join(2 * AT_ONCE)  # warm-up: creates what is created only once
     step(4 * args.jobs)
     runs = {"joins": lambda: join(args.joins), "steps": lambda: step(args.steps)}
     parts = {part: run() for part, run in runs.items() if args.only in (None, part)}
@@ -187,7 +189,7 @@ def work(out: Path, args: Any) -> None:
 
 
 def growth(rows: list[dict[str, int]], name: str, unit: int) -> float:
-    """Slope over the second half, for each `unit` of what is done."""
+    """Returns the slope over the second half of the rows, per `unit` joins or steps."""
     late = rows[len(rows) // 2 :]
     if len(late) < 2:
         return 0.0
@@ -197,7 +199,7 @@ def growth(rows: list[dict[str, int]], name: str, unit: int) -> float:
 
 
 def table(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """First, last and growth of every count, of the rank on which it grows most."""
+    """Returns first value, last value and growth of each count, where it grows most."""
     found: dict[str, Any] = {}
     for part, unit in (("joins", 1), ("steps", 1000)):
         if part not in ranks[0]["parts"]:
@@ -218,7 +220,7 @@ def table(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(ranks: list[dict[str, Any]], path: Path) -> None:
-    """Each count against what was done, a curve a rank."""
+    """Draws each count against the joins or steps done, with a curve per rank."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -244,7 +246,7 @@ def draw(ranks: list[dict[str, Any]], path: Path) -> None:
 
 
 def launch(args: Any) -> list[dict[str, Any]]:
-    """Starts the ranks; what each counted."""
+    """Starts the ranks and returns the counts of each rank."""
     sizes = [f"--{name}={getattr(args, name)}" for name in ("joins", "jobs", "steps", "elements")]
     sizes += [] if args.wire is None else [f"--wire={args.wire}"]
     sizes += [] if args.only is None else [f"--only={args.only}"]

@@ -1,28 +1,29 @@
 """What does an exchange cost the link and the core?
 
-    python benchmarks/exchange_cost.py [--rate 500mbit] [--repeats 5] [--ways] [--limits
-    none,64k,1m,4m] [--settings]
-        [--wires]
+    python benchmarks/exchange_cost.py [--rate 500mbit] [--repeats 5] [--ways] [--wires]
+        [--limits none,64k,1m,4m] [--settings]
 
-ResNet-50's 161 gradients, all-reduced as one program with sums joined as the library joins them, on
-two hosts with one core each and a real link:
-  alone        one exchange, nothing beside it
-  beside       exchanges beside ResNet-50's computation on the same core
-  computation  the same step without exchange, alone and beside exchanges
-`--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25
-ms that it asks for in `beside`, with these at niceness 5, and, last, as nobody may go back, with
-all others at niceness 1, 3 and 5. `--wires`: alone and beside, too, over mpi4py, where the first
-ones are over mpi4jax: with MPI's blocking call, and with a non-blocking one that is tested after
-sleeps of 10 us to 1 ms. `--limits`: alone and beside, too, with sums of up to these bytes joined
-(`none`: each is a message). `--settings`: the first three again under each of the MPI's own
-settings, which only a new launch can change.
+ResNet-50's 161 gradients are all-reduced as one program, with sums joined in the same way as the
+library joins them. There are two hosts with one core each and a real link:
+  alone        one exchange with nothing else running
+  beside       exchanges during ResNet-50's computation on the same core
+  computation  the same step without exchange, alone and during exchanges
+The options add variants. `--ways` repeats `beside` with a different scheduling of the exchange's
+thread: the default, time slices other than the 0.25 ms that `beside` requests, and those slices at
+niceness 5. At the end, all other threads run at niceness 1, 3 and 5. That comes last because a
+thread can't lower its niceness again. `--wires` repeats `alone` and `beside` over mpi4py instead of
+mpi4jax, once with MPI's blocking call and once with a non-blocking call that is tested between
+sleeps of 10 us to 1 ms. `--limits` repeats `alone` and `beside` with sums of up to these bytes
+joined (`none`: each sum is a separate message). `--settings` repeats the first three measurements
+under each of the MPI's own settings. These can only be changed with a new launch.
 
 Rivals alternate in one run. fill: bytes on the wire over what the link carries in that time, as
-plain TCP measures it. tax: the core's seconds an exchange takes from the computation, at most: its
-thread's CPU time, and the kernel's for packets. How long a computation's threads had the core is
-told, too, packets that the kernel handles meanwhile included: what they need beside exchanges and
-not alone is the cost of caches, memory and packets; the rest of what the computation takes longer
-went to the exchange's thread. The MPI is that of the environment; run it once in each.
+measured with plain TCP. tax: the core seconds that an exchange takes from the computation, at most:
+its thread's CPU time plus the kernel's time for packets. We also report how long the computation's
+threads had the core, including packets that the kernel handles meanwhile. If they need more during
+exchanges than alone, the difference is the cost of caches, memory and packets. The rest of the
+computation's slowdown went to the exchange's thread. The MPI is that of the environment, so run the
+benchmark once in each environment.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ SETTINGS = {
         {"FI_TCP_PREFETCH_RBUF_SIZE": "262144"},
     ],
     "openmpi": [
-        # As Open MPI comes, without what the library starts it with: both, and each alone.
+        # Open MPI's own defaults, without what the library sets when it starts Open MPI: both
+        # changes undone, then each alone.
         {"OMPI_MCA_btl_tcp_flags": _PUT, "OMPI_MCA_mpi_yield_when_idle": "0"},
         {"OMPI_MCA_btl_tcp_flags": _PUT},
         {"OMPI_MCA_mpi_yield_when_idle": "0"},
@@ -80,7 +82,7 @@ SETTINGS = {
 
 
 def limits(words: str) -> dict[str, int]:
-    """For `argparse`: each of `none,64k,4m` with its bytes."""
+    """For `argparse`: maps each word of `none,64k,4m` to its bytes."""
     found = {}
     for word in filter(None, words.split(",")):
         if (match := re.fullmatch(r"none|(\d+)([km])", word)) is None:
@@ -90,7 +92,7 @@ def limits(words: str) -> dict[str, int]:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line, of the ranks as well."""
+    """Returns the command line, which the ranks use as well."""
     made = parser_of_hosts(__doc__)
     made.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     made.add_argument("--ways", action=argparse.BooleanOptionalAction, help="to share the core")
@@ -115,7 +117,7 @@ def main() -> int:
             found = launched(args, setting, ["--no-ways", "--limits="])
         except subprocess.CalledProcessError:
             found = {"failed": "the ranks did not run to their end"}
-        except RuntimeError as error:  # such a setting may send around the link
+        except RuntimeError as error:  # the setting may make MPI bypass the link
             found = {"failed": str(error)}
         print(found.get("failed", ""))
         result["settings"].append({"environment": setting, **found})
@@ -126,13 +128,13 @@ def main() -> int:
 def launched(
     args: Any, environment: Mapping[str, str] | None = None, words: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """All measurements of one launch, whose ranks are told `words` too.
+    """Runs all measurements in one launch, whose ranks also receive `words`.
 
     Raises:
         RuntimeError: Fewer bytes crossed the link than the exchanges need.
     """
     result = on_hosts(str(RANK), args.rate, words=words, environment=environment)
-    needed = 2 * result["bytes"] * result["exchanges"]  # each of two ranks sends its operand once
+    needed = 2 * result["bytes"] * result["exchanges"]  # both ranks send their operand once
     if result["bytes_crossed"] < needed:
         raise RuntimeError(
             f"{result['bytes_crossed']} bytes crossed the link, the exchanges need {needed}."
@@ -158,9 +160,9 @@ def launched(
 
 
 def over_mpi4jax(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Each round's mean over the other wire's in the same round, with the median's 95% interval.
+    """Returns each round's mpi4py mean over its mpi4jax mean, with the median's 95% interval.
 
-    The exchanges of one round have their surroundings in common, so they count as one measurement.
+    The exchanges of a round share the same conditions, so they count as one measurement.
     """
     exchange, computation = result["exchange"], result["computation_round_s"]
 

@@ -1,8 +1,7 @@
-"""One rank of benchmarks/exchange_cost.py: what an exchange and a computation cost each other, in
-turn.
+"""One rank of benchmarks/exchange_cost.py: measures what exchange and computation cost each other.
 
-Started by that benchmark with its own arguments and `--worker FILE`, where rank 0 writes the
-numbers.
+That benchmark starts this script with its own arguments and `--worker FILE`. Rank 0 writes the
+numbers to FILE.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from jaxcross.world.sched_slice import ask_for_short_slices  # noqa: E402
 
 AXES = {"batch": 2}
 BESIDE = 3
-"""Exchanges that follow one another beside a computation."""
+"""Consecutive exchanges during a computation."""
 NICENESS = (1, 3, 5)
 
 
 class SleepingWorld:
-    """The world, whose communicators wait for a sum by a non-blocking call."""
+    """A world whose communicators wait for a sum with a non-blocking call."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(WORLD, name)
@@ -66,11 +65,10 @@ class SleepingComm:
 
 
 class Ways:
-    """An exchange, a computation, and both at once in several ways. What they took is in
-    `exchanges` and `computation`.
+    """Measures an exchange, a computation, and both at once in several ways.
 
-    Every measurement begins on all ranks together. The compiled exchanges take and give the
-    gradients of `work`.
+    The times are in `exchanges` and `computation`. Every measurement starts on all ranks together.
+    The compiled exchanges take and return the gradients of `work`.
     """
 
     def __init__(self, work: workloads.Workload) -> None:
@@ -81,13 +79,13 @@ class Ways:
         self.step = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
         self.starter = ThreadPoolExecutor(
             1, "starter"
-        )  # a thread begins at the niceness of who starts it
+        )  # a new thread inherits the niceness of the thread that starts it
         self.usual = self.compiled()
         self.made = 0
         self.forget()
 
     def forget(self) -> None:
-        """What was measured so far was a rehearsal."""
+        """Discards what has been measured so far, because it was only a rehearsal."""
         self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(
             lambda: {"s": [], "cpu_s": [], "softirq_s": []}
         )
@@ -102,7 +100,7 @@ class Ways:
         over: Over = "mpi4jax",
         world: Any = WORLD,
     ) -> Any:
-        """All gradients' sums as one program, those of up to `limit` bytes joined."""
+        """Returns all gradients' sums as one program, with sums of up to `limit` bytes joined."""
         usual, coalesce.SMALL_BYTES = coalesce.SMALL_BYTES, limit
         try:
             lowered = MpiWire(world, over=over).lower(self.jaxpr, AXES)
@@ -120,7 +118,7 @@ class Ways:
         self.made += 1
 
     def compute(self, took: dict[str, list[float]], but: Sequence[threading.Thread] = ()) -> None:
-        """A step, and how long its threads, which are all `but` some, had the core meanwhile."""
+        """Runs a step, and notes how long all threads except `but` had the core meanwhile."""
         before, start = ran_s(but), time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
@@ -130,8 +128,9 @@ class Ways:
     def in_thread(
         self, task: Callable[[], Any], way: Callable[[], Any] | None = None
     ) -> threading.Thread:
-        """Starts the task at once on all ranks, in a thread that is prepared `way`: as the exchange
-        lane is, if None.
+        """Starts the task on all ranks at once, in a thread that is prepared by `way`.
+
+        If `way` is None, the thread is prepared like the exchange lane.
         """
 
         def run() -> None:
@@ -164,8 +163,9 @@ class Ways:
         took["softirq_s"].append((softirq_s() - before) / BESIDE)
 
     def _compute_while(self, thread: threading.Thread, suffix: str) -> None:
-        """Computes until the thread has ended. The last step, which ended alone, counts only if
-        it's the only one.
+        """Computes until the thread has ended.
+
+        The last step ran partly alone, so it counts only if it's the only step.
         """
         took: dict[str, list[float]] = {"s": [], "ran_s": []}
         while not took["s"] or thread.is_alive():
@@ -176,8 +176,9 @@ class Ways:
         found["round_s"].append(statistics.fmean(took["s"][:-1] or took["s"]))
 
     def yield_to_exchanges(self, niceness: int) -> None:
-        """Every thread of this process but the starter, for good: less niceness needs a
-        privilege.
+        """Raises the niceness of all threads except the starter.
+
+        This can't be undone, because lowering the niceness requires a privilege.
         """
 
         def set_others() -> None:
@@ -205,13 +206,11 @@ class Ways:
 
 
 def ran_s(but: Sequence[threading.Thread]) -> dict[int, float]:
-    """Seconds that each of this process's threads, but some, has had a core: number of the thread
-    -> seconds.
-    """
+    """Returns thread id -> seconds on a core, for all threads of this process except `but`."""
     others = {thread.native_id for thread in but}
     found = {}
     for thread in {int(name) for name in os.listdir("/proc/self/task")} - others:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found[thread] = (
                 int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
             )
@@ -233,7 +232,7 @@ def main() -> int:
             f", slices of {us} us": partial(ask_for_short_slices, us * 1000)
             for us in (100, 500, 1000)
         },
-        ", niceness 5": lambda: (ask_for_short_slices(), os.nice(5)),  # on Linux, this thread alone
+        ", niceness 5": lambda: (ask_for_short_slices(), os.nice(5)),  # affects only this thread
     }
     for repeat in range(-1, repeats):
         for measure in (ways.alone, ways.computing, ways.beside):
@@ -243,7 +242,7 @@ def main() -> int:
         for suffix, call in limited.items():
             ways.alone(suffix, call)
             ways.beside(suffix, call)
-        if repeat < 0:  # the first round compiles and gets memory
+        if repeat < 0:  # the first round compiles and allocates memory
             ways.forget()
     for niceness in NICENESS if args.ways else ():
         ways.yield_to_exchanges(niceness)

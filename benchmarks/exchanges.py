@@ -1,16 +1,17 @@
-"""How long does each exchange take of a model's gradients on a slow link, over the plain mean?
+"""How long does each exchange of a model's gradients take on a slow link, relative to the mean?
 
     python benchmarks/exchanges.py [--rate 500mbit] [--hosts 2] [--local 1] [--only NAME ...]
-    [--json FILE] [--smoke]
+        [--json FILE] [--smoke]
 
-The gradients of ResNet-50 and of a small Transformer, a rank on each host, a real link between
-them. A step is the exchange and SGD alone: no forward or backward pass. The strategies take turns,
-each from its first state, in one run. total: a step, its computing included; wire: its exchanges,
-without waiting for a rank that computes longer. Both, over those of `mean` in the same repeat, and
-bytes too. A target is undecided where repeats lie on both sides of it. What exchanges every few
-steps is measured over all of these, and is a mean of them. A turn has two steps, or up to eight of
-a small model: as many as exchange some 20 million elements. `ParameterServer` is the real one; its
-wire is `push_pull`, in which servers step and others may be waited for.
+We exchange the gradients of ResNet-50 and of a small Transformer, with a real link between the
+hosts. By default there's one rank on each host. A step is only the exchange and SGD, without a
+forward or backward pass. The strategies take turns in one run, each from its initial state. total:
+a step including its computation. wire: the step's exchanges, without waiting for a rank that
+computes longer. We report both, and the bytes, relative to `mean` in the same repeat. A target is
+undecided if some repeats meet it and others miss it. If a strategy exchanges only every few steps,
+we measure a whole cycle and report the mean. A turn has two steps, or up to eight for a small
+model: as many as exchange about 20 million elements. `ParameterServer` is the real one. Its wire is
+`push_pull`, which includes the servers' updates and possibly waiting for other workers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pages.exchanges import ratios
 from workloads import spread, write_json
 
 # What is compared, of which strategies, and the target: a strategy's time over another's. `as
-# chosen` is what users get, the others are forced.
+# chosen` is what users get by default; the other selections are forced.
 TOP_K = ("top_k 1%, as chosen", "top_k 1%, exact", "top_k 1%, threshold")
 TARGETS = (
     *(("top-k at 1%, wire", "wire", name, "mean", 1 / 20) for name in TOP_K),
@@ -40,9 +41,9 @@ TARGETS = (
     ("norms shared out", "total", "shared norms", "norms on every rank", 1.0),
 )
 
-TURN = 20_000_000  # elements that a turn exchanges, in whole steps
+TURN = 20_000_000  # elements exchanged per turn, rounded to whole steps
 
-# The servers that are measured, and how many steps a worker may be ahead.
+# The servers that we measure, and how many steps a worker may be ahead.
 SERVERS = {"ParameterServer, synchronous": 0, "ParameterServer, asynchronous": math.inf}
 
 
@@ -88,8 +89,9 @@ def main() -> int:
 
 
 def judge(model: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets that this run has the strategies for: met or missed by every repeat's ratio, or
-    undecided.
+    """Returns the targets whose strategies are in this run.
+
+    A target is met or missed if every repeat agrees, and undecided otherwise.
     """
     found: list[dict[str, Any]] = []
     for what, key, name, over, target in TARGETS:
@@ -175,7 +177,7 @@ def worker(args: Any) -> int:
         return jaxcross.crossover(step, axes=axes, donate_argnums=0)
 
     def measure(model: str, work: Any) -> dict[str, Any]:
-        """All chosen ones on a model's gradients, in turn."""
+        """Measures all selected strategies on a model's gradients, in turn."""
         params = jax.tree.map(np.asarray, work.state(0)[0])
         elements = sum(x.size for x in jax.tree.leaves(params))
         fewest = 2 if args.smoke else max(2, min(8, TURN // elements))
@@ -191,14 +193,14 @@ def worker(args: Any) -> int:
                     kinds = s.begins(setting) or range(s.cycle)
                     each = received_bytes(made[s.name], params, s.axes(world.size), kinds)
                     nbytes[s.name] = statistics.fmean(each.values())
-            except ValueError as error:  # it cannot serve so many ranks
+            except ValueError as error:  # doesn't support this number of ranks
                 if world.rank == 0:
                     print(f"{s.name} is left out: {error}", flush=True)
         chosen = [s for s in rivals if s.name in nbytes]
         steps = {s.name: cross(made[s.name], s.axes(world.size)) for s in chosen}
 
         def of_strategy(s: Strategy) -> Any:
-            # Its first step is not in the account, so that 1-bit Adam has begun with its signs.
+            # The first step doesn't count, so that 1-bit Adam is already sending signs.
             count = 1 + s.cycle * -(-fewest // s.cycle)
             state = jax.tree.map(jnp.array, params)
             batches = itertools.repeat(grads, count)

@@ -1,8 +1,9 @@
-"""What faults.py runs on each rank: `fault_rank.py FAULT POINT FOLDER SILENCE_S WATCHDOG_S`.
+"""Runs on each rank of faults.py: `fault_rank.py FAULT POINT FOLDER SILENCE_S WATCHDOG_S`.
 
-The last rank comes to harm once, in job `b`. Two jobs in crossover, with a checkpoint in FOLDER
-after every step; where the runner is to save what a stop or a failure leaves, jobs save nothing.
-With the fault `none` they go on from there.
+There are two jobs in crossover, which save a checkpoint in FOLDER after every step. The exception
+is a fault after which the runner itself is expected to save: then the jobs don't save. The fault is
+injected once, on the last rank and in job `b`. If FAULT is `none`, the jobs resume from their
+checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STEPS, AT_STEP = 8, 3
 FAULT, POINT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 SAID = {"agreement": "checkpoint: save", "carried": "exchange"}.get(
     POINT, POINT
-)  # what the recorder calls it
+)  # the flight recorder's name for it
 RUNNER_SAVES = FAULT == "term" or (FAULT in ("raise", "memory") and POINT == "compute")
 WORLD = jaxcross.initialize(
     heartbeat_timeout_s=float(sys.argv[4]), stall_timeout_s=float(sys.argv[5])
@@ -38,7 +39,7 @@ from jaxcross.program.execution import Execution  # noqa: E402
 
 
 def hurt() -> None:
-    """What happens to the victim."""
+    """Injects the fault on the victim."""
     (FOLDER / "hurt").write_text(str(time.time()))
     match FAULT:
         case "raise":
@@ -55,27 +56,27 @@ def hurt() -> None:
         case "segv":
             ctypes.string_at(0)
         case "block":
-            ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock
+            ctypes.PyDLL(None).sleep(1000)  # holds the GIL
         case "exit":
             os._exit(3)
         case "link":
-            while not (FOLDER / "cut").exists():  # whoever started this takes the link down
+            while not (FOLDER / "cut").exists():  # the process that started us takes the link down
                 threading.Event().wait(0.02)
         case "stop":
-            # Sent to the process, it may be another thread that takes it, a while after this one
-            # went on.
+            # If we sent the signal to the process, another thread might receive it, some time after
+            # this thread has continued.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case name:
             os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
 
 
 class Injector:
-    """Waits in the victim's flight recorder for the point to come."""
+    """Waits until the victim's flight recorder reaches the point of the fault."""
 
     def __init__(self) -> None:
         self.lock, self.done, self.near = threading.Lock(), False, False
         self.armed: tuple[int, int] | None = (
-            None  # the thread and the segment where an error is to be raised
+            None  # the thread and the segment in which to raise an error
         )
         self.begin, self.run = WORLD.flight.begin, Execution.run
         WORLD.flight.begin = self.watch  # type: ignore[method-assign]
@@ -88,16 +89,16 @@ class Injector:
                 self.armed = (
                     threading.get_ident(),
                     activity.segment,
-                )  # a segment fails where it runs
+                )  # a segment must fail while it runs
             else:
                 hurt()
         return token
 
     def comes(self, activity: Any) -> bool:
-        """Whether the point is this one. Once: several threads ask."""
+        """Returns whether this is the point. True only once, although several threads ask."""
         with self.lock:
-            # Not by a save, which may be the first one: until it's over, there's nothing to resume
-            # from.
+            # A save doesn't count as near, because it may be the first one. Until it has finished,
+            # there's no checkpoint to resume from.
             self.near |= activity.job == "b" and activity.step == AT_STEP and activity.segment >= 0
             here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
             here |= self.near and (
@@ -105,7 +106,7 @@ class Injector:
             )
             here &= (
                 POINT != "agreement" or activity.number > 0
-            )  # the exchange lane's; a job's thread waits for it as well
+            )  # the exchange lane's activity; a job's thread waits for it as well
             now = not self.done and here and activity.what == SAID
             self.done |= now
         return now
@@ -125,7 +126,7 @@ def make_step(scale: float) -> Any:
 
 
 def make_carried_step(scale: float) -> Any:
-    """The mean of the step before is exchanged, next to a product."""
+    """Returns a step that exchanges the previous step's value alongside a product."""
 
     def step(w, x):
         done, pending = w
@@ -144,9 +145,9 @@ def train(job: Any, scale: float) -> Any:
         if not RUNNER_SAVES or (POINT == "checkpoint" and job.step == AT_STEP):
             job.save(w)
         if FAULT == "term" and job.step == STEPS - 2:
-            while not (FOLDER / "hurt").exists():  # a disk may be late
+            while not (FOLDER / "hurt").exists():  # the disk may be slow
                 time.sleep(0.02)
-            time.sleep(3)  # all ranks have heard of it before the job is through
+            time.sleep(3)  # time for all ranks to learn of it before the job finishes
     return w
 
 

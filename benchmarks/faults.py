@@ -1,13 +1,13 @@
-"""Does every fault of one rank end in an error that names it, on every rank and soon, with no
-checkpoint damaged?
+"""Does every fault of one rank soon end in an error on every rank that names it?
 
     python benchmarks/faults.py [--json FILE] [--smoke] [--ranks N]
 
-Each fault is injected at every kind of point of a step of one of two jobs (`fault_rank.py`), under
-`jaxcross launch`. Seconds count from the fault to the end of the command, its post-mortem included;
-told_s, where all ranks end, to the last words of the last of the others. Then the same command,
-without the fault, must go on from the checkpoints that are there, to the values of a run that
-nothing happened to; where a job has left, or all have stopped, from that step.
+We inject each fault at every kind of point in a step of one of two jobs (`fault_rank.py`), under
+`jaxcross launch`. The seconds run from the fault to the end of the command, including its
+post-mortem. If all ranks end, told_s is the time from the fault until the last of the other ranks
+has written its last words. Then we run the same command without the fault. It must resume from the
+existing checkpoints, which the fault mustn't have damaged, and reach the values of an undisturbed
+run. If a job left or all ranks stopped, it must resume from exactly that step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxcross.report.post_mortem import verdict
 
 POINTS = ("compile", "compute", "exchange", "vote", "checkpoint")
 DEADLINE_S = 180.0
-SILENCE_S, WATCHDOG_S = 3.0, 40.0  # of each run, if it has the machine to itself
+SILENCE_S, WATCHDOG_S = 3.0, 40.0  # for each run, if it has the machine to itself
 PROMISED_S = {
     "raise": 1.0,
     "memory": 1.0,
@@ -42,26 +42,29 @@ PROMISED_S = {
     "stop": SILENCE_S + 1,
     "block": SILENCE_S + 1,
 }
-"""Until all other ranks have named the faulty one: what docs/reference/faults.md states."""
+"""Seconds until all other ranks have named the faulty one: see docs/reference/faults.md."""
 LOADED_S = 20.0
-"""What a machine that does other things as well may add. The watchdog would still take longer, so
-that a fault which only that one has told is found out.
+"""Extra seconds for a machine that is also doing other work.
+
+The watchdog would still take longer. So if only the watchdog reports a fault, we notice.
 """
 
 Outcome = Literal["leaves", "ends", "stops"]
-"""`leaves`: the job leaves on all ranks, the other one goes on. `ends`: every rank ends with an
-error that names the faulty one. `stops`: all ranks stop after the same step, with exit code 143.
+"""What a fault leads to.
+
+`leaves`: the job leaves on all ranks, and the other job continues. `ends`: every rank ends with an
+error that names the faulty rank. `stops`: all ranks stop after the same step, with exit code 143.
 """
 
 FAULTS: dict[str, Outcome] = {
     "raise": "leaves",  # an exception
-    "memory": "leaves",  # an allocation that fails
+    "memory": "leaves",  # a failing allocation
     "segv": "ends",  # a segmentation fault
-    "kill": "ends",  # `kill -9`, and the kernel's own when memory is out
-    "exit": "ends",  # the process ends itself
-    "stop": "ends",  # it stops answering: SIGSTOP
-    "block": "ends",  # C code that holds the interpreter's lock for ever
-    "term": "stops",  # the batch system wants the node
+    "kill": "ends",  # `kill -9`, or the kernel's OOM killer
+    "exit": "ends",  # the process exits
+    "stop": "ends",  # SIGSTOP: the process no longer responds
+    "block": "ends",  # C code that holds the GIL forever
+    "term": "stops",  # the batch system wants the node back
 }
 
 
@@ -70,7 +73,7 @@ class Case:
     """One row of the table.
 
     Attributes:
-        slack: Times which everything may take as long as on a machine that has nothing else to do.
+        slack: Factor by which everything may take longer than on an otherwise idle machine.
     """
 
     fault: str
@@ -80,15 +83,16 @@ class Case:
 
     @property
     def outcome(self) -> Outcome:
-        # In a lane there is no job to blame: a lane that breaks ends all ranks, as it can serve no
-        # job any more.
+        # An error in a lane can't be attributed to a job. The lane can't serve any job after it, so
+        # all ranks end.
         broken = FAULTS[self.fault] == "leaves" and self.point in ("exchange", "vote")
         return "ends" if broken else FAULTS[self.fault]
 
     @property
     def where(self) -> str:
-        """Where the faulty rank was, in the post-mortem; a vote is of all jobs, and says which job
-        it was next to.
+        """Pattern for where the faulty rank was, according to the post-mortem.
+
+        A vote covers all jobs, so the post-mortem says which job was active at the time.
         """
         return {
             "compile": r"job 'b', step 0 \(compile\)",
@@ -101,15 +105,17 @@ class Case:
 
     @property
     def named(self) -> str:
-        """What each other rank names beside the faulty one: whoever waits in an exchange, which it
-        is.
+        """Pattern for what each other rank names along with the faulty rank.
+
+        If the fault is in an exchange, the other ranks wait in the same exchange, so they name it.
         """
         return self.where if self.point in ("exchange", "carried") else r"job '[ab]', step \d"
 
     @property
     def limit_s(self) -> float:
-        """For `told_s`; where ranks go on, or stop by themselves, for the whole: nobody waited for
-        the watchdog.
+        """The limit for `told_s` if all ranks end, otherwise for the whole run.
+
+        In the second case, no rank should have waited for the watchdog.
         """
         return self.slack * (
             PROMISED_S[self.fault] + LOADED_S if self.outcome == "ends" else WATCHDOG_S
@@ -118,15 +124,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a case.
+    """The outcome of a case.
 
     Attributes:
         code: Exit code of `jaxcross launch`.
         seconds: From the fault to the end.
-        told_s: From the fault to the last words of all other ranks, where all end.
-        verdict: Of the post-mortem.
-        problems: What is not as the table says.
-        output: Of all ranks.
+        told_s: From the fault to the last words of all other ranks, if all ranks end.
+        verdict: The verdict of the post-mortem.
+        problems: Deviations from the table.
+        output: The output of all ranks.
     """
 
     case: Case
@@ -143,7 +149,7 @@ def table(ranks: int) -> list[Case]:
 
 
 def run_case(case: Case) -> Result:
-    """Runs it to its end, which must come by itself, and once more without the fault."""
+    """Runs a case, which must end without our help, and then once more without the fault."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         code, output = launch(case, folder, case.fault)
@@ -181,7 +187,7 @@ def run_case(case: Case) -> Result:
 
 
 def launch(case: Case, folder: Path, fault: str) -> tuple[int, str]:
-    """Exit code and output of `fault_rank.py` under `jaxcross launch`."""
+    """Returns exit code and output of `fault_rank.py` under `jaxcross launch`."""
     line = f"-m jaxcross.cli launch -n {case.ranks} --events {folder / 'events'}"
     words = [*line.split(), *program(folder, fault, case.point, case.slack)]
     process = subprocess.Popen(
@@ -202,13 +208,13 @@ def launch(case: Case, folder: Path, fault: str) -> tuple[int, str]:
 
 
 def program(folder: Path, fault: str, point: str, slack: float = 1.0) -> list[str]:
-    """What each rank runs."""
+    """Returns the command that each rank runs."""
     script = Path(__file__).with_name("fault_rank.py")
     return [str(script), fault, point, str(folder), str(slack * SILENCE_S), str(slack * WATCHDOG_S)]
 
 
 def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
-    """What is not as the table says. Pure."""
+    """Yields the deviations from the table. Pure."""
     victim, others = case.ranks - 1, range(case.ranks - 1)
     if case.outcome == "leaves":
         if code != 0:
@@ -239,7 +245,8 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
                     f"rank {rank} does not name rank {victim} and {case.named}: "
                     f"{words and words[0]}"
                 )
-        # What it was in comes before what the others did then.
+        # The post-mortem first says what the rank was in, then what the other ranks did at that
+        # time.
         own = re.split(r"\. Ranks? [\d, ]+ (?:waited|stood) ", said)[0]
         if not re.match(rf"Rank {victim} (ended|stopped) first", own) or not re.search(
             case.where, own
@@ -248,8 +255,9 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
 
 
 def lives(pid: int, patience_s: float = 5.0) -> bool:
-    """Whether a process does not end within that time. What nobody has asked for its exit code has
-    ended, too.
+    """Returns whether a process is still alive after `patience_s` seconds.
+
+    A zombie, whose exit code nobody has collected yet, counts as ended.
     """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
@@ -263,14 +271,15 @@ def lives(pid: int, patience_s: float = 5.0) -> bool:
 
 
 def steps_left(output: str) -> dict[str, int]:
-    """Where each job stood at the end, if the ranks came to an end together. Pure."""
+    """Returns each job's step at the end, if the ranks ended together. Pure."""
     found = re.search(r"rank 0 (?:leaves|goes on): (\{.*?\})", output)
     return {} if found is None else ast.literal_eval(found[1])
 
 
 def check_restart(case: Case, code: int, output: str, left: Mapping[str, int]) -> Iterator[str]:
-    """What is not as in a run that nothing happened to: each step adds its number, times the job's
-    scale. Pure.
+    """Yields deviations from an undisturbed run. Pure.
+
+    Each step adds its number, times the job's scale.
     """
     for rank in range(case.ranks):
         if f"rank {rank} ends: {{'a': (8, 36.0), 'b': (8, 72.0)}}" not in output:

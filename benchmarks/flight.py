@@ -1,10 +1,10 @@
-"""What does the flight recorder cost an event, and the watchdog's thread with its heartbeat a
-second?
+"""What does the flight recorder cost per event, and the watchdog with heartbeat per second?
 
     mpirun -n 2 python benchmarks/flight.py [--json FILE] [--smoke]
 
-An event is one line: a beginning or an end. The best of many short runs is what it takes; the
-median is what it takes on this machine now. The thread's time is the kernel's account of it.
+An event is one line, the start or the end of an activity. The best of many short runs is what an
+event costs; the median is what it costs on this machine right now. The thread's time is the CPU
+time that the kernel reports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxcross.health.process import this_process
 
 
 def per_event_us(flight: FlightRecorder, runs: int, pairs: int = 200) -> list[float]:
-    """Microseconds an event, of each of several runs."""
+    """Returns the microseconds per event in each of several runs."""
     found = []
     for _ in range(runs):
         start = time.perf_counter()
@@ -35,7 +35,7 @@ def per_event_us(flight: FlightRecorder, runs: int, pairs: int = 200) -> list[fl
 
 
 def cpu_s(name: str) -> float:
-    """Seconds of a core that a thread of this process has had."""
+    """Returns the core seconds that a thread of this process has used."""
     (thread,) = (t for t in threading.enumerate() if t.name == name)
     return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
 

@@ -1,12 +1,13 @@
-"""Do eight tiny networks train faster fused into one program than in turns?
+"""Do eight tiny networks train faster fused into one program than in crossover?
 
     python benchmarks/fuse.py [--rate 1000mbit] [--json FILE] [--smoke]
 
-Jobs of one step on two hosts with a core each and a real link, three ways in one run, by turns: one
-after the other, in crossover, and fused, as `jaxcross.fuse(when="always")` does. Seconds are those
-in which each job makes a step, of the slowest rank, without the first ten steps; ratios are of
-medians. `first_s` is the whole first run, with all compiling. The states at the end of all ways
-must be equal to the bit. `chosen` is what `jaxcross.fuse` decides.
+The jobs share one step and run on two hosts with one core each and a real link. In one run, we
+alternate three ways: one after the other, in crossover, and fused, like
+`jaxcross.fuse(when="always")`. Seconds are those in which each job makes one step, on the slowest
+rank, without the first ten steps. Ratios are ratios of medians. `first_s` is the whole first run,
+including compilation. The final states of all ways must be identical bit for bit. `chosen` is the
+decision of `jaxcross.fuse`.
 """
 
 from __future__ import annotations
@@ -82,13 +83,15 @@ def worker(args: Any) -> int:
     from jaxcross.step.fuse import fused_step
 
     def agreed(value: float) -> float:
-        """The slowest rank's."""
+        """Returns the value of the slowest rank."""
         return max(map(float, world.control.allgather_text(str(value))))
 
     def once(
         way: str, step: Any, states: list[Any], batches: list[Any], steps: int
     ) -> tuple[float, float, list[Any]]:
-        """Seconds of a step of each job, of the whole run, and the final states."""
+        """Returns the seconds per step of all jobs, those of the whole run, and the final
+        states.
+        """
         stamps: list[list[float]] = []
 
         def timed(function: Any) -> Any:

@@ -3,29 +3,30 @@
     python benchmarks/gpu.py [--json FILE] [--smoke] [--stand-in] [--cases A,B]
 
 Cases:
-  ranks      two ranks on the accelerator over a real shaped link: k jobs in crossover, one after
-             the other, and as k processes a rank. Without network namespaces the link is emulated,
-             and no speed-up is given
-  split      one rank, one job, in turn: `jax.jit`, the whole cut, that of `cut="auto"` beside other
-             jobs (a piece per 25 MB of gradients: one rank exchanges with nobody, and has nothing
-             to try cuts for), and `copied`, the whole cut without pinned memory. A cut step hands
-             its gradients to the host and back, as with several ranks
-  depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait
-             for what was queued before it? The best belongs in `depth_of`
-             (jaxcross/interleave/compute_queue.py)
-  transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1
-             kB to 100 MB, and the model's leaves one by one, in one call, or put together into one
-             array
-  memory     two ranks: what k jobs book before their first steps, over what they need (see
-             memory.py)
-  profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of
-             another (a job alone has none: its copies and kernels depend on one another), and how
-             long the device idled between segments that were ready (target: less than 1% of the
-             time), against a loop of plain `jax.jit`
+  ranks      Two ranks on the accelerator, with a real shaped link between them. k jobs run in
+             crossover, one after the other, and as k processes per rank. Without network
+             namespaces, the link is emulated and no speed-up is reported.
+  split      One rank and one job, with these rivals in turn: `jax.jit`; the step cut whole; the cut
+             that `cut="auto"` makes alongside other jobs, which is a piece per 25 MB of gradients
+             (a single rank exchanges with nobody, so it can't try cuts); and `copied`, the step cut
+             whole without pinned memory. As with several ranks, a cut step hands its gradients over
+             to the host and back.
+  depth      One rank and two jobs, with 1, 2 and 3 segments queued on the device. Does a hand-over
+             wait for segments that were queued before it? The best depth belongs in `depth_of`
+             (jaxcross/interleave/compute_queue.py).
+  transfers  Which public calls hand arrays over fastest to the host's CPU device and back? We
+             measure arrays from 1 kB to 100 MB, and the model's leaves one by one, in one call, or
+             concatenated into one array.
+  memory     Two ranks: what k jobs book before their first steps, over what they need (see
+             memory.py).
+  profile    One, two and three jobs under `jax.profiler`, compared with a loop of plain `jax.jit`.
+             How much do copies of one job overlap with kernels of another? A job alone has no
+             overlap, because its copies and kernels depend on each other. And how long was the
+             device idle between segments that were ready? The target is less than 1% of the time.
 
-`--stand-in` lets a second CPU device stand for the accelerator, to see that everything runs. What
-only an accelerator's profile can tell is then null, with the reason; its times say nothing of an
-accelerator.
+With `--stand-in`, a second CPU device takes the place of the accelerator, so that you can check
+that everything runs. Its times say nothing about an accelerator. What only an accelerator's profile
+can show is then null, with the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ from jaxcross.program import hand_over
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
-# between the device and pinned memory of the host, which is no array of the CPU device yet
+# The transfer between the device and pinned host memory alone. Pinned memory isn't an array of the
+# CPU device yet.
 LINK = "link_only"
 CASES = ("ranks", "memory", "split", "depth", "transfers", "profile")
 RIVALS = ("jit", "whole", "auto", "copied")
@@ -74,14 +76,15 @@ PLUGINS = (
 
 
 def crossed(work: Workload, **options: Any) -> Step:
-    """The workload's step over MPI."""
+    """Returns the workload's step over MPI."""
     step = work.make(lambda tree: lax.pmean(tree, "batch"))
     return jaxcross.crossover(step, axes="batch", donate_argnums=0, **options)
 
 
 def unlike(work: Workload, number: int) -> Step:
-    """The same, no segment of which shares its executable with another number: a profile tells
-    their kernels apart.
+    """Returns the same step, but with executables that no other `number` shares.
+
+    So a profile can tell the kernels of different jobs apart.
     """
     rate = 1.0 - number / 8
 
@@ -96,7 +99,7 @@ def unlike(work: Workload, number: int) -> Step:
 def split(
     work: Workload, device: Any, names: list[str], *, repeats: int, steps: int
 ) -> dict[str, Any]:
-    """Seconds a step of each rival, in turn."""
+    """Returns the seconds per step of each rival, measured in turn."""
 
     def copied(state: Any, batch: Any) -> Any:
         with mock.patch("jaxcross.program.compile.can_be_pinned", return_value=False):
@@ -122,13 +125,13 @@ def split(
 
 
 def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str, Any]:
-    """Seconds a job-step of two jobs with as many segments queued on the device, in turn."""
+    """Returns the seconds per job-step of two jobs for each queue depth, measured in turn."""
     step = crossed(work)
     batch = jax.device_put(work.batch(0), device)
     initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(2)]
     timed = (
         range(2, steps) if steps > 2 else range(1, steps + 1)
-    )  # a run begins and ends with work of its own
+    )  # leave out the start and the end of a run
 
     def run(depth: int) -> float:
         states = jax.block_until_ready(jax.device_put(initial, device))
@@ -161,9 +164,7 @@ def together(arrays: list[Any]) -> Any:
 
 
 def apart(arrays: list[np.ndarray]) -> Move:
-    """The function that undoes `together` for arrays of these shapes, on the device where its
-    argument is.
-    """
+    """Returns the inverse of `together` for arrays of these shapes, on its argument's device."""
     ends = list(itertools.accumulate(x.size for x in arrays))
 
     @jax.jit
@@ -176,8 +177,9 @@ def apart(arrays: list[np.ndarray]) -> Move:
 
 
 def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
-    """Ways from the accelerator to arrays on the host's CPU device. Each takes and gives a list of
-    arrays.
+    """Ways to move arrays from the accelerator to the host's CPU device.
+
+    Each takes and returns a list of arrays.
     """
 
     def copy_async(arrays: list[Any]) -> Any:
@@ -201,7 +203,7 @@ def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]
 
 
 def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
-    """Ways from arrays on the host's CPU device to the accelerator."""
+    """Ways to move arrays from the host's CPU device to the accelerator."""
     ways: dict[str, Move] = {
         "device_put": lambda arrays: [jax.device_put(x, device) for x in arrays]
     }
@@ -233,17 +235,16 @@ def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Mov
 
 
 def writable(x: Any) -> np.ndarray:
-    """The pinned memory of an array, to write into: what a hand-over with buffers of its own would
-    do.
+    """Returns a writable view of an array's pinned memory.
+
+    A hand-over with its own buffers would write to such memory.
     """
     memory = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 
 def inside(arrays: list[np.ndarray], device: Any, host: Any, *, repeats: int) -> dict[str, Any]:
-    """Seconds of an executable whose results go to the device's memory, and to pinned memory of the
-    host.
-    """
+    """Times an executable whose results go to device memory, and one for pinned memory."""
     held = jax.device_put(arrays, device)
     ways = {"device": jax.jit(lambda xs: [x + 1 for x in xs])}
     if (place := hand_over.pinned_memory([SingleDeviceSharding(device)], host)) is not None:
@@ -261,11 +262,11 @@ def inside(arrays: list[np.ndarray], device: Any, host: Any, *, repeats: int) ->
 def transfers(
     work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *, repeats: int
 ) -> dict[str, Any]:
-    """Seconds of each way, both directions, for each size and for a whole model's leaves."""
+    """Times each way in both directions, for each size and for a whole model's leaves."""
     cases: dict[str, list[np.ndarray]] = {f"{n}": [np.ones(n // 4, np.float32)] for n in sizes}
     params, *_ = jax.eval_shape(
         lambda: work.state(0)
-    )  # values do not matter, and take XLA a minute to make
+    )  # only shapes matter, and XLA would take a minute to create the values
     cases["leaves"] = [np.ones(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     result: dict[str, Any] = {}
     for direction, find, source in (("to_host", to_host, device), ("to_device", to_device, host)):
@@ -287,7 +288,7 @@ def _race(
 ) -> dict[str, list[float]]:
     fresh = jax.jit(
         lambda xs: [x + 1 for x in xs]
-    )  # an array keeps the copy that it once gave to NumPy
+    )  # fresh arrays, because an array caches the copy that it gave to NumPy
     held = jax.device_put(arrays, source)
     raw: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(-1, repeats):
@@ -304,7 +305,7 @@ def _race(
 
 
 def profile(work: Workload, device: Any, *, steps: int) -> dict[str, Any]:
-    """Profiles of one to three jobs, and of plain jit."""
+    """Profiles one to three jobs, and plain jit."""
     batch = jax.device_put(work.batch(0), device)
     steps_of = [unlike(work, n) for n in range(3)]
 
@@ -350,7 +351,7 @@ def _told(recording: Recording | None, report: Any, platform: str) -> dict[str, 
 
 
 def memory(args: argparse.Namespace, save: Callable[[list[Any]], None]) -> list[dict[str, Any]]:
-    """What one and two jobs book and need. The process must not have started JAX or MPI."""
+    """What one and two jobs book and need. This process must not have started JAX or MPI."""
     rows: list[dict[str, Any]] = []
     for jobs in (1, 2):
         rows.append(
@@ -378,7 +379,7 @@ def described(device: Any, stand_in: bool) -> dict[str, Any]:
 
 
 def some_accelerator() -> bool:
-    """Looked for without starting JAX, which the ranks must do first."""
+    """Looks for an accelerator without starting JAX, which the ranks must do first."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
@@ -455,7 +456,7 @@ def main() -> None:
         )
     result: dict[str, Any] = {}
     prepare(args.stand_in)
-    if "ranks" in cases:  # first, while this process holds none of the device's memory
+    if "ranks" in cases:  # first, while this process holds no device memory
         save = partial(write_json, args.json, __doc__)
         result["ranks"] = measure(args, lambda found: save({"ranks": found}))
         show("ranks", result["ranks"])
@@ -481,7 +482,7 @@ def main() -> None:
             show(name, result[name])
             write_json(
                 args.json, __doc__, result
-            )  # after each case: a lent machine may be taken away
+            )  # after each case, because a borrowed machine may be taken away
 
 
 if __name__ == "__main__":

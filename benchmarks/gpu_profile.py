@@ -1,8 +1,7 @@
-"""What an accelerator did while some work ran, read from a JAX profile: kernels, copies, and the
-time between them.
+"""Reads from a JAX profile what an accelerator did: kernels, copies, and the time between them.
 
-Nothing is inferred from host times: a profile without the accelerator's streams gives None. Host
-spans are laid beside it through marks in the profile whose names tell the host's clock.
+Nothing is inferred from host times. A profile without the accelerator's streams gives None. To
+align host spans with the profile, `record` adds marks whose names contain the host's clock.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ TARGET_BUBBLES = 0.01
 
 
 class Activity(NamedTuple):
-    """Something on a stream of the device. `module` names the executable of a kernel where the
-    profile tells it.
+    """An activity on one of the device's streams.
+
+    `module` names a kernel's executable, if the profile contains it.
     """
 
     start_ns: float
@@ -36,7 +36,7 @@ class Activity(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """One profile, on the host's `time.monotonic_ns`."""
+    """One profile, on the clock of the host's `time.monotonic_ns`."""
 
     activities: tuple[Activity, ...]
 
@@ -47,20 +47,21 @@ class Recording(NamedTuple):
 
     @property
     def window(self) -> Interval:
-        """From the first kernel to the end of the last."""
+        """From the start of the first kernel to the end of the last one."""
         kernels = self.times("kernel")
         return kernels[0][0], kernels[-1][1]
 
 
 def record(work: Callable[[], Any]) -> Recording | None:
-    """Runs `work` under the profiler. None where the profile holds no kernel of an accelerator.
-    Waits.
+    """Runs `work` under the profiler, and waits for it.
+
+    Returns None if the profile has no accelerator kernels.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # would slow down the threads that dispatch
+    options.python_tracer_level = 0  # the tracer would slow down the dispatching threads
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(3):  # the first ones are slow
+            for _ in range(3):  # the first marks are slow
                 _mark()
             jax.block_until_ready(work())
             _mark()
@@ -69,7 +70,7 @@ def record(work: Callable[[], Any]) -> Recording | None:
 
 
 def read(data: Any) -> Recording | None:
-    """A `ProfileData` -> what ran on the first accelerator that ran a kernel."""
+    """Returns the activities on the first accelerator in a `ProfileData` that ran a kernel."""
     shift = clock_shift_ns(data)
     for plane in data.planes:
         if not plane.name.startswith("/device:"):
@@ -88,10 +89,10 @@ def read(data: Any) -> Recording | None:
 
 
 def clock_shift_ns(data: Any) -> float:
-    """What to add to a profile's times to get the host's clock.
+    """Returns the difference to add to a profile's times to get the host's clock.
 
     Raises:
-        ValueError: There is no mark in it.
+        ValueError: The profile has no mark.
     """
     shifts = [
         int(event.name.removeprefix(MARK)) - event.start_ns
@@ -105,11 +106,11 @@ def clock_shift_ns(data: Any) -> float:
             f"the profile has no mark `{MARK}...`, so its clock cannot be told. Make it with "
             "`record`."
         )
-    return max(shifts)  # a mark begins after its name was made: the quickest one is the truest
+    return max(shifts)  # a mark starts after its name was made, so the quickest is the best
 
 
 def overlap(recording: Recording) -> dict[str, float]:
-    """Seconds of copies, and how much of them passed while a kernel ran."""
+    """Returns the seconds of copies, and how much of them overlapped with a kernel."""
     kernels = recording.times("kernel")
     result = {"kernels_s": measure(kernels) / 1e9}
     for kind in ("to_host", "to_device"):
@@ -120,18 +121,18 @@ def overlap(recording: Recording) -> dict[str, float]:
 
 
 def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, Any]:
-    """Shares of the time between the first kernel and the last in which no kernel ran.
+    """Returns how much of the time between the first and the last kernel no kernel ran.
 
-    `idle_inside_segments_share` lies between two kernels of one executable, which a plain `jax.jit`
-    has as well. `idle_between_ready_segments_share` is the rest of what passed while some segment
-    was ready: a bubble. Kernels whose executable the profile does not name count as of different
-    ones, so that it errs upwards. `met`: whether it is below its target, TARGET_BUBBLES; None where
-    nothing is told to have been ready.
+    `idle_inside_segments_share` is between two kernels of the same executable, so plain `jax.jit`
+    has it as well. `idle_between_ready_segments_share` is the rest of the idle time during which
+    some segment was ready: a bubble. If the profile doesn't name the executables of kernels, they
+    count as different, so this share is an upper bound. `met` says whether the share is below its
+    target, TARGET_BUBBLES, or is None if `ready` is empty.
 
     Args:
         recording: The profile.
-        ready: When some compute segment was ready or running, by the host's clock (an upper bound:
-            the host learns of an end a little late).
+        ready: When some compute segment was ready or running, by the host's clock. This is an upper
+            bound, because the host learns of a segment's end slightly late.
     """
     window, ready = recording.window, list(ready)
     length = (window[1] - window[0]) or 1

@@ -1,10 +1,9 @@
-"""The part of gpu.py that needs two ranks: k jobs on them in crossover, one after the other, and as
-k processes a rank.
+"""The part of gpu.py with two ranks: k jobs in crossover, one after the other, and as k processes.
 
-All ranks share the one accelerator. Between them is a real shaped link (network namespaces) where
-the machine allows one, else a plain `mpirun`: jobs with an emulated link, and jobs and processes
-without any, which shows what sharing the device costs. No speed-up is computed there. Run as a
-script, this file is a rank.
+All ranks share one accelerator. If the machine allows network namespaces, there's a real shaped
+link between the ranks. Otherwise, we use a plain `mpirun`, and measure jobs with an emulated link,
+and jobs and processes without any link. The latter shows what sharing the device costs. We don't
+compute a speed-up in this case. If you run this file as a script, it's a rank.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ Wrap = Callable[[list[str]], list[str]]
 
 
 def prepare(stand_in: bool) -> None:
-    """Before JAX starts: takes memory as needed, for processes that share the device; makes the
-    stand-in device.
+    """Configures JAX before it starts.
+
+    Memory is allocated as needed, so that processes can share the device. `stand_in` adds a second
+    CPU device.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # XLA of JAX 0.11.2 ends the process where it compiles ResNet-50 for an H100 ("Check failed:
-    # subdim_size_accumulator == dim_size" in triton_tiling_propagation.cc); cuBLAS multiplies
-    # instead.
+    # XLA in JAX 0.11.2 crashes when it compiles ResNet-50 for an H100 ("Check failed:
+    # subdim_size_accumulator == dim_size" in triton_tiling_propagation.cc). With this flag, it uses
+    # cuBLAS for matrix products instead.
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
     )
@@ -51,14 +52,12 @@ def prepare(stand_in: bool) -> None:
 
 
 def shared_by(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which each of so many processes on one accelerator takes at most its share
-    of the memory.
-    """
+    """Returns an environment that limits each of `processes` to its share of the memory."""
     return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / processes:.3f}", **environ}
 
 
 def accelerator(stand_in: bool) -> Any:
-    """The device of compute segments. Collective ones run on the first CPU device."""
+    """Returns the device for compute segments. Collective segments run on the first CPU device."""
     device = jax.local_devices()[1 if stand_in else 0]
     if device.platform == "cpu" and not stand_in:
         raise SystemExit(
@@ -68,9 +67,7 @@ def accelerator(stand_in: bool) -> Any:
 
 
 def workload(model: str, smoke: bool, batch_size: int) -> workloads.Workload:
-    """ResNet-50 on images of 224 pixels, or a GPT of 0.2 billion parameters on sequences of 512
-    tokens.
-    """
+    """ResNet-50 on 224-pixel images, or a GPT of 0.2 billion parameters on 512-token texts."""
     if smoke:
         return workloads.mlp(width=64, batch_size=8)
     if model == "gpt":
@@ -81,11 +78,11 @@ def workload(model: str, smoke: bool, batch_size: int) -> workloads.Workload:
 
 
 def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Starts the ranks and collects their numbers. The process must not have started JAX or MPI.
+    """Starts the ranks and collects their numbers. This process must not have started JAX or MPI.
 
     Args:
         args: The command line's.
-        save: Keeps what there is so far: a machine that is lent may be taken away.
+        save: Saves the results so far, because a borrowed machine may be taken away.
     """
     from jaxcross.lab import Lab, available
 
@@ -108,8 +105,8 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         def processes() -> dict[str, Any]:
             return spread(_processes(*command("process"), args))
 
-        # Jobs are saved before processes are started, because those compile once more in every
-        # process.
+        # We save the results of the jobs before we start processes, because every process compiles
+        # again.
         if lab is None:
             result = jobs("--emulate") | {
                 "link": f"emulated link {args.rate}",
@@ -118,12 +115,12 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
             save(result)
             result["without_link"] = jobs()
             save(result)
-            # Processes that emulate a link each would not share it.
+            # If each process emulated its own link, the processes wouldn't share the link.
             result["without_link"]["s_per_job_step"]["processes"] = processes()
             return result
         result = jobs() | {"link": lab.description, "mpi": mpirun.vendor}
         seconds = result["s_per_job_step"]
-        if not args.stand_in:  # what two CPU devices gain is no accelerator's gain
+        if not args.stand_in:  # a gain on two CPU devices says nothing about an accelerator
             result["speedup_over_sequential"] = (
                 seconds["sequential"]["median"] / seconds["crossover"]["median"]
             )
@@ -147,7 +144,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def _processes(line: list[str], environ: dict[str, str], args: argparse.Namespace) -> list[float]:
-    """Seconds a job-step of as many worlds as there are jobs, which begin each repeat together."""
+    """Seconds per job-step with one world per job. The worlds start each repeat together."""
     with ExitStack() as stack:
         pipe = subprocess.PIPE
         worlds = [
@@ -162,7 +159,7 @@ def _processes(line: list[str], environ: dict[str, str], args: argparse.Namespac
                 assert world.stdin is not None
                 world.stdin.write("go\n")
                 world.stdin.flush()
-            times = [_answer(world) for world in worlds]  # the machine's one clock
+            times = [_answer(world) for world in worlds]  # all processes share the machine's clock
             raw.append(
                 (max(t[1] for t in times) - min(t[0] for t in times)) / (args.steps * args.jobs)
             )
@@ -172,7 +169,7 @@ def _processes(line: list[str], environ: dict[str, str], args: argparse.Namespac
 
 
 def _answer(world: subprocess.Popen[str]) -> list[float]:
-    """The next line of JSON that rank 0 says; others are passed on."""
+    """Returns rank 0's next line of JSON. Other lines are passed on to stderr."""
     assert world.stdout is not None
     for line in world.stdout:
         if line.startswith("["):
@@ -204,11 +201,11 @@ def rank_main(args: argparse.Namespace) -> None:
     def run(policy: Any, steps: int, count: int) -> tuple[list[Any], Any, list[float]]:
         states = jax.block_until_ready(jax.device_put(initial[:count], device))
         jobs = [
-            # BatchNorm's running means are each rank's own.
+            # BatchNorm's running means are rank-local.
             jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps), rank_local="[1]")
             for n, (state, batch) in enumerate(zip(states, batches, strict=False))
         ]
-        world.control.allreduce_min(np.zeros(1, np.int64))  # all ranks begin together
+        world.control.allreduce_min(np.zeros(1, np.int64))  # all ranks start together
         start = time.monotonic()
         with emulated_link(link):
             report = jaxcross.run(jobs, policy=policy, world=world)
@@ -227,7 +224,7 @@ def rank_main(args: argparse.Namespace) -> None:
         say([0.0, 0.0])
         for _ in range(args.repeats):
             if world.rank == 0:
-                sys.stdin.readline()  # the other worlds are warm, too
+                sys.stdin.readline()  # wait until the other worlds are warm, too
             say(run(jaxcross.Sequential(), args.steps, 1)[2])
         return
     raw: dict[str, list[float]] = {"sequential": [], "crossover": []}

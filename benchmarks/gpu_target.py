@@ -3,13 +3,14 @@
     python benchmarks/gpu_target.py [--json FILE] [--stand-in] FOLDER
 
 Writes XLA's description of the card to `FOLDER/<device kind>.txtpb`. A machine that has JAX's CUDA
-plugin, but no GPU, can then compile for this very card:
+plugin but no GPU can then compile for exactly this card:
 
     jax.experimental.topologies.get_topology_desc(platform="cuda", topology="1x1x1",
-    target_config=TEXT)
+        target_config=TEXT)
 
-Once the file is written, the script makes this call itself. XLA describes GPUs only: with
-`--stand-in` there is no text to write, which the result says, and without it this is an error.
+After writing the file, the script makes this call itself. XLA only describes GPUs. On other
+devices, there's no text to write, and the result says so. This is an error unless you pass
+`--stand-in`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from workloads import parser, write_json
 
 
 def target_config(devices: list[Any]) -> str | None:
-    """Returns XLA's target configuration of these devices as text, or None if the platform doesn't
-    provide one.
-    """
+    """Returns XLA's target configuration of these devices as text, or None if there is none."""
     return getattr(xla_client.get_topology_for_devices(devices), "target_config", None)
 
 
@@ -50,7 +49,7 @@ def main() -> None:
         raise SystemExit(0 if args.stand_in else 1)
     name = re.sub(
         r"\W+", "_", kind
-    ).lower()  # a lent machine may not hand back a file with spaces in its name
+    ).lower()  # a borrowed machine may not return files with spaces in their names
     path = args.folder / f"{name}.txtpb"
     write_whole(path, text)
     print(f"wrote {path}, {len(text)} characters", flush=True)

@@ -1,11 +1,10 @@
-"""What does a step hand over between accelerator and host for each exchange, and how often does it
-go back and forth?
+"""How much do accelerator and host hand over per exchange, and how often does it go back and forth?
 
     python benchmarks/hand_overs.py [--ranks 4] [--models mlp,resnet50] [--json FILE] [--smoke]
 
-Counted in the cut programs, which need no accelerator and no MPI; nothing is timed. `apart`: work
-between two exchanges goes to the accelerator unless it only passes over memory, as on a CPU. `cut`:
-small work stays on the host, too.
+We count this in the cut programs, so it needs neither an accelerator nor MPI, and nothing is timed.
+`apart`: work between two exchanges goes to the accelerator unless it's a single pass over memory,
+as on a CPU. `cut`: small work also stays on the host.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _workload(model: str) -> workloads.Workload:
 
 
 def _row(strategy: Strategy, params: Any, ranks: int) -> dict[str, dict[str, int]]:
-    """Counts of the step that exchanges most, by both cuts."""
+    """Returns the counts for the step that exchanges most, with both cuts."""
     sgd = optax.sgd(1e-3)
     norms = exchange.lars(AXIS, 1e-3)
     setting = Setting(
@@ -83,7 +82,7 @@ def _row(strategy: Strategy, params: Any, ranks: int) -> dict[str, dict[str, int
 
 
 def _traced(tx: optax.GradientTransformation, params: Any, axes: dict[str, int]) -> Traced:
-    """An update by `tx` of gradients that the accelerator has computed."""
+    """Traces an update by `tx` of gradients that the accelerator has computed."""
 
     def step(grads: Any, state: Any, params: Any) -> Any:
         grads = jax.tree.map(lambda x: jax.lax.cumsum(x.reshape(-1)).reshape(x.shape), grads)
@@ -101,10 +100,10 @@ def _cut(traced: Traced, step: int) -> Program:
 
 
 def counts(program: Program) -> dict[str, int]:
-    """What the program's collective segments get from the accelerator and give back to it.
+    """Counts what the program's collective segments receive from the accelerator and return to it.
 
-    `trips`: computations between exchanges, each of which needs both. What no computation reads is
-    given back, too.
+    `trips`: computations between two exchanges, each of which needs a transfer in both directions.
+    Outputs count as returned even if no computation reads them.
     """
     collectives = program.collectives
     constants = {*program.inputs[: program.constants]}

@@ -1,6 +1,4 @@
-"""Runs a benchmark's own script as the ranks of hosts that a real slow link joins. Measures nothing
-itself.
-"""
+"""Runs a benchmark's own script as ranks on hosts with a real slow link. Measures nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from jaxcross.lab import Lab
 
 
 def parser_of_hosts(description: str | None) -> argparse.ArgumentParser:
-    """A command line with `--json`, `--smoke`, the links' `--rate`, and what `on_hosts` adds."""
+    """Returns a command line with `--json`, `--smoke`, `--rate`, and what `on_hosts` adds."""
     made = parser(description)
     made.add_argument(
         "--rate", default="500mbit", help="of each link in each direction (default %(default)s)"
@@ -42,23 +40,22 @@ def on_hosts(
     burst_kb: int = 256,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core
-    each.
+    """Starts `script` with this process's arguments and `--worker FILE`, on one-core hosts.
 
     Args:
         script: The benchmark's file.
-        rate: Of each host's link, in each direction.
-        hosts: How many; beyond the machine's cores they share them.
-        words: More of the script's arguments.
-        local: Ranks on each host, numbered one after the other.
-        burst_kb: Kilobytes that a link which has rested passes at full speed.
-        environment: More of the ranks' environment; it overrules the lab's.
+        rate: The rate of each host's link, in each direction.
+        hosts: Number of hosts. If there are more hosts than cores, they share the cores.
+        words: Additional arguments for the script.
+        local: Ranks per host, numbered consecutively.
+        burst_kb: Kilobytes that an idle link passes at full speed.
+        environment: Additional environment variables for the ranks, which override the lab's.
 
     Returns:
-        What rank 0 wrote into FILE, and the link's facts.
+        What rank 0 wrote to FILE, and facts about the link.
 
     Raises:
-        RuntimeError: Next to nothing crossed the link.
+        RuntimeError: Almost nothing crossed the link.
     """
     mpirun = mpirun_or_exit()
     with (
@@ -82,10 +79,10 @@ def on_hosts(
 
 
 def bytes_crossed(lab: Lab, least: float = 1e5) -> int:
-    """Bytes that the lab's links have carried.
+    """Returns the bytes that the lab's links have carried.
 
     Raises:
-        RuntimeError: It was next to nothing, as of ranks that share memory.
+        RuntimeError: Almost nothing crossed the links, e.g. because the ranks share memory.
     """
     crossed = lab.bytes_crossed()
     if crossed < least:

@@ -1,24 +1,28 @@
-"""How many images a second, and how soon at an accuracy: several ImageNet jobs in crossover or one
-after the other?
+"""How fast do several ImageNet jobs train in crossover, compared with one after the other?
 
     python benchmarks/imagenet_resnet.py [--accuracy 0.8] [--rate 500mbit] [--json FILE] [--smoke]
-    [...] jaxcross launch -n 2 benchmarks/imagenet_resnet.py --data-dir DATA [...]
+        [...]
+    jaxcross launch -n 2 benchmarks/imagenet_resnet.py --data-dir DATA [...]
 
-Trains as `examples/imagenet_resnet.py` does, whose options it takes (`--model`, `--job`,
-`--batch-size`, ...), on records that it reads from disk. `--data-dir` names TFDS's imagenet2012 in
-ArrayRecord format; without it, a small synthetic set is written, whose classes can be learnt.
+We measure images per second and the time to a given accuracy. The benchmark trains like
+`examples/imagenet_resnet.py` and takes that example's options (`--model`, `--job`, `--batch-size`,
+...). The records are read from disk. `--data-dir` names TFDS's imagenet2012 in ArrayRecord format.
+Without it, the benchmark writes a small synthetic set with learnable classes.
 
-Throughput: the two ways alternate, each with the records out of the page cache (`cold`) and in it
-(`warm`, as far as they fit into memory; `resident_share_before` says how it was). Images a second
-in the steady state, by job and in total, and over the wall time of a run, compiling left out.
-`input_wait_s` is how long a job waited for its next batch, a step, on the slowest rank;
-`input_lost_s` is what the input cost a round. Accuracy, but with `--eval-steps 0`: seconds from the
-start of a run until all of its jobs have `--accuracy` on the validation split, evaluation and its
-reading included; the run of the middle, of as many. In crossover all jobs take the images that are
-decoded once, one after the other each decodes its own: that is part of the gain.
+Throughput: the two ways alternate, both with the records out of the page cache (`cold`) and in it
+(`warm`, as far as they fit into memory; `resident_share_before` says how much was in it). We report
+images per second in the steady state, by job and in total, and over the wall time of a run, without
+compilation. `input_wait_s` is how long a job waited for its next batch, per step, on the slowest
+rank. `input_lost_s` is what the input cost per round.
 
-Started by itself, it starts the ranks, on two hosts with a real link of `--rate` where the machine
-allows network namespaces, else with an emulated link, from which no speed-up is computed.
+Accuracy: the seconds from the start of a run until all of its jobs have reached `--accuracy` on the
+validation split, including evaluation and its reading. We report the median run. With `--eval-steps
+0`, accuracy isn't measured. In crossover, images are decoded once for all jobs, while one after the
+other each job decodes its own. This is part of the gain.
+
+If you run the script directly, it starts the ranks. They run on two hosts with a real link of
+`--rate` if the machine allows network namespaces, and otherwise with an emulated link, from which
+no speed-up is computed.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ from jaxcross.world.launch_env import read_launch
 
 SMOKE = ["--model", "resnet8", "--image-size", "24", "--batch-size", "8", "--steps", "8"]
 JOBS = ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
-OTHER = {  # of the example, and why not here
+OTHER = {  # options of the example, and why they don't apply here
     "--policy": "runs both ways itself",
     "--output": "draws nothing",
     "--report": "draws nothing",
@@ -90,7 +94,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         help="of the link between them; none: no link (default %(default)s)",
     )
     args, rest = made.parse_known_args()
-    for name in given(rest, OTHER):  # ends at the first
+    for name in given(rest, OTHER):  # reports the first one
         made.error(f"`{name}` is for examples/imagenet_resnet.py: this benchmark {OTHER[name]}")
     args.repeats = args.repeats or (1 if args.smoke else 3)
     args.images = args.images or (128 if args.smoke else 1024)
@@ -99,8 +103,9 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def given(words: list[str], names: Iterable[str]) -> list[str]:
-    """Which of these options are among the words: also as `--job=...`, or cut short as argparse
-    takes them.
+    """Returns which of these options are among the words.
+
+    Options also match as `--job=...` or abbreviated, because argparse accepts both.
     """
     begun = [word.split("=")[0] for word in words if word.startswith("--")]
     return [
@@ -148,7 +153,7 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
 
     def line(*link: str) -> tuple[list[str], dict[str, str]]:
-        # Ranks may share an accelerator: none takes most of its memory for itself.
+        # Ranks may share an accelerator, so none may preallocate most of its memory.
         environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
         return ranks.command(mpirun, args.ranks, __file__, [*words, *link], environ=environ)
 
@@ -176,13 +181,13 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         "command",
         "versions",
         "machine",
-    ):  # those of this process are the user's
+    ):  # keep those of this process: they're the user's
         del measured[name]
     return {**measured, **crossed, **({} if args.data_dir else {"data": "synthetic"})}
 
 
 class Ranks(NamedTuple):
-    """What all runs on this rank share: nothing is compiled twice."""
+    """State shared by all runs on this rank, so that nothing is compiled twice."""
 
     args: Any
     example: Any
@@ -216,8 +221,8 @@ class Ranks(NamedTuple):
             dtype=args.precision,
             axis_name="batch" if args.sync_batch_norm else None,
         )
-        # One schedule for all runs, as long as the longest: the steps of one job are the same in
-        # each of them.
+        # All runs use one schedule, as long as the longest run. So a job's steps are the same in
+        # every run.
         warmup = args.accuracy_steps // 10 if args.warmup_steps is None else args.warmup_steps
         tx = example.recipe(args.accuracy_steps, warmup, args.weight_decay)
         init = jax.jit(
@@ -245,7 +250,7 @@ class Ranks(NamedTuple):
         )
 
     def measure(self) -> dict[str, Any] | None:
-        """All runs. The numbers on rank 0, None on the others."""
+        """Makes all runs. Returns the numbers on rank 0 and None on all other ranks."""
         args, world = self.args, self.world
         self._train("crossover", 2)  # compiles
         if args.accuracy:
@@ -290,7 +295,7 @@ class Ranks(NamedTuple):
                 finals = []
                 for policy in list(POLICIES)[
                     :: -1 if repeat % 2 else 1
-                ]:  # neither always comes first
+                ]:  # alternate which one comes first
                     share = self._set_cache(cache)
                     report, final = self._train(policy, self.args.steps)
                     finals.append(final)
@@ -310,8 +315,10 @@ class Ranks(NamedTuple):
         return {"link": link, "equal_to_the_bit": True, **told}
 
     def _set_cache(self, cache: str) -> float | None:
-        """Every rank does it, as each may be on a host of its own; none reads before all are
-        through.
+        """Drops or fills the page cache.
+
+        All ranks do this, because each may be on a different host. No rank reads before all ranks
+        have finished.
         """
         self._barrier()  # another rank may still be reading
         (page_cache.drop if cache == "cold" else page_cache.fill)(self.files)
@@ -322,12 +329,15 @@ class Ranks(NamedTuple):
         self.world.control.allreduce_min(np.zeros(1, np.int64))
 
     def _accuracy_of(self, state: Any) -> float:
-        """On the validation split; the same bits on every rank, so that all ranks decide alike."""
+        """Returns the accuracy on the validation split.
+
+        It's identical across ranks bit for bit, so all ranks decide alike.
+        """
         scores = [self.evaluate(state, batch)["accuracy"] for batch in self.validation()]
         return float(np.mean([np.asarray(score) for score in scores]))
 
     def _accuracy(self) -> dict[str, Any]:
-        """Of each way the run of the middle, by time, and the times of all."""
+        """Returns each way's median run by time, and the times of all runs."""
         runs: dict[str, list[Any]] = {policy: [] for policy in POLICIES}
         for repeat in range(self.args.repeats):
             for policy in list(POLICIES)[:: -1 if repeat % 2 else 1]:
@@ -339,12 +349,12 @@ class Ranks(NamedTuple):
         return found
 
     def _until(self, policy: str) -> dict[str, Any]:
-        """Trains until every job has the accuracy, or its steps are used up."""
+        """Trains until every job has reached the accuracy or used up its steps."""
         args = self.args
         self._set_cache("warm")
         shared = SharedDecode(self.train_data(args.accuracy_steps))
         states = self.make_states()
-        # In the order of the jobs, whichever thread begins first.
+        # In the order of the jobs, whichever thread starts first.
         curves: dict[str, list[tuple[int, float, float]]] = {name: [] for name in states}
 
         def train(job: Any, state: Any, data: Any) -> Any:

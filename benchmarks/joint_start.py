@@ -1,13 +1,14 @@
-"""What does the joint start do to two jobs of which one compiles for much longer?
+"""What does the joint start do for two jobs if one of them compiles for much longer?
 
     python benchmarks/joint_start.py [--ranks 2] [--json FILE] [--smoke]
 
-Two networks on the ranks of this machine: `quick` has few layers, `deep` many, each written out, so
-that XLA takes much longer for it. Both make the same number of steps, in turns by
-`start="together"` and `start="as_ready"`. early: steps that `quick` has made when `deep` begins its
-first one; early_over_later: their median time over that of its steps from there on; round_s: the
-report's period of a round of both jobs; steady: the share of the run in such rounds; first_s:
-seconds until `quick`'s first step began; wall_s: of the whole run. Medians over the repeats.
+Two networks run on the ranks of this machine. `quick` has few layers. `deep` has many layers, all
+written out, so that XLA takes much longer to compile it. Both jobs make the same number of steps,
+alternately with `start="together"` and `start="as_ready"`. early: the steps that `quick` has made
+when `deep` starts its first one. early_over_later: the median time of these steps over that of the
+later ones. round_s: the period of a round of both jobs, from the report. steady: the share of the
+run in such rounds. first_s: seconds until `quick`'s first step started. wall_s: seconds of the
+whole run. All numbers are medians over the repeats.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def worker(args: Any) -> int:
         for start in STARTS:
             new = turn + 1000 * STARTS.index(
                 start
-            )  # a constant that no earlier program has: nothing is compiled yet
+            )  # a constant that no earlier program has, so nothing is compiled yet
             rows[start].append(measured(world, start, steps=steps, layers=layers, new=new))
     if world.rank == 0:
         names = list(rows[STARTS[0]][0])
@@ -57,7 +58,7 @@ def worker(args: Any) -> int:
 
 
 def measured(world: Any, start: str, *, steps: int, layers: int, new: int) -> dict[str, float]:
-    """Runs both jobs once, with steps that were not compiled before."""
+    """Runs both jobs once, with steps that haven't been compiled before."""
     import numpy as np
 
     import jaxcross
@@ -95,7 +96,7 @@ def measured(world: Any, start: str, *, steps: int, layers: int, new: int) -> di
 
 
 def state_of(layers: int) -> Any:
-    """Returns the weights of so many layers."""
+    """Returns the weights of a network with `layers` layers."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -103,7 +104,7 @@ def state_of(layers: int) -> Any:
 
 
 def made_step(layers: int, new: int) -> Any:
-    """Returns a train step of a network of so many layers, each different to the compiler."""
+    """Returns the train step of a network with `layers` layers, each different to the compiler."""
     import jax
     import jax.numpy as jnp
 

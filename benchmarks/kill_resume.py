@@ -1,15 +1,14 @@
-"""Does training that is killed at any moment, and started again, end in the bits of training that
-was never killed?
+"""Does training that is killed at random moments and resumed end in the same state bit for bit?
 
     python benchmarks/kill_resume.py [--trials N] [--ranks N ...] [--seed N] [--json FILE]
-    [--resume] [--smoke]
+        [--resume] [--smoke]
 
-Each trial kills one rank a few times (SIGKILL: at a random step, file forced to disk or deletion,
-or at a random moment of a write) or interrupts it at a step (SIGINT, which is counted apart: all
-ranks stop by themselves), lets the launcher end the others, and starts all again, until the run is
-through. States, steps, losses, best states and files of metrics are compared with those of a run
-that keeps no checkpoints, and that is never killed. FILE is written after each trial; with
-`--resume` those that it holds are not run again.
+Each trial disturbs one rank a few times. Either it kills the rank with SIGKILL: at a random step,
+fsync or deletion, or at a random moment of a write. Or it interrupts the rank at a step with
+SIGINT; then all ranks stop by themselves, so we count interrupts separately. The launcher
+terminates the other ranks, and we restart everything until the run completes. We compare states,
+steps, losses, best states and metrics files with those of a run that is never killed and keeps no
+checkpoints. FILE is written after each trial. `--resume` skips the trials that FILE already has.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from jaxcross.commands.launch import find_mpirun, mpirun_command
 from jaxcross.world import xla_pool
 
 WORKER = Path(__file__).with_name("kill_resume_worker.py")
-KILLS = 4  # at most, in one trial
+KILLS = 4  # at most, per trial
 
 
 def start(folder: Path, ranks: int, kill: dict[str, Any] | None) -> int:
-    """Runs the worker on so many ranks, to its end or the launcher's; the exit code."""
+    """Runs the worker on `ranks` ranks until it or the launcher ends. Returns the exit code."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / f"compiled-{ranks}")}
     cache |= {
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -66,7 +65,7 @@ def finals(folder: Path, ranks: int) -> list[Any]:
 
 
 def logged(folder: Path) -> dict[str, list[Any]]:
-    """The lines of all jobs' metrics, in an order of their own, without the time."""
+    """Returns the lines of all jobs' metrics, sorted and without the time."""
     found = {
         path.name: map(json.loads, path.read_text().splitlines())
         for path in (folder / "metrics").glob("*.jsonl")
@@ -78,7 +77,7 @@ def logged(folder: Path) -> dict[str, list[Any]]:
 
 
 def best_evaluation(folder: Path, job: str) -> int:
-    """The first step with the best score."""
+    """Returns the first step with the best score."""
     lines = map(json.loads, (folder / "metrics" / f"{job}.jsonl").read_text().splitlines())
     return -max((line["eval/score"], -line["step"]) for line in lines if "eval/score" in line)[1]
 
@@ -96,7 +95,7 @@ def a_kill(rng: random.Random, ranks: int) -> dict[str, Any]:
 
 
 def trial(folder: Path, ranks: int, seed: int, expected: list[Any]) -> dict[str, Any]:
-    """Kills and starts again until it is through."""
+    """Kills and restarts a run until it completes."""
     rng = random.Random(seed)
     kills = [a_kill(rng, ranks) for _ in range(rng.randint(1, KILLS))]
     folder.mkdir()
@@ -159,7 +158,7 @@ def main() -> None:
 
 
 def never_killed(folder: Path, ranks: int) -> list[Any]:
-    """What each rank of a run ends with that is never killed."""
+    """Returns the final results of each rank in a run that is never killed."""
     folder.mkdir()
     if start(folder, ranks, {"rank": -1, "at": "reference"}):
         raise SystemExit((folder / "log.txt").read_text())
@@ -167,7 +166,7 @@ def never_killed(folder: Path, ranks: int) -> list[Any]:
 
 
 def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows, with how many trials, kills and interrupts they are."""
+    """Returns the rows, with the number of trials, kills and interrupts."""
     ways = [kill["at"] for row in rows for kill in row["kills"]]
     interrupts = ways.count("interrupt")
     survived = sum(row["equal"] for row in rows)

@@ -1,13 +1,13 @@
-"""One rank of benchmarks/kill_resume.py: three jobs with checkpoints, which may kill themselves at
-a given moment.
+"""One rank of benchmarks/kill_resume.py: three jobs that may kill themselves at a given moment.
 
-    KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python benchmarks/kill_resume_worker.py
-    FOLDER
+    KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python
+        benchmarks/kill_resume_worker.py FOLDER
 
-One job has residuals of its own on every rank (top-k), reads Grain's iterator and stops early;
-another has dropout and reads a generator; the third has a fragment of its model pending in nearly
-every state (streaming DiLoCo, 8 bits). All are evaluated, and keep their best states. Steps, saves,
-files forced to disk, deletions and moments inside orbax's writing can be the last thing done.
+All jobs keep checkpoints. The first job has rank-local residuals (top-k), reads Grain's iterator
+and stops early. The second has dropout and reads a generator. The third has a fragment of its model
+pending in almost every state (streaming DiLoCo, 8 bits). All jobs are evaluated and keep their best
+states. The process can be killed at a step, a save, an fsync, a deletion, or a moment inside
+orbax's writing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ STEPS, EVERY, KEEP, EVALUATE = 24, 3, 2, 4
 
 
 class Killer:
-    """Ends this process, the `count`-th time that something of one kind is done or `delay_s` later:
-    without a word or, where it is an `interrupt` at a step, as Ctrl-C would.
+    """Ends this process at, or `delay_s` after, the `count`-th event of one kind.
+
+    It uses SIGKILL or, for an `interrupt` at a step, SIGINT like Ctrl-C.
     """
 
     def __init__(self, text: str) -> None:
@@ -56,7 +57,7 @@ class Killer:
     def reached(self, what: str) -> None:
         if what != self.at and (what, self.at) != ("step", "interrupt"):
             return
-        with self.lock:  # jobs are threads
+        with self.lock:  # each job runs in a thread
             self.left -= 1
             now = self.left == 0
         if now and self.delay_s:
@@ -97,7 +98,7 @@ def network(tx: optax.GradientTransformation, dropout: float) -> tuple[Callable[
 
     rng = np.random.default_rng(
         1
-    )  # eager operations of JAX are compiled one by one, in every start
+    )  # NumPy, because JAX would compile each eager operation in every start
     params = {"w1": rng.normal(size=(8, 16)), "w2": rng.normal(size=(16, 1))}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     return step, (params, jax.jit(tx.init)(params), jax.random.key(1))
@@ -134,7 +135,8 @@ def train(
         return score_of(state[0]["w1"])
 
     step, state = made
-    # Residuals differ, the rest is equal: the checkpoint finds out which is which.
+    # Residuals differ between ranks and everything else is identical. The checkpoint finds out
+    # which is which.
     state = job.restore(state, mode="local")
     job.every(EVALUATE, evaluate)
     job.every(
@@ -168,13 +170,13 @@ def best_of(folder: Path, job: str, state: Any) -> tuple[int, str]:
 def main() -> None:
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # a script's background would have made it deaf
+    )  # in a script's background, SIGINT would be ignored
     folder = Path(sys.argv[1])
     killer = Killer(os.environ.get("KILL", "{}"))
     compressed = optax.chain(
         jaxcross.exchange.top_k(0.25, axes="batch"), optax.sgd(0.05, momentum=0.9)
     )
-    deltas = jaxcross.exchange.adasum("batch", optax.adam(0.01))  # each rank has moments of its own
+    deltas = jaxcross.exchange.adasum("batch", optax.adam(0.01))  # each rank has different moments
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     streaming = jaxcross.exchange.streaming_diloco(
         optax.adam(0.01), outer, "batch", every=4, fragments=2, delay=2, bits=8
@@ -190,7 +192,7 @@ def main() -> None:
         "top-k": {},
         "dropout": {},
         "streaming": {},
-    }  # of the states that were evaluated
+    }  # digests of the evaluated states
     made = {
         "top-k": network(compressed, 0.0),
         "dropout": network(deltas, 0.5),
@@ -213,7 +215,7 @@ def main() -> None:
             ("top-k", 3),
             ("dropout", 99),
             ("streaming", 99),
-        )  # the first one after step 16
+        )  # the first job stops after step 16
     ]
     with (
         killer.around(layout, "sync", "sync"),

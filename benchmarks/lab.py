@@ -1,12 +1,11 @@
-"""Run a command between two hosts and a shaped link on this machine, and say how fast the link
-really is.
+"""Runs a command between two hosts and a shaped link on this machine, and measures the link's rate.
 
-    python benchmarks/lab.py [--rate 500mbit] [--hosts 2] [--latency 1ms] -- mpirun -n 2 python
-    train.py
+    python benchmarks/lab.py [--rate 500mbit] [--hosts 2] [--latency 1ms] -- mpirun -n 2
+        python train.py
 
-Prints the rate that a plain TCP transfer reaches in each direction before the command runs, and the
-megabytes that its ranks sent over the links: a command whose ranks spoke over shared memory shows
-as 0 MB.
+Before the command runs, the script prints the rate that a plain TCP transfer reaches in each
+direction. Afterwards, it prints the megabytes that the ranks sent over the links. If the ranks
+communicated through shared memory, this is 0 MB.
 """
 
 from jaxcross.lab.__main__ import main

@@ -1,13 +1,13 @@
-"""How long does the first step of a model of many small leaves take, by jaxcross and by jit with
-mpi4jax?
+"""How long does the first step take if the model has many small leaves?
 
     python benchmarks/leaves.py [--json FILE] [--smoke] [--ranks N] [--repeats N]
 
-A step of gradient descent on n leaves of six small shapes, whose gradients are averaged over the
-ranks: one `pmean` a leaf under `crossover`, one `mpi4jax.allreduce` a leaf under `jax.jit`. Each is
-measured in ranks of its own; repeats alternate. Seconds of the first call (tracing, cutting,
-agreement, compilation and one step) on rank 0, and milliseconds of later ones. power: the exponent
-p of the first call's time ~ n^p, from the two largest sizes; 1 is linear.
+We compare jaxcross with `jax.jit` and mpi4jax. A step is gradient descent on n leaves of six small
+shapes, whose gradients are averaged over the ranks: with one `pmean` per leaf under `crossover`, or
+one `mpi4jax.allreduce` per leaf under `jax.jit`. Each measurement has separate ranks, and repeats
+alternate. We report the seconds of the first call on rank 0 (tracing, cutting, agreement,
+compilation and one step) and the milliseconds of later calls. power: the exponent p of the first
+call's time ~ n^p, from the two largest sizes; 1 is linear.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 20
 
 
 def measured(how: str, leaves: int) -> dict[str, float]:
-    """One rank's times, in this process."""
+    """Returns one rank's times, measured in this process."""
     import jaxcross
 
     world = jaxcross.initialize()

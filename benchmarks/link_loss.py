@@ -1,15 +1,15 @@
-"""Over a slow link, which exchange has trained a model to a given test loss first?
+"""Over a slow link, which exchange trains a model to a given test loss first?
 
     python benchmarks/link_loss.py [--rate 25mbit] [--task TASK]... [--only NAME]... [--resume]
-    [--json FILE]
-        [--png FILE] [--draw] [--smoke]
+        [--json FILE] [--png FILE] [--draw] [--smoke]
 
-The tasks of `convergence.py` with their batches and learning rates, on two hosts with one core each
-that a real link joins, with 3 seeds. Steps run in a plain loop under `crossover`. `seconds` are
-those of training, summed up to each evaluation; compiling, which a rehearsal of two evaluations'
-steps does, and evaluating are not in them. A link that has rested passes 64 kB at full speed
-(`burst_kb`): a quarter of the model of `text`, all of that of `images`. `--resume` adds what FILE
-does not hold yet; it is written after each strategy. `--draw` only draws FILE's rows.
+We train on the tasks of `convergence.py` with their batch sizes and learning rates, and 3 seeds, on
+two hosts with one core each and a real link between them. Steps run in a plain loop under
+`crossover`. `seconds` is the training time up to each evaluation. It excludes evaluation and
+compilation, because we first rehearse the steps of two evaluations. An idle link passes 64 kB at
+full speed (`burst_kb`), which is a quarter of the model of `text`, and all of the model of
+`images`. `--resume` adds what FILE doesn't have yet. FILE is written after each strategy. `--draw`
+only draws FILE's rows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def worker(args: Any) -> int:
-    """A rank: trains one strategy on one task from each seed."""
+    """Runs on each rank: trains one strategy on one task from each seed."""
     import jaxcross
 
     world = jaxcross.initialize(stall_timeout_s=120)
@@ -96,7 +96,7 @@ def worker(args: Any) -> int:
     from mpi4py import MPI
     from strategies import AXIS, ROUNDS, STRATEGIES
 
-    # The parent's own `--task` and `--only` come first on this line.
+    # The parent's own `--task` and `--only` come first on this command line.
     name, task = args.only[-1], args.task[-1]
     (strategy,) = (s for s in (*STRATEGIES, *ROUNDS) if s.name == name)
     seeds = 1 if args.smoke else SEEDS
@@ -116,7 +116,7 @@ def worker(args: Any) -> int:
         return made.task.evaluate(strategy.model(params, state))
 
     def tested(carry: Any) -> tuple[float, float]:
-        """Test loss and accuracy; waits for all ranks."""
+        """Returns test loss and accuracy. Waits for all ranks."""
         params, state = carry
         each = MPI.COMM_WORLD.allgather(jax.tree.map(np.asarray, params))
         loss, accuracy = evaluate(

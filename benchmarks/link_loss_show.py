@@ -1,4 +1,4 @@
-"""Rows of `link_loss.py` as lines, and the picture: test loss against seconds of training. Pure."""
+"""Prints and draws rows of `link_loss.py`: test loss against seconds of training. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ NAMED = {
     "sparse_loco 1/64, every 8": "#666666",
     "no_loco, every 16": "#8c510a",
 }
-"""Colours of what is labelled in the picture; the rest is grey."""
+"""Colours of the labelled strategies; all others are grey."""
 LOSSES = {"text": 2.5, "images": 0.2}
-"""The test loss of each task that the title compares at."""
+"""The test loss of each task at which the title compares strategies."""
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line."""
     loss = row["final_test_loss"]
     end = "diverged" if loss is None else f"test loss {loss:.3f}"
     seconds = statistics.median(curve[-1] for curve in row["seconds"])
@@ -34,9 +33,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def first_at(row: Mapping[str, Any], loss: float) -> float | None:
-    """Returns the median over seeds of the seconds to a test loss, None where not every seed got
-    there.
-    """
+    """Returns the median seconds to a test loss, or None if a seed didn't reach it."""
     found = []
     for seconds, losses in zip(row["seconds"], row["test_loss"], strict=True):
         reached = [
@@ -51,7 +48,7 @@ def first_at(row: Mapping[str, Any], loss: float) -> float | None:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture: a panel a task, a line a strategy, the mean over seeds."""
+    """Draws a panel per task and a line per strategy, the mean over seeds."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))

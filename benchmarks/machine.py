@@ -1,4 +1,4 @@
-"""What a result says of the machine that made it. Measures nothing itself."""
+"""Describes the machine that a result comes from. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """The architecture, the cores that this process may use and, where Linux tells, the CPU and its
-    widest vectors.
-    """
+    """Returns the architecture, usable cores and, if known, the CPU and its widest vectors."""
     parts = [platform.machine(), f"{len(os.sched_getaffinity(0))} cores"]
     told = Path("/proc/cpuinfo")
     text = told.read_text() if told.exists() else ""

@@ -1,17 +1,16 @@
-"""What do k jobs in one process need, against k processes: peak memory of a host, programs
-compiled, seconds of it?
+"""What do k jobs in one process need, compared with k processes: memory and compilations?
 
     python benchmarks/memory.py [--jobs 1,2,4] [--image-size 224] [--json FILE] [--smoke]
     python benchmarks/memory.py --booked [--workload mlp] [--jobs 1,2,3,4] [--json FILE] [--smoke]
 
-Two hosts and a shaped link, as in `race.py`: `crossover` has all jobs in one process a host,
-`fused-k` a process a job, all running at once; once more with memory as it comes, not kept in large
-pages as `jaxcross launch` does. Peak memory is the resident set's during steps that have been
-compiled before, summed over a host's processes; compilations and their seconds are a host's, too.
-Like jobs of one process compile once.
+There are two hosts and a shaped link, as in `race.py`. `crossover` has all jobs in one process per
+host. `fused-k` has one process per job, all running at once; we also run it without keeping memory
+in large pages as `jaxcross launch` does. Peak memory is that of the resident set while steps run
+that have already been compiled, summed over a host's processes. Compilations and their seconds are
+also per host. Identical jobs of one process compile only once.
 
-With `--booked`: what the jobs of one process book before their first steps (`Runner(memory=...)`),
-over what they need, uncut and cut in four. It is to be 0.98 to 1.15.
+`--booked` compares what the jobs of one process book before their first steps
+(`Runner(memory=...)`) with what they need, uncut and cut in four. The ratio should be 0.98 to 1.15.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WAYS = {
 
 
 def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None) -> dict[str, Any]:
-    """One number of jobs in one of the ways, in a lab of its own."""
+    """Measures k jobs in one of the ways, in a separate lab."""
     name, keeps_memory = WAYS[way]
     rival = RIVALS[name]
     with (
@@ -46,7 +45,7 @@ def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None)
         entrants = Entrants(stage, CASES[k], smoke, [rival], image_size=image_size)
         entrants.start(
             rival.team, rests=False
-        )  # who has rested takes all of it back at once, needed or not
+        )  # after a rest, a process takes all memory back at once, needed or not
         run = entrants.run(rival, 2)
         facts = entrants.start_up[rival.team]
     return {
@@ -57,7 +56,7 @@ def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None)
 
 
 def numbers(words: str) -> list[int]:
-    """For `argparse`: how many jobs, each of which has its case."""
+    """For `argparse`: numbers of jobs, each of which must have a case."""
     known = {str(k): k for k in CASES}
     if unknown := [word for word in words.split(",") if word not in known]:
         raise argparse.ArgumentTypeError(
@@ -67,7 +66,7 @@ def numbers(words: str) -> list[int]:
 
 
 def booked(args: argparse.Namespace) -> int:
-    """What jobs book, over what they need."""
+    """Compares what jobs book with what they need."""
     result: dict[str, Any] = {"booked": []}
     for jobs in [1, 2] if args.smoke else args.jobs:
         for cut in memory_booked.CUTS:

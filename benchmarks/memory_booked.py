@@ -1,10 +1,9 @@
-"""The part of memory.py that compares what jobs book with what they need: k jobs of one process on
-each of two ranks.
+"""The part of memory.py that compares what jobs book with what they need, on two ranks.
 
-Booked is what `Runner(memory=...)` counts before the first steps. Needed is the peak of the
-resident set during later steps of the same jobs, compiled before, less what the process held before
-they began; the rank that needs most. On an accelerator it is the device's own count. Run as a
-script, this file is a rank.
+"Booked" is what `Runner(memory=...)` counts before the first steps. "Needed" is the peak of the
+resident set during later steps of the same jobs, which have already been compiled, minus what the
+process held before they started. We take the rank that needs most. On an accelerator, it's the
+device's own count. If you run this file as a script, it's a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rivals.serving import status_bytes
 RANKS = 2
 STEPS = 5
 CUTS = ("whole", 4)
-WIDTHS = {"mlp": 4096, "mlp_2048": 2048}  # state and gradients of the wider one are 400 MB
+WIDTHS = {"mlp": 4096, "mlp_2048": 2048}  # the wider one's state and gradients take 400 MB
 WORKLOADS = (*WIDTHS, "resnet50", "gpt")
 
 
@@ -39,14 +38,16 @@ def measure(
         workload: One of `WORKLOADS`.
         jobs: Number of jobs, all alike.
         cut: As for `crossover`.
-        smoke: Toy sizes, where what MPI and threads need is more than the arrays.
-        stand_in: Whether a second CPU device stands for an accelerator; None for no accelerator.
+        smoke: Toy sizes. MPI and threads then need more memory than the arrays.
+        stand_in: Whether a second CPU device stands in for an accelerator. None means no
+            accelerator.
     """
     words = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut)]
     words += ["--smoke"] * smoke + (
         [] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"]
     )
-    # Arrays come from the kernel and go back to it, so that the resident set is what is in use.
+    # With this setting, arrays are mapped from the kernel and returned to it, so the resident set
+    # is what is in use.
     tunables = "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1"
     environ = {**gpu_ranks.shared_by(RANKS, os.environ), "GLIBC_TUNABLES": tunables}
     ranks = answer(__file__, [*words, "--out"], RANKS, environ=environ)
@@ -57,7 +58,6 @@ def measure(
 
 
 def shown(row: dict[str, Any]) -> str:
-    """One line for a person."""
     return (
         f"{row['jobs']} x {row['workload']}, cut {row['cut']}: needed "
         f"{row['needed_bytes'] / 1e6:.0f} MB, booked {row['booked_bytes'] / 1e6:.0f} MB "
@@ -66,7 +66,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def rank_main() -> None:
-    """Runs the jobs twice on one rank: to compile, and to measure."""
+    """Runs the jobs twice on one rank: first to compile, then to measure."""
     options = argparse.ArgumentParser()
     for name in ("workload", "cut", "out"):
         options.add_argument(f"--{name}", required=True)
@@ -94,7 +94,7 @@ def rank_main() -> None:
         for _ in job.batches(itertools.repeat(0), STEPS):
             state, metrics = step(state, batch)
             job.log(metrics)
-            if job.step == 2:  # what initial states took on the way is not of the steps
+            if job.step == 2:  # leave out temporaries of the initial states
                 meter.reset_peak()
         return state
 
@@ -109,7 +109,7 @@ def rank_main() -> None:
     gc.collect()
     before = (
         meter.in_use() - world.arena.nbytes
-    )  # its jobs need the buffers again that these have received into
+    )  # the next jobs need the arena's receive buffers again
     booked = run()
     gradients = sum(x.nbytes for x in jax.tree.leaves(work.state(0)[0]))
     found = {"booked_bytes": booked, "needed_bytes": meter.peak() - before}
@@ -128,8 +128,9 @@ def _workload(name: str, smoke: bool) -> workloads.Workload:
 
 
 class _Meter:
-    """Bytes that this process, or its accelerator, has in use. The accelerator's peak is that of
-    its whole time.
+    """The bytes in use by this process or its accelerator.
+
+    The accelerator's peak can't be reset, so it's the peak since the process started.
     """
 
     def __init__(self, device: Any) -> None:

@@ -1,14 +1,13 @@
-"""In how many orders can a few jobs on a few ranks happen, and does the interleaver hold its
-promises in all of them?
+"""Does the interleaver keep its promises in every possible order of a few jobs on a few ranks?
 
     python benchmarks/model_check.py [--json FILE] [--smoke]
 
-Each case is explored to its end by `explore`: every move of every thread in every order, on real
-interleavers. It stops with the moves that lead there if a rule is broken, ranks meet in different
-slots, a rank comes to a stand or a thread is left behind; and if a case ends in another way than it
-must. states: of one rank; meetings: sets of states in which ranks meet at a slot of the exchange
-lane; joint: states of all ranks together that these stand for, at the least. Failures are put at
-every segment, when dispatched and later, on one rank, and in the loop.
+`explore` explores each case to its end: every move of every thread in every order, on real
+interleavers. If a rule is broken, ranks enter different slots, a rank gets stuck or a thread is
+left behind, it stops with the moves that lead there. We also fail if a case ends in an unexpected
+way. states: states of one rank. meetings: sets of states in which ranks enter a slot of the
+exchange lane together. joint: a lower bound on the states of all ranks together that these
+represent. We inject failures in every segment, at dispatch and later, on one rank, and in the loop.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from workloads import parser, write_json
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checker is no part of the package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checker isn't part of the package
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Sync
@@ -54,16 +53,16 @@ POLICIES = {
 
 INTERRUPT = ((m.StopRequested(),), (), (), ())  # on rank 0, at any moment
 
-Expected = set[str]  # how the jobs may end, in the order of the jobs
+Expected = set[str]  # how the jobs may end, in their order
 
 
 def step(graph: StepGraph, **fails: str) -> Step:
-    """One call; `step(PLAIN, s2="complete")`: segment 2 fails on the device."""
+    """One call. With `step(PLAIN, s2="complete")`, segment 2 fails on the device."""
     return Step(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
 
 
 def fed(batches: int, graph: StepGraph) -> Script:
-    """A loop over batches that are prepared meanwhile."""
+    """A loop over batches that are prepared in the meantime."""
     prepared = tuple(Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches))
     return (
         *prepared,
@@ -73,17 +72,17 @@ def fed(batches: int, graph: StepGraph) -> Script:
 
 
 def alike(ranks: int, *jobs: Script, **options: Any) -> Case:
-    """The same on all ranks."""
+    """The same jobs on all ranks."""
     return Case(scripts=(jobs,) * ranks, **options)
 
 
 def one_bad(ranks: int, bad: Script, *good: Script, **options: Any) -> Case:
-    """The first job is another one on rank 0."""
+    """The same jobs on all ranks, except that the first job is `bad` on rank 0."""
     return Case(scripts=((bad, *good[1:]), *((good,) * (ranks - 1))), **options)
 
 
 def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
-    """Name, case, and how it must end."""
+    """Yields each case's name, the case, and how it may end."""
     ended = {"ended"}
     for ranks in (2,) if smoke else (2, 3, 4):
         yield f"{ranks} ranks, 1 job, 2 steps", alike(ranks, (step(PLAIN), step(PLAIN))), ended
@@ -207,8 +206,9 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
 
 
 def on_three_ranks(requested: list[tuple[m.JobRequested]]) -> Iterator[tuple[str, Case, Expected]]:
-    """Faults and wishes of one rank that two others hear of. `requested`: to stop, to rest, to go
-    on.
+    """Faults and requests of one rank that two other ranks have to handle.
+
+    `requested` has the requests to stop, to pause and to resume.
     """
     good, stop, rest = (step(PLAIN),), requested[0], (*requested[1], *requested[2])
     for segment in (0, 2):

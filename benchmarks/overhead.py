@@ -1,15 +1,14 @@
-"""What does the cut cost when there is nothing to hide: one job, one rank, against plain `jax.jit`
-of the same step?
+"""What does the cut cost if there's nothing to hide: one job on one rank, against plain `jax.jit`?
 
     python benchmarks/overhead.py [--json FILE] [--smoke] [--cores N]
 
-Times: short runs of the plain step, of the cut one and of its computing parts under plain `jax.jit`
-(`by_hand`: what splitting costs whoever does it) alternate; the figure is the difference of their
-medians, and the median of the differences of neighbouring runs. Host time a segment: of calls that
-only dispatch. Memory: peak live bytes of the cut program (its hand-overs and XLA's buffer
-assignment) over XLA's own figure for the fused step.
+Times: we alternate short runs of the plain step, of the cut step, and of its compute segments under
+plain `jax.jit` (`by_hand`, which is what any splitting by hand would cost). We report the
+difference of the medians, and the median of the differences of neighbouring runs. Host time per
+segment: of calls that only dispatch. Memory: peak live bytes of the cut program (its hand-overs and
+XLA's buffer assignment) over XLA's own figure for the fused step.
 
-A rank has one core, as where ranks share a host; `--cores 0` takes all.
+A rank has one core, as if ranks shared a host. `--cores 0` uses all cores.
 """
 
 from __future__ import annotations
@@ -42,8 +41,9 @@ def plain_and_cut(work: Workload, cut: Any = "whole") -> tuple[Any, Any]:
 
 
 def by_hand(step: Any, state: Any, batch: Any) -> Callable[..., Any]:
-    """The computing parts of a cut step, each under `jax.jit`. The exchange is left out: there is
-    one rank.
+    """Returns the cut step with each compute segment under `jax.jit`.
+
+    The exchange is left out, because there's only one rank.
     """
     program = stages.cut(step.trace(state, batch))
     compiled = stages.compile(program)
@@ -73,9 +73,7 @@ def by_hand(step: Any, state: Any, batch: Any) -> Callable[..., Any]:
 
 
 def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
-    """Seconds a step of each rival, in turn, and what the cut and the split by hand take longer
-    than plain jit.
-    """
+    """Times the rivals in turn, and compares the cut and the split by hand with plain jit."""
     batch = work.batch(0)
     plain, crossed = plain_and_cut(work)
     rivals = {"jit": plain, "jaxcross": crossed, "by_hand": by_hand(crossed, work.state(0), batch)}
@@ -94,8 +92,9 @@ def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
 
 
 def host_time_us(work: Workload, *, repeats: int) -> dict[str, float]:
-    """CPU time of the calling thread in a call that only dispatches, divided by the program's
-    segments.
+    """Returns the calling thread's CPU time in a call that only dispatches.
+
+    It's reported per step and per segment.
     """
     _, step = plain_and_cut(work)
     state, batch = work.state(0), work.batch(0)
@@ -114,8 +113,9 @@ def host_time_us(work: Workload, *, repeats: int) -> dict[str, float]:
 
 
 def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
-    """Peak live bytes: fused, and each cut over it, with and without the buffers that exchanges
-    hold.
+    """Returns the peak live bytes of the fused step, and those of each cut relative to it.
+
+    The cuts count with and without the buffers that exchanges hold.
     """
     state, batch = work.state(0), work.batch(0)
     plain, step = plain_and_cut(work)
@@ -146,7 +146,7 @@ def main() -> None:
     as_rank(args.cores)
     warnings.filterwarnings(
         "ignore", message="Some donated buffers"
-    )  # by hand, more is given than can be used
+    )  # not all donated arguments of the split by hand can be used
     jaxcross.initialize()
     if args.smoke:
         big, language, repeats, cuts = (

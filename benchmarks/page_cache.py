@@ -1,7 +1,6 @@
-"""What of a data set's files the operating system keeps in memory: look, drop, fill. Measures
-nothing itself.
+"""Inspects, drops and fills the page cache of a data set's files. Measures nothing itself.
 
-Only the files that are named are touched; no root is needed, and other programs' files stay cached.
+Only the named files are touched, so other programs' files stay cached. You don't need root.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ import numpy as np
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The record files of a TFDS folder."""
+    """Returns the record files of a TFDS folder."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and "array_record" in path.name
     )
 
 
 def drop(files: Iterable[Path]) -> None:
-    """Asks the kernel to forget the files. It may keep what is dirty or mapped: see
-    `resident_share`.
+    """Asks the kernel to drop the files from its page cache.
+
+    The kernel may keep pages that are dirty or mapped: see `resident_share`.
     """
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)  # a page that is not on the disk yet cannot be dropped
+            os.fsync(fd)  # a page can't be dropped before it's on the disk
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
 
 
 def fill(files: Iterable[Path]) -> None:
-    """Reads the files once."""
     for path in files:
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 24):
@@ -44,7 +43,7 @@ def fill(files: Iterable[Path]) -> None:
 
 
 def resident_share(files: Iterable[Path]) -> float | None:
-    """Which share of the files' pages is in memory. None where the kernel does not say."""
+    """Returns the fraction of the files' pages in memory, or None if the kernel doesn't say."""
     libc = ctypes.CDLL(None, use_errno=True)
     there = pages = 0
     for path in files:
@@ -58,7 +57,7 @@ def resident_share(files: Iterable[Path]) -> float | None:
             failed = libc.mincore(
                 *map(ctypes.c_void_p, (view.ctypes.data, size, marks.ctypes.data))
             )
-            del view  # the mapping cannot be closed under it
+            del view  # a mapping can't be closed while it has views
         if failed:
             return None
         there += int((marks & 1).sum())

@@ -1,4 +1,4 @@
-"""Ratios of two rivals' times that were taken by turns, with the uncertainty of their median."""
+"""Ratios of the times of two rivals that took turns, with the uncertainty of their median."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 
 def ratios(new: Sequence[float], old: Sequence[float]) -> dict[str, Any]:
-    """Ratios of paired numbers, their median, and its 95% interval from their order, None of fewer
-    than six pairs.
+    """Returns ratios of paired numbers and their median.
+
+    The median's 95% interval follows from order statistics. It's None for fewer than six pairs.
     """
     from scipy import stats
 

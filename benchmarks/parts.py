@@ -1,6 +1,4 @@
-"""Benchmarks that measure part after part, at several rates of the link. Measures nothing
-itself.
-"""
+"""Helpers for benchmarks that measure part after part at several rates. Measures nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ def parse_options(
     only_help: str = "in this order",
     rates_help: str | None = None,
 ) -> argparse.Namespace:
-    """Adds the options of such a benchmark, with these defaults and help texts, to a command line;
-    parses it.
-    """
+    """Adds the options of such a benchmark to a command line, and parses it."""
     line.add_argument("--only", type=words, default=list(parts), metavar="PART,...", help=only_help)
     line.add_argument(
         "--rates", type=numbers, default=list(rates), metavar="MBIT,...", help=rates_help
@@ -51,7 +47,7 @@ def numbers(text: str) -> list[int]:
 
 
 def is_over(part: str, rate: int, *, begin: float, minutes: float) -> bool:
-    """Whether a part would begin too late; prints that it is left out."""
+    """Returns whether it's too late to start a part. If so, prints that the part is left out."""
     late = time.monotonic() - begin > 60 * minutes
     if late:
         print(f"{part} at {rate} Mbit/s is left out: {minutes:g} minutes are over", flush=True)
@@ -59,6 +55,6 @@ def is_over(part: str, rate: int, *, begin: float, minutes: float) -> bool:
 
 
 def in_order(ways: Sequence[Any], repeat: int) -> list[Any]:
-    """Returns the ways in the order of a repeat: each repeat begins with another one."""
+    """Returns the ways in the order of a repeat: each repeat starts with a different way."""
     first = repeat % len(ways)
     return [*ways[first:], *ways[:first]]

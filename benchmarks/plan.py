@@ -1,29 +1,29 @@
-"""Can the time of several jobs next to each other be predicted from runs of each job alone?
+"""Can we predict the time of several jobs running together from runs of each job alone?
 
-    python benchmarks/plan.py [--only equal,unequal,pair,variants,ResNet-50] [--cases A,B] [--rates
-    500,1000,2000]
-        [--repeats 3] [--minutes 18] [--json FILE] [--png FILE] [--draw] [--smoke]
+    python benchmarks/plan.py [--only equal,unequal,pair,variants,ResNet-50] [--cases A,B]
+        [--rates 500,1000,2000] [--repeats 3] [--minutes 18] [--json FILE] [--png FILE] [--draw]
+        [--smoke]
 
-On two hosts with one core each and a real link. In each repeat every kind of job runs alone, then
-all cases of a part run, in another order each time. A prediction is the twin's
-(`jaxcross.plan.predict`) of the profiles of the solo runs, their mean over all repeats, with the
-contention of `jaxcross.plan.contention` at the rate; no run of several jobs enters it. T is seconds
-a job-step from the moment at which all jobs have made their first step, which gets memory from the
-kernel, to the end of the last span; a step under way at that moment counts with the share of its
-time that comes after. `whole_s` has the predicted and the measured seconds with the first steps.
-Parts:
-  equal      two and three equal jobs, and two unlike ones, at three rates; `jaxcross.estimate` of
-             the equal ones
+There are two hosts with one core each and a real link. In each repeat, every kind of job runs
+alone, and then all cases of a part run, in a different order each time. A prediction is the twin's
+(`jaxcross.plan.predict`). Its inputs are the profiles of the solo runs, averaged over all repeats,
+and the contention of `jaxcross.plan.contention` at the rate. It uses no run of several jobs. T is
+the seconds per job-step from the moment at which all jobs have made their first step, because those
+steps get their memory from the kernel, to the end of the last span. A step in progress at that
+moment counts with the fraction of its time that comes after. `whole_s` has the predicted and
+measured seconds including the first steps. Parts:
+  equal      two and three equal jobs, and two different ones, at three rates; `jaxcross.estimate`
+             of the equal ones
   unequal    a large job and a small one: whole steps, in pieces, in pieces with equal shares
-  pair       the same two jobs in the pieces and at the shares that `jaxcross.plan.rates` chooses
-             from solo runs
-  variants   two jobs with bfloat16 on the wire; two jobs that are cut in four
-  ResNet-50  two ResNet-50
-ratio: predicted T over achieved T, of the median repeat. interval: from 5% below the prediction to
-10% above it, and half of what solo runs differ by. attribution: what the round took longer than
-predicted, by cause, over the predicted round. A part that does not begin within `--minutes` is left
-out; FILE is written after each part, and keeps rows of earlier runs that are not made again.
-`--draw` only draws FILE's rows.
+  pair       the same two jobs, with the pieces and shares that `jaxcross.plan.rates` chooses from
+             solo runs
+  variants   two jobs with bfloat16 on the wire; two jobs cut in four
+  ResNet-50  two ResNet-50 jobs
+ratio: predicted T over achieved T, where the latter is the median of the repeats. interval: from 5%
+below to 10% above the prediction, widened on both sides by half of the difference between solo
+runs. attribution: by how much the round took longer than predicted, by cause, relative to the
+predicted round. A part that would start after `--minutes` is skipped. FILE is written after each
+part and keeps the rows of earlier runs that aren't measured again. `--draw` only draws FILE's rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from jaxcross.report import Report
 
 PAIR_RATE = 500
 LEAST = 6
-"""Steps of the slowest job of a run."""
+"""Steps that the slowest job of a run makes at least."""
 RACE = Path(__file__).parent / "results" / "race.json"
 
 
@@ -91,7 +91,7 @@ def main() -> int:
 
 @dataclass(kw_only=True)
 class Bench:
-    """The ranks, and what they are asked."""
+    """The ranks, and the runs that we request from them."""
 
     args: argparse.Namespace
     stage: Stage
@@ -101,7 +101,7 @@ class Bench:
     runs: int = 0
 
     def is_over(self, part: str, rate: int) -> bool:
-        """Whether there is nothing to do for a part at a rate, or no time left."""
+        """Returns whether there's nothing to do for a part at a rate, or no time left."""
         wanted = rate == PAIR_RATE if part == "pair" else bool(self._cases(part, rate))
         return not wanted or is_over(part, rate, begin=self.begin, minutes=self.args.minutes)
 
@@ -110,7 +110,7 @@ class Bench:
         return [name for name in every if not self.args.cases or name in self.args.cases]
 
     def cases(self, part: str, rate: int) -> dict[str, list[dict[str, Any]]]:
-        """Runs a part's cases at a rate, next to solo runs of their kinds."""
+        """Runs a part's cases at a rate, along with solo runs of their kinds."""
         self._set_rate(rate)
         names = self._cases(part, rate)
         kinds = list(dict.fromkeys(kind for name in names for kind in CASES[name].kinds))
@@ -130,7 +130,7 @@ class Bench:
         return {"rows": rows, "solo": alone, "estimates": self._estimates(rows, alone)}
 
     def pair(self) -> dict[str, list[dict[str, Any]]]:
-        """Runs the unequal pair as `choose_rates` would have it."""
+        """Runs the unequal pair with the pieces and shares that `choose_rates` chooses."""
         self._set_rate(PAIR_RATE)
         cuts: list[dict[int, str]] = [
             {1: "large", **{n: f"large cut in {n}" for n in PIECES}},
@@ -196,7 +196,7 @@ class Bench:
         self.rate = rate
 
     def _first(self, kind: str) -> Profile:
-        """A first run, which compiles and gets memory."""
+        """Makes a kind's first run, which compiles and allocates memory."""
         begin = time.perf_counter()
         profile = self._solo(kind, 5)
         print(
@@ -229,7 +229,7 @@ class Bench:
         return {**self.stage.ask(self.team, "run", jobs=jobs, **facts)[0], "report": out}
 
     def _plan(self, name: str, first: Mapping[str, Profile]) -> list[int]:
-        """Steps of each job, so that all end at about the same time."""
+        """Returns the steps of each job, so that all jobs end at about the same time."""
         case = CASES[name]
         profiles = [plan_show.pooled([first[kind]], f"job{n}") for n, kind in enumerate(case.kinds)]
         twin = predict(profiles, policy=_policy(case.shares), contention=self._contention)
@@ -293,9 +293,7 @@ class Bench:
     def _estimates(
         self, rows: Sequence[dict[str, Any]], solo: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """What `jaxcross.estimate` predicts of equal jobs, against what they gained over their solo
-        runs.
-        """
+        """Compares `jaxcross.estimate` of equal jobs with what they gained over their solo runs."""
         found = []
         for kind in dict.fromkeys(
             ESTIMATED[row["case"]] for row in rows if row["case"] in ESTIMATED
@@ -333,7 +331,7 @@ def _policy(shares: Sequence[float]) -> Policy:
 
 
 def earlier(path: Path | None) -> dict[str, Any]:
-    """Returns what the file has, and the kept rows of the race, predicted."""
+    """Returns the file's contents, and predictions for the kept rows of the race."""
     result = kept(path, {"rows": [], "solo": [], "estimates": [], "pair": []})
     result["race"] = plan_show.race_rows(json.loads(RACE.read_text()))
     return result

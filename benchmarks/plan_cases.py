@@ -1,5 +1,6 @@
-"""What `plan.py` predicts and runs: kinds of jobs, and which of them run together. Plain data;
-imports no framework.
+"""The kinds of jobs that `plan.py` predicts and runs, and which of them run together.
+
+Plain data. Imports no framework.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from rivals.cases import RESNET, TOY_LANGUAGE, TOY_RESNET, Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A job's step: jobs of one kind share it, and a profile.
+    """A job's step. Jobs of the same kind share the step and its profile.
 
     Attributes:
         spec: The model.
@@ -29,10 +30,10 @@ class Case:
     """Jobs that run together.
 
     Attributes:
-        kinds: Name of each job's kind.
-        rates: Megabits per second of the link, at each of which it runs.
-        shares: Those of `Weighted`; round robin without any.
-        part: Cases of one part run in turn, next to the same solo runs.
+        kinds: The name of each job's kind.
+        rates: The link rates at which the case runs, in megabits per second.
+        shares: The shares of `Weighted`. Without shares, the policy is round robin.
+        part: Cases of the same part run in turn, along with the same solo runs.
     """
 
     kinds: tuple[str, ...]
@@ -53,7 +54,7 @@ _LANGUAGE, _LARGE, _SMALL = (
     _language(2, 192, 1024),
 )
 PIECES = (2, 4, 8, 16)
-"""Cuts of the large job of an unequal pair, next to the whole step."""
+"""The cuts of an unequal pair's large job, in addition to the whole step."""
 
 KINDS: dict[str, Kind] = {
     "language": Kind(spec=_LANGUAGE),
@@ -80,7 +81,7 @@ CASES: dict[str, Case] = {
 }
 PARTS = ("equal", "unequal", "pair", "variants", "ResNet-50")
 ESTIMATED = {"two": "language", "three": "language", "two ResNet-50": "ResNet-50"}
-"""Cases of equal jobs -> their kind, of which `jaxcross.estimate` predicts the gain."""
+"""Cases of equal jobs -> their kind, whose gain `jaxcross.estimate` predicts."""
 
 _TINY = Spec(model="transformer", options=(*TOY_LANGUAGE.options[:-1], ("vocabulary", 64)))
 _TOYS = {
@@ -93,6 +94,6 @@ _TOYS = {
 
 
 def kind_of(name: str, *, smoke: bool) -> Kind:
-    """Returns a kind, at toy size if asked."""
+    """Returns a kind, at toy size if `smoke` is set."""
     kind = KINDS[name]
     return replace(kind, spec=_TOYS[kind.spec]) if smoke else kind

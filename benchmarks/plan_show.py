@@ -1,6 +1,4 @@
-"""What is made of predictions and runs: intervals, verdicts, where a miss comes from, lines and a
-picture. Pure.
-"""
+"""Derives intervals, verdicts, causes, lines and a picture from predictions and runs. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +15,16 @@ from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
 
 AGREE, WITHIN, ESTIMATE_WITHIN = 0.03, 0.05, 0.10
-"""Spread of the repeats of a case that counts; how far a prediction may be off; how far an estimate
-may be.
+"""Largest spread of the repeats of a case that counts.
+
+Then the largest relative errors of a good prediction and of a good estimate.
 """
 BELOW, ABOVE = 0.95, 1.10
-"""Ends of an interval, over the prediction."""
+"""The ends of an interval, relative to the prediction."""
 
 
 def pooled(profiles: Sequence[Profile], name: str) -> Profile:
-    """Returns the mean of several solo runs of one kind, under another name."""
+    """Returns the mean of several solo runs of one kind, under a different name."""
     seconds = tuple(
         statistics.fmean(each) for each in zip(*(p.seconds for p in profiles), strict=True)
     )
@@ -35,15 +34,15 @@ def pooled(profiles: Sequence[Profile], name: str) -> Profile:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Returns the distance between the largest and the smallest, over the median."""
+    """Returns the difference between the largest and the smallest value, over the median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
 def s_per_step(spans: Iterable[Span]) -> float:
-    """Returns the seconds a job-step of a run once all jobs have made their first step, on the
-    slowest rank.
+    """Returns a run's seconds per job-step after all jobs have made their first step.
 
-    A step that is under way then counts with the share of its time that comes after.
+    The result is that of the slowest rank. A step in progress at that moment counts with the
+    fraction of its time that comes after.
     """
     steps: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
     for span in spans:
@@ -66,21 +65,19 @@ def s_per_step(spans: Iterable[Span]) -> float:
 
 
 def interval_s(predicted_s: float, apart: float) -> tuple[float, float]:
-    """Returns the seconds a job-step between which a run is expected: from 5% below the prediction
-    to 10% above.
+    """Returns the seconds per job-step between which we expect a run.
 
-    Runs lose to caches and memory what no solo run shows, so that the interval reaches further up:
-    as far as 36 of 37 kept rows of the race need. Half of the difference between solo runs comes on
-    top.
+    The interval goes from 5% below the prediction to 10% above it. It reaches further up because
+    runs lose time to caches and memory, which no solo run shows. 10% is what 36 of the race's 37
+    kept rows need. Half of the difference between solo runs is added on both sides.
     """
     return predicted_s * (BELOW - apart / 2), predicted_s * (ABOVE + apart / 2)
 
 
 def attribution(predicted: Prediction, run: Report) -> dict[str, float]:
-    """Returns where the difference of two rounds comes from, each part as a share of the predicted
-    round.
+    """Returns the causes of the difference between two rounds, as shares of the predicted round.
 
-    Empty where one of them has no round.
+    Empty if the prediction or the run has no round.
     """
     if not predicted.rounds.period_s or not run.rounds.period_s:
         return {}
@@ -111,8 +108,8 @@ def breakdown(prediction: Prediction) -> dict[str, Any]:
 
 
 def race_rows(race: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns predictions for the kept rows of the race whose jobs run whole, from c and m as
-    measured there.
+    """Returns predictions for the race's kept rows with whole jobs, from the c and m of the
+    race.
     """
     found = []
     for row in race["rows"]:
@@ -146,8 +143,9 @@ def race_rows(race: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def rates(ends: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the steps a second of each job, over its steps that end while all run, without the
-    first tenth.
+    """Returns each job's steps per second, over its steps that end while all jobs run.
+
+    The first tenth of that time is left out.
     """
     last = min(each[-1] for each in ends.values())
     inside = {name: [t for t in each if last / 10 < t <= last] for name, each in ends.items()}
@@ -160,7 +158,7 @@ def rates(ends: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def keep(result: dict[str, Any], made: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Puts rows into a result, in the place of older ones of the same."""
+    """Puts rows into a result, and replaces older rows of the same case, kind and rate."""
 
     def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return row.get("case"), row.get("kind"), row["rate"]
@@ -171,7 +169,7 @@ def keep(result: dict[str, Any], made: Mapping[str, list[dict[str, Any]]]) -> No
 
 
 def verdict(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how many predictions are as good as they should be."""
+    """Counts how many predictions are as accurate as they should be."""
     counted = [row for row in result["rows"] if row["spread"] <= AGREE]
     found: dict[str, Any] = {
         "rows": len(result["rows"]),
@@ -191,7 +189,6 @@ def verdict(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def say(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line."""
     low, high = row["interval_s"]
     causes = sorted(row["attribution"].items(), key=lambda item: -abs(item[1]))[:2]
     why = ", ".join(f"{cause} {share:+.1%}" for cause, share in causes)
@@ -206,9 +203,7 @@ COLOURS = {500: "#0072b2", 1000: "#e69f00", 2000: "#009e73"}
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture of predicted against achieved seconds a job-step, relative to the
-    prediction.
-    """
+    """Draws measured over predicted seconds per job-step."""
     from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))

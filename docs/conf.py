@@ -24,8 +24,9 @@ napoleon_use_ivar = True
 
 
 def mark_code(app, what, name, obj, options, lines):
-    """Makes code blocks of a docstring's fences, which reStructuredText takes for text between
-    quotes.
+    """Turns the fenced code blocks of a docstring into reStructuredText code blocks.
+
+    Otherwise, reStructuredText would take the fences for inline literals.
     """
     marked, code = [], False
     for line in lines:
@@ -40,5 +41,5 @@ def mark_code(app, what, name, obj, options, lines):
 
 
 def setup(app):
-    # Before napoleon, which has a priority of 500.
+    # Runs before napoleon, which has priority 500.
     app.connect("autodoc-process-docstring", mark_code, priority=400)

@@ -1,11 +1,12 @@
-"""Waves in a basin with walls, written with mpi4jax: a rank sends to the neighbours that it has.
+"""Waves in a walled basin, written with mpi4jax: each rank sends to the neighbours it has.
 
     mpirun -n 2 python -m mpi4py examples/basin.py
     mpirun -n 4 python -m mpi4py examples/basin.py --size 400 --steps 2000 --times
 
-Ranks hold blocks of the basin. Those at a wall have fewer neighbours, so the calls of mpi4jax
-differ by rank. The step runs three times: under `jax.jit`, under `jaxcross.crossover`, and as a job
-of a runner next to a training job that exchanges over a named axis. All three end in the same bits.
+Each rank holds a block of the basin. Ranks at a wall have fewer neighbours, so the mpi4jax calls
+differ from rank to rank. The example runs the step in three ways: under `jax.jit`, under
+`jaxcross.crossover`, and as a job of a runner alongside a training job that exchanges over a named
+axis. The results of all three are identical bit for bit.
 """
 
 import argparse
@@ -26,7 +27,9 @@ INNER = (slice(1, -1), slice(1, -1))
 
 
 class Block:
-    """This rank's part of the basin, with one row or column of its neighbours' at each side."""
+    """This rank's part of the basin, with one row or column of its neighbours' cells on each
+    side.
+    """
 
     def __init__(self, rank, ranks, size):
         self.grid = (2, ranks // 2) if ranks % 2 == 0 else (1, ranks)
@@ -38,14 +41,15 @@ class Block:
         self.shape = tuple(size // n for n in self.grid)
 
     def neighbour(self, axis, step):
-        """The rank on one side, None behind a wall."""
+        """The rank on one side, or None if there's a wall."""
         at = list(self.at)
         at[axis] += step
         return int(np.ravel_multi_index(at, self.grid)) if 0 <= at[axis] < self.grid[axis] else None
 
     def with_borders(self, field):
-        """The field with its neighbours' nearest rows and columns around it. At walls it is
-        continued.
+        """The field surrounded by its neighbours' nearest rows and columns.
+
+        At a wall, the field is continued instead.
         """
         field = jnp.pad(field, 1, "edge")
         for axis in (0, 1):
@@ -76,7 +80,7 @@ class Block:
 
 
 def make_step(block):
-    """One step of the linear shallow-water equations, first the velocities, then the height."""
+    """One step of the linear shallow-water equations: first the velocities, then the height."""
     dt = 0.5 * SPACING / np.sqrt(GRAVITY * DEPTH)
     walls = [block.neighbour(axis, 1) is None for axis in (0, 1)]
 
@@ -106,7 +110,7 @@ def repeated(step, state, steps):
 
 def basin_job(job, step, state, steps):
     crossed = jaxcross.crossover(step, axes="ranks")
-    state = job.restore(state, mode="local")  # each rank has its own block
+    state = job.restore(state, mode="local")  # each rank has a different block
     for _ in range(steps):
         state = crossed(state)
     return state
@@ -135,7 +139,7 @@ def equal(one, other):
 
 
 def race(rivals, state, steps, rounds=9):
-    """Milliseconds a step, the median of rounds in which rivals take turns."""
+    """Milliseconds per step: the median over rounds in which the rivals take turns."""
     times = {name: [] for name in rivals}
     for _ in range(rounds):
         for name, step in rivals.items():

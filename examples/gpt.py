@@ -1,5 +1,4 @@
-"""A small GPT on jaxcross's own documentation, letter by letter: cut over ranks by any mesh, alone
-and beside a twin.
+"""A small character-level GPT on jaxcross's own documentation, sharded over any mesh of ranks.
 
     python examples/gpt.py --mesh serial
     mpirun -n 4 python examples/gpt.py --mesh 2d
@@ -7,9 +6,10 @@ and beside a twin.
     mpirun -n 8 python examples/gpt.py --mesh 2.5d
     mpirun -n 4 python examples/gpt.py --mesh 2d --data FILE
 
-The model is the same on every mesh, and so is what it learns, to rounding. Two jobs with unlike
-learning rates are trained one after the other and in crossover, end in the same bits, and are
-gathered to write a few letters each.
+The model is the same on every mesh, and so is what it learns, up to rounding. The example trains
+two jobs with different learning rates, first one after the other and then in crossover. Both ways
+produce identical states bit for bit. Finally, the parameters are gathered and each job writes a few
+characters.
 """
 
 import argparse
@@ -30,12 +30,13 @@ from jaxcross import tensor
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ALPHABET = [chr(code) for code in range(32, 127)] + [
     "\n"
-]  # 96 letters: divided by 2, 3, 4, 6 and 8 ranks
+]  # 96 characters: divisible by 2, 3, 4, 6 and 8 ranks
 
 
 def text(file, length):
-    """The file, or every page of the documentation, as numbers below 96. Letters outside the
-    alphabet are left out.
+    """The file, or every page of the documentation, as numbers below 96.
+
+    Characters outside the alphabet are dropped.
     """
     number = {letter: n for n, letter in enumerate(ALPHABET)}
     pages = "\n".join(page.read_text() for page in ([file] if file else sorted(DOCS.glob("*.md"))))
@@ -49,7 +50,7 @@ def text(file, length):
 
 
 def mesh_for(kind, ranks, depth):
-    """All ranks as one mesh of that kind."""
+    """All ranks as a single mesh of this kind."""
     if kind == "serial" and ranks > 1:
         raise SystemExit(f"--mesh serial is for one rank, but there are {ranks}.")
     if kind in ("serial", "1d"):
@@ -64,8 +65,9 @@ def mesh_for(kind, ranks, depth):
 
 
 def batches(data, steps, batch_size, length, mesh, rank):
-    """This rank's rows of random global batches: the same numbers are drawn on every rank, and
-    cut.
+    """This rank's rows of random global batches.
+
+    Every rank draws the same random numbers and keeps its own rows.
     """
     rng = np.random.default_rng(1)
     for _ in range(steps):
@@ -91,9 +93,7 @@ def make_step(model, tx):
 
 
 def check_copies(world, model, specs, batch):
-    """Refuses, before the first step, parameters and rows that ranks should hold alike and do
-    not.
-    """
+    """Raises if parameters or rows that should be identical across ranks differ."""
     mesh, params = model.mesh, tensor.init(model, jax.random.key(0), batch["tokens"], world.rank)
     rows = jax.tree.map(lambda _: PartitionSpec(mesh.batch or None), batch)
 
@@ -107,7 +107,7 @@ def check_copies(world, model, specs, batch):
 
 
 def write(model, params, prompt, letters, key):
-    """What the serial model writes after `prompt`, letter by letter; sends nothing."""
+    """What the serial model writes after `prompt`, one character at a time. Doesn't communicate."""
     model = model.clone(mesh=tensor.Mesh())
 
     @jax.jit
@@ -125,7 +125,7 @@ def write(model, params, prompt, letters, key):
 
 
 def train_all(world, policy, model, step, tx, data, args):
-    """Trains one job for each learning rate; returns the report and the final states."""
+    """Trains one job for each learning rate. Returns the report and the final states."""
     mesh = model.mesh
 
     def train(job, lr):
@@ -175,7 +175,7 @@ def main():
     say = print if world.rank == 0 else lambda *_, **__: None
 
     mesh = mesh_for(args.mesh, world.size, args.depth)
-    if mesh.ranks == 1:  # as it must be
+    if mesh.ranks == 1:  # a single rank has nothing to exchange
         warnings.filterwarnings("ignore", message=".*has no exchange")
     model = tensor.Transformer(
         len(ALPHABET), args.features, args.layers, args.heads, args.length, mesh
@@ -183,7 +183,7 @@ def main():
     specs = tensor.partition(model, jax.ShapeDtypeStruct((1, args.length), jnp.int32))
     adam = optax.inject_hyperparams(optax.adamw)(
         learning_rate=0.0
-    )  # rates are data: one executable
+    )  # the rate is data, so both jobs share one executable
     tx = optax.chain(tensor.clip_by_global_norm(1.0, specs, mesh), adam)
     step = make_step(model, tx)
     data = text(args.data, args.length)

@@ -113,7 +113,7 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
     for folder in (
         args.output,
         args.json and args.json.parent,
-    ):  # before hours of training, not after them
+    ):  # fail before hours of training rather than after them
         try:
             folder and folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -128,8 +128,9 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
 def write_results(
     args: argparse.Namespace, rank: int, ways: dict[str, list[Any]], scores: dict[str, Any]
 ) -> None:
-    """Writes the files of `--output` and `--json`, on rank 0. A way's second run is called
-    `crossover-2`, and so on.
+    """Writes the files of `--output` and `--json` on rank 0.
+
+    The second run in crossover is called `crossover-2`, and so on.
     """
     reports = {
         f"{way}-{n}" if n > 1 else way: report

@@ -1,14 +1,13 @@
-"""ResNet on ImageNet by the reference recipe; several jobs (`--job`) share the accelerator in
-crossover.
+"""ResNet on ImageNet with the reference recipe: several jobs (`--job`) share one accelerator.
 
     jaxcross data synth DATA
     mpirun -n 2 python examples/imagenet_resnet.py --data-dir DATA --model resnet50 --steps 20 \\
         --job lr=0.1,seed=0 --job lr=0.4,seed=1 --policy compare
 
-SGD with Nesterov momentum, decay of kernels only, linear warm-up and cosine decay, after Goyal et
-al. (2017). `--policy compare` trains the jobs one after the other and again in crossover, in two
-turns of half the steps each, so that a machine that is busy for a while is so for both; and checks
-that the states are equal.
+The recipe follows Goyal et al. (2017): SGD with Nesterov momentum, weight decay on kernels only, a
+linear warm-up and a cosine decay. `--policy compare` trains the jobs one after the other and then
+again in crossover. It does so in two turns of half the steps each, so that if the machine is busy
+for a while, both ways are affected. It also checks that the final states are equal.
 """
 
 from functools import partial, update_wrapper
@@ -29,8 +28,8 @@ from jaxcross.data import Cache, SharedDecode, eval_batches, train_batches
 from jaxcross.lab import emulated_link
 from jaxcross.report import Comparison
 
-WARM_UP = 2  # steps before a comparison
-TURNS = 2  # of each way in a comparison
+WARM_UP = 2  # untimed steps before a comparison
+TURNS = 2  # turns of each way in a comparison
 
 
 class TrainState(train_state.TrainState):
@@ -45,7 +44,7 @@ def metrics_of(logits, labels, smoothing=0.0):
 
 
 def train_step(state, batch, smoothing=0.0):
-    """As Flax's ImageNet example writes it for pmap."""
+    """The step as Flax's ImageNet example writes it for `pmap`."""
 
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -62,7 +61,7 @@ def train_step(state, batch, smoothing=0.0):
         grads = lax.pmean(grads, "batch")
     metrics, stats = lax.pmean((metrics, stats), "batch")
     new = state.apply_gradients(grads=grads, batch_stats=stats, dynamic_scale=scale)
-    if finite is not None:  # float16 overflowed: parameters and momentum stay as they were
+    if finite is not None:  # float16 overflowed: keep the old parameters and momentum
         keep = partial(jax.tree.map, partial(jnp.where, finite))
         new = new.replace(
             params=keep(new.params, state.params), opt_state=keep(new.opt_state, state.opt_state)
@@ -78,7 +77,10 @@ def eval_step(state, batch):
 
 
 def recipe(steps, warmup_steps, weight_decay):
-    """The learning rate is injected: it is data, so jobs that differ in it share one executable."""
+    """The optimizer.
+
+    Its learning rate is injected as data, so jobs with different rates share one executable.
+    """
     end = max(steps, warmup_steps + 1)
     schedule = optax.warmup_cosine_decay_schedule(1 / (warmup_steps + 1), 1.0, warmup_steps, end)
 
@@ -99,7 +101,7 @@ def create_state(args, model, tx, init, *, lr, seed):
     variables = init(jax.random.key(seed))
     scale = dynamic_scale.DynamicScale(
         scale=jnp.float32(2**16)
-    )  # float32, not weakly so: the first step's type lasts
+    )  # strongly typed float32, so the type doesn't change after the first step
     stats, scale = variables["batch_stats"], scale if args.precision == "float16" else None
     state = TrainState.create(
         apply_fn=model.apply,
@@ -113,8 +115,8 @@ def create_state(args, model, tx, init, *, lr, seed):
 
 
 def train(args, world, name, step, states, data):
-    """Runs all jobs from `states`; returns the report and each job's final state."""
-    shared = SharedDecode(data)  # the jobs see the same images, which are decoded once
+    """Runs all jobs from `states`. Returns the report and each job's final state."""
+    shared = SharedDecode(data)  # all jobs use the same images, which are decoded once
     steps = data.steps - data.step
     jobs = [
         jaxcross.Job(job, step, state, shared.reader(), steps=steps)
@@ -177,9 +179,7 @@ def main():
             for n, (text, j) in enumerate(args.jobs)
         }
 
-    if (
-        args.policy == "compare"
-    ):  # else the run that comes first would compile, and get memory, for both
+    if args.policy == "compare":  # otherwise the first run would pay for compiling and memory
         say("Warming up ...")
         train(
             args,

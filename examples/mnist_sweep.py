@@ -1,11 +1,10 @@
-"""A sweep on handwritten digits: Optuna proposes learning rates and widths, and ends early what
-falls behind.
+"""A sweep on handwritten digits: Optuna proposes learning rates and widths and prunes poor trials.
 
     python examples/mnist_sweep.py
     jaxcross launch -n 2 examples/mnist_sweep.py
 
-The digits are the 1,797 images of 8x8 pixels that scikit-learn ships. Started again, a sweep goes
-on where it stood.
+The digits are the 1,797 images of 8x8 pixels that ship with scikit-learn. If you restart the sweep,
+it resumes where it left off.
 """
 
 import argparse
@@ -21,9 +20,9 @@ import jaxcross
 
 SGD = optax.inject_hyperparams(optax.sgd)(
     learning_rate=0.0, momentum=0.9
-)  # rates are data: one executable for all
+)  # rates are data: all trials share one executable
 IMAGES, LABELS = load_digits(return_X_y=True)
-ORDER = np.random.default_rng(0).permutation(len(LABELS))  # the same on every rank
+ORDER = np.random.default_rng(0).permutation(len(LABELS))  # identical across ranks
 IMAGES, LABELS = IMAGES[ORDER].astype(np.float32) / 16, LABELS[ORDER].astype(np.int32)
 TRAIN, TEST = slice(297, None), slice(0, 297)
 
@@ -85,7 +84,7 @@ args = parser.parse_args()
 world = jaxcross.initialize()
 study = optuna.create_study(
     direction="maximize", sampler=optuna.samplers.TPESampler(seed=0)
-)  # prunes by the median
+)  # prunes trials that are worse than the median
 space = {"lr": optuna.distributions.FloatDistribution(1e-4, 1, log=True), "width": [32, 64]}
 result = jaxcross.sweep(
     train,

@@ -1,11 +1,10 @@
-"""A Flax NNX multilayer perceptron in both NNX idioms, as two jobs in crossover that learn the same
-bits.
+"""A Flax NNX multilayer perceptron in both NNX styles, as two jobs in crossover with equal results.
 
     python examples/nnx_mlp.py
     mpirun -n 2 python examples/nnx_mlp.py
 
-Each job is an ordinary loop around an ordinary step; `jaxcross.crossover` stands where `nnx.jit`
-would.
+Each job is an ordinary loop around an ordinary step, with `jaxcross.crossover` in the place of
+`nnx.jit`. Both jobs learn the same parameters, bit for bit.
 """
 
 import argparse
@@ -37,7 +36,7 @@ def create(hidden):
 
 
 def update(model, optimizer, batch):
-    """The training step of both idioms: changes `model` and `optimizer` in place."""
+    """The training step of both styles. Changes `model` and `optimizer` in place."""
 
     def loss_fn(model):
         logits = model(batch["x"])
@@ -49,7 +48,7 @@ def update(model, optimizer, batch):
 
 
 def functional(job, hidden, data):
-    """The state is an argument and a result; it is merged and split again inside."""
+    """The state is an argument and a result. The step merges and splits it."""
     graphdef, state = nnx.split(create(hidden))
 
     @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -65,7 +64,7 @@ def functional(job, hidden, data):
 
 
 def objects(job, hidden, data):
-    """Module and optimizer are arguments and change in place, as under `nnx.jit`."""
+    """Module and optimizer are arguments that change in place, as under `nnx.jit`."""
     train_step = jaxcross.crossover(update, axes="batch")
     model, optimizer = create(hidden)
     for batch in job.batches(data):
@@ -74,7 +73,7 @@ def objects(job, hidden, data):
 
 
 def examples(rng, count):
-    """Points around one centre a class."""
+    """Points around one centre per class."""
     centres = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
     y = rng.integers(CLASSES, size=count)
     return {
@@ -84,7 +83,7 @@ def examples(rng, count):
 
 
 def batches(steps, batch_size, world):
-    rng = np.random.default_rng((1, world.rank))  # every rank draws examples of its own
+    rng = np.random.default_rng((1, world.rank))  # every rank draws different examples
     return (examples(rng, batch_size) for _ in range(steps))
 
 

@@ -1,13 +1,12 @@
-"""Two parameter-server jobs in crossover: while one pushes gradients and pulls parameters, the
-other computes.
+"""Two parameter-server jobs in crossover: one exchanges with the servers while the other computes.
 
     mpirun -n 2 python examples/parameter_servers.py
     mpirun -n 2 python examples/parameter_servers.py --staleness 0 2
 
-Each rank is a worker, and the server of its part of the parameters. A rank waits for another only
-where it is more than `--staleness` steps ahead; `inf`, the default of both jobs, is asynchronous
-training. With 0 a job repeats to the bit, and the example checks that crossing over changes
-nothing.
+Each rank is a worker, and also the server for its part of the parameters. A rank waits for another
+rank only if it's more than `--staleness` steps ahead. With `inf`, the default for both jobs,
+training is asynchronous. With 0, a job is reproducible bit for bit, and the example checks that
+crossover doesn't change its result.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def loss_and_gradient(params, batch):
 
 
 def examples(rng, count):
-    """Points around one centre a class."""
+    """Points around one centre per class."""
     centres = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
     y = rng.integers(CLASSES, size=count)
     return {
@@ -53,7 +52,7 @@ def examples(rng, count):
 
 
 def train(job, staleness, args, rank):
-    rng = np.random.default_rng((1, rank))  # every rank draws examples of its own
+    rng = np.random.default_rng((1, rank))  # every rank draws different examples
     with jaxcross.ParameterServer(
         init(args.hidden), optax.sgd(args.lr), staleness=staleness
     ) as server:

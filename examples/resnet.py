@@ -1,9 +1,9 @@
-"""ResNet v1.5 in Linen: 18, 34, 50, 101, 152 and 200 layers (He et al., 2015; the stride is in the
-3x3 convolution).
+"""ResNet v1.5 in Linen with 18, 34, 50, 101, 152 or 200 layers (He et al., 2015).
 
-After Flax's ImageNet example. `axis_name` synchronises BatchNorm over that axis; parameters stay
-float32 whatever `dtype` the layers compute in; the last BatchNorm of a block starts at zero, so
-that a block starts as the identity.
+"v1.5" means that the stride is in the 3x3 convolution. The code follows Flax's ImageNet example.
+With `axis_name`, BatchNorm is synchronised over that axis. Parameters stay float32, whatever
+`dtype` the layers compute in. A block's last BatchNorm scale starts at zero, so that the block
+starts as the identity.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class BottleneckBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images `[batch, height, width, 3]` to float32 logits `[batch, num_classes]`."""
+    """Maps images `[batch, height, width, 3]` to float32 logits `[batch, num_classes]`."""
 
     stage_sizes: Sequence[int]
     block: type[nn.Module]
@@ -92,10 +92,10 @@ class ResNet(nn.Module):
 def convolve(
     x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, **options: Any
 ) -> jax.Array:
-    """`lax.conv_general_dilated`, but a 1x1 kernel is what it is, a matrix.
+    """`lax.conv_general_dilated`, except that a 1x1 kernel becomes a matrix product.
 
-    On a CPU, XLA is about twice as fast at the product's weight gradient as at the convolution's,
-    which takes a quarter off ResNet-50's step.
+    On a CPU, XLA computes the weight gradient of the product about twice as fast as that of the
+    convolution. This makes ResNet-50's step a quarter shorter.
     """
     if kernel.shape[:2] != (1, 1):
         return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)

@@ -1,12 +1,11 @@
-"""A data- and tensor-parallel network as written for a mesh of accelerators; on such a mesh, and
-the same over MPI.
+"""A data- and tensor-parallel network written for a device mesh, run on devices and over MPI.
 
     python examples/shard_map_mlp.py --devices 8 --save devices.npz
     mpirun -n 8 python examples/shard_map_mlp.py --save ranks.npz --compare devices.npz
 
-The step is a `jax.shard_map` and knows nothing of jaxcross: JAX itself inserts the exchanges of its
-gradients. For the ranks, its mesh is an abstract one. Both ways end in the same parameters, to
-rounding.
+The step is a plain `jax.shard_map` without anything specific to jaxcross: JAX itself inserts the
+exchanges of its gradients. On ranks, the mesh is an abstract one. Both ways produce the same
+parameters, up to rounding.
 """
 
 import argparse
@@ -29,7 +28,7 @@ BATCH = {"x": P("data"), "label": P("data")}
 
 
 def make_train_step(mesh, rate=0.05, decay=0.9):
-    """For any mesh with the axes `data` and `tensor`. Nothing here is made for jaxcross."""
+    """A step for any mesh with the axes `data` and `tensor`. Nothing is specific to jaxcross."""
 
     def loss_fn(params, batch):
         x = batch["x"]
@@ -73,7 +72,7 @@ def first_state(seed=0):
 
 
 def batches(steps, rows):
-    """Global batches, the same wherever they are made."""
+    """Global batches, identical wherever they're created."""
     rng = np.random.default_rng(1)
     teacher = rng.standard_normal((FEATURES, CLASSES))
     for _ in range(steps):
@@ -82,7 +81,7 @@ def batches(steps, rows):
 
 
 def part(array, spec, axes, rank):
-    """What `rank` holds of a global array: row-major over the axes, as devices are on a mesh."""
+    """The part of a global array on `rank`: row-major over the axes, like devices on a mesh."""
     where = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
     for dim, axis in enumerate(spec):
         if axis is not None:
@@ -91,7 +90,7 @@ def part(array, spec, axes, rank):
 
 
 def gather(array, spec):
-    """The global array on every rank, inside a step."""
+    """The global array on every rank. Call it inside a step."""
     for dim, axis in enumerate(spec):
         if axis is not None:
             array = lax.all_gather(array, axis, axis=dim, tiled=True)
@@ -99,7 +98,7 @@ def gather(array, spec):
 
 
 def on_devices(axes, args):
-    """One process, many devices: global arrays, sharded by XLA."""
+    """One process with many devices: global arrays, sharded by XLA."""
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
     put = partial(jax.tree.map, lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)))
@@ -110,7 +109,7 @@ def on_devices(axes, args):
 
 
 def on_ranks(axes, args, world):
-    """Many processes, one device each: every rank passes its own shards, and gets its own back."""
+    """Many processes with one device each: every rank passes and gets back its own shards."""
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     mine = partial(jax.tree.map, lambda spec, x: part(x, spec, axes, world.rank))
     step = jaxcross.crossover(make_train_step(mesh), axes=axes, donate_argnums=0)

@@ -1,4 +1,4 @@
-"""What the tables of docs/ are made of: a module a page, a function a table."""
+"""Generates the tables of docs/, with a module per page and a function per table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Read = Callable[[str], dict[str, Any]]
-"""The kept result of that name. Raises FileNotFoundError: It is not kept yet."""
+"""Reads the kept result of a name. Raises FileNotFoundError if there is none yet."""
 
 Table = Callable[[Read, str], Iterator[tuple[str, ...]]]
-"""A table's rows, the first of which is its head, from kept results and the mark's argument."""
+"""Yields a table's rows, starting with its header, from kept results and the mark's argument."""
 
 
 def with_spread(values: Sequence[float], digits: int = 2) -> str:
-    """Returns the median, and the smallest and largest of values that differ; empty without
-    values.
-    """
+    """Returns the median, with the smallest and largest if they differ, or "" without values."""
     if not values:
         return ""
     middle, low, high = (f"{of(values):.{digits}f}" for of in (statistics.median, min, max))

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/results/benchmarks.md, but for those of the race."""
+"""The tables of benchmarks/results/benchmarks.md, except those of the race."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pages import Read, Table
 
 
 def overhead(read: Read, name: str) -> Iterator[tuple[str, ...]]:
-    """One job, one rank, whole cut against `jax.jit`."""
+    """One job on one rank: the step cut whole against `jax.jit`."""
     found = read(name)
     yield "step", "jit", "jaxcross", "ratio", "difference", "split by hand"
     for case in ("resnet50", "mlp"):
@@ -27,7 +27,7 @@ def overhead(read: Read, name: str) -> Iterator[tuple[str, ...]]:
 
 
 def peak(read: Read, name: str) -> Iterator[tuple[str, ...]]:
-    """Peak live bytes over the fused step."""
+    """Peak live bytes relative to the fused step."""
     found = read(name)
     yield "step", "whole cut", "cut into four", "cut into four, without exchange buffers"
     for case in ("resnet50", "transformer"):
@@ -55,7 +55,7 @@ def memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def backend(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """XLA's flags, pages and 1x1 products, the fastest first."""
+    """XLA's flags, pages and 1x1 products, fastest first."""
     found = read("backend")
     yield "a ResNet-50 step", "s", "over the step as raced"
     for way, row in sorted(found["rows"].items(), key=lambda item: item[1]["ratio"]):
@@ -91,7 +91,10 @@ def scale(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def exchange_cost(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """What an exchange costs the link and the core; two at once as an earlier version made them."""
+    """What an exchange costs the link and the core.
+
+    Results with two exchanges at once come from an earlier version.
+    """
     yield (
         "MPI",
         "exchange alone",
@@ -119,7 +122,7 @@ def exchange_cost(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def exchange_limits(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
-    """What it does to send small sums together."""
+    """What joining small sums into one message changes."""
     found = read(f"exchange_cost_{vendor}")
     word = ", sums up to "
     limits = [name.split(word)[1] for name in found["exchange"] if name.startswith(f"alone{word}")]
@@ -179,8 +182,9 @@ def exchange_ways(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
 
 
 def exchange_core(read: Read, rates: str) -> Iterator[tuple[str, ...]]:
-    """Of `A,B`, results of MPICH: what of a computation's slowing down beside exchanges went
-    where.
+    """What slows a computation down during exchanges.
+
+    The argument `A,B` names rates of results with MPICH.
     """
     yield (
         "link",
@@ -215,7 +219,7 @@ def exchange_core(read: Read, rates: str) -> Iterator[tuple[str, ...]]:
 
 
 def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
-    """An MPI's own settings, each in a launch of its own."""
+    """An MPI's own settings, each in a separate launch."""
     found = read(f"exchange_cost_{vendor}")
     if not found.get("settings"):
         raise FileNotFoundError(f"exchange_cost_{vendor}.json was made without --settings")
@@ -245,7 +249,7 @@ def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
 
 
 def exchange_wires(read: Read, name: str) -> Iterator[tuple[str, ...]]:
-    """Of a result with `--wires`: each wire and way of waiting."""
+    """Each wire and way of waiting, from a result with `--wires`."""
     found = read(name)
     if "over_mpi4jax" not in found:
         raise FileNotFoundError(f"{name}.json was made without --wires")
@@ -276,7 +280,7 @@ def exchange_wires(read: Read, name: str) -> Iterator[tuple[str, ...]]:
 
 
 def imagenet(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Images a second from records on disk, by job and in all."""
+    """Images per second from records on disk, by job and in total."""
     found = read("imagenet_resnet")
     yield (
         "records",
@@ -305,7 +309,7 @@ def imagenet(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def imagenet_accuracy(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Seconds until all jobs have an accuracy, evaluation included."""
+    """Seconds until all jobs have reached an accuracy, including evaluation."""
     found = read("imagenet_resnet")["accuracy"]
     yield (
         "run",
@@ -325,7 +329,7 @@ def imagenet_accuracy(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def data_cache(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Passes over a data set behind a slow link, through the cache and by other ways."""
+    """Passes over a data set behind a slow link, with the cache and in other ways."""
     found = read("data_cache")
     yield (
         "way",
@@ -347,7 +351,7 @@ def data_cache(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def crossover(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Two jobs, one after the other and in turn, by other exchanges than the mean."""
+    """Two jobs one after the other and in crossover, with exchanges other than the mean."""
     yield (
         "exchange",
         "sum m / sum c",
@@ -370,7 +374,7 @@ def crossover(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def unequal(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """A small job beside a large one."""
+    """A small job alongside a large one."""
     found = read("unequal")
     yield (
         "turns",

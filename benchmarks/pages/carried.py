@@ -13,7 +13,7 @@ from pages import Read, Table, with_spread
 
 
 def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """One job by streaming DiLoCo, against its computation alone."""
+    """One job with streaming DiLoCo, against its computation alone."""
     yield (
         "Mbit/s",
         "jit alone, s a step",
@@ -33,9 +33,7 @@ def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def carried_rounds(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Every comparison of computation alone and carried at the first rate, and all of them
-    together.
-    """
+    """`carried` against computation alone at the first rate: all comparisons, and their pool."""
     yield (
         "ways that took turns",
         "every",
@@ -75,7 +73,7 @@ def _speed(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def carried_work(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """The same strategy on an axis of one rank: what it computes, without what it sends."""
+    """The same strategy on an axis of one rank: its computation without its communication."""
     yield "way", "s a step", "of computation alone", "processor, s a step", "over computation alone"
     for row in _part(read, "work"):
         for way, seconds in row["s"].items():
@@ -91,7 +89,7 @@ def carried_work(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def carried_delayed(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """The mean of the step before, with images of two sizes."""
+    """The previous step's mean, with images of two sizes."""
     yield (
         "image",
         "c",
@@ -116,7 +114,7 @@ def carried_delayed(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def carried_rivals(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """What else there is, on the same link."""
+    """The alternatives on the same link."""
     yield "way", "s a step", "over `carried`"
     for row in _part(read, "rivals"):
         for way, seconds in row["s"].items():
@@ -139,7 +137,7 @@ def carried_pairs(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def carried_memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Bytes of arrays and temporaries on a rank."""
+    """Bytes of arrays and temporaries per rank."""
     yield "way", "programs", "state, MB", "of which pending, MB", "peak, MB"
     for key, found in read("carried")["memory"].items():
         way, _, number = key.rpartition(" ")

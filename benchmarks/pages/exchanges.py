@@ -12,13 +12,13 @@ from pages.family import FAMILY
 
 
 def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """What each exchange saves and costs, and when to use it, with what was measured of it."""
+    """What each exchange saves and costs, when to use it, and what we measured."""
     accuracy: dict[tuple[str, str], float] = {}
     with suppress(FileNotFoundError):
         accuracy = {
             (r["task"], r["strategy"]): r["final_accuracy"] for r in read("convergence")["rows"]
         }
-    # One rank a host, ResNet-50 on two and the Transformer on four; then two ranks a host.
+    # One rank per host (ResNet-50 on two hosts, the Transformer on four), then two ranks per host.
     measured: list[dict[str, Any]] = []
     for name, model in (
         ("exchanges", "resnet50"),
@@ -45,8 +45,8 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     )
     for member in FAMILY:
         name = member.measured
-        # What knows nodes is for several ranks a host: of one rank a host each, its node would be
-        # two of them.
+        # Exchanges over nodes are meant for several ranks per host. With one rank per host, their
+        # nodes would span two hosts each.
         for_nodes = name in nodes and ("hierarchical" in name or name not in flat[-1])
         times = [time(rows, name) for rows in (flat[:1] if for_nodes else flat) if name in rows]
         if for_nodes:
@@ -71,7 +71,7 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def convergence(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """What each exchange reaches in the same steps, and what it receives meanwhile."""
+    """What each exchange reaches in the same number of steps, and the bytes that it receives."""
     found = read("convergence")
     by = {(row["task"], row["strategy"]): row for row in found["rows"]}
     columns = "accuracy", "over the mean's", "MB"
@@ -92,7 +92,7 @@ def convergence(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def longer(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Top-k over as many steps, and over three times as many."""
+    """Top-k in the usual number of steps, and in three times as many."""
     found = read("convergence")
     parts = [[row for row in found["rows"] if row["task"] == "text"], found["longer"]["rows"]]
     yield (
@@ -108,9 +108,7 @@ def longer(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def growth(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Steps to an accuracy as ranks are added at one rank's best rate, and the accuracy at the
-    end.
-    """
+    """Steps to an accuracy, and final accuracy, for more ranks at the best rate of one rank."""
     found = read("convergence")["growth"]
     sizes = list(dict.fromkeys(row["ranks"] for row in found["rows"]))
     yield "way", *(f"{n} ranks" if n > 1 else "1 rank" for n in sizes)
@@ -127,7 +125,7 @@ def _steps(count: float | None) -> str:
 
 
 def ratios(rows: dict[str, Any], name: str, key: str, over: str = "mean") -> list[float]:
-    """A strategy's time over the mean's, or another one's, in each repeat."""
+    """Returns a strategy's time over that of `over`, in each repeat."""
     return [
         own / other
         for own, other in zip(rows[name][key]["raw"], rows[over][key]["raw"], strict=True)
@@ -135,8 +133,9 @@ def ratios(rows: dict[str, Any], name: str, key: str, over: str = "mean") -> lis
 
 
 def exchanges(read: Read, name: str) -> Iterator[tuple[str, ...]]:
-    """Each exchange of a model's gradients over the mean's: a step of exchange and SGD, the wire
-    alone, bytes.
+    """Each exchange of a model's gradients relative to the mean.
+
+    The columns are a step of exchange and SGD, the wire alone, and bytes.
     """
     models = read(name)["models"]
     heads = [
@@ -160,7 +159,7 @@ def exchanges(read: Read, name: str) -> Iterator[tuple[str, ...]]:
 
 
 def selection(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Both ways to find the largest elements."""
+    """The two ways of finding the largest elements."""
     yield "elements", "k", "exact, ms", "threshold, ms", "the library takes"
     for row in read("selection")["rows"]:
         times = (f"{row['ways'][way]['s']['median'] * 1e3:.3g}" for way in ("exact", "threshold"))

@@ -1,4 +1,4 @@
-"""What the table to choose an exchange by says of each that no benchmark measures."""
+"""The columns of the table for choosing an exchange that aren't measured."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """Attributes: `measured`, its name in the results; `received`, by a rank in a step; `same`, on
-    every rank; `trained`, its name among what was trained, if that is another.
+    """One exchange of the table.
+
+    Attributes:
+        measured: Its name in the results.
+        received: What a rank receives per step.
+        same: Whether parameters are identical across ranks.
+        trained: Its name among the trained strategies, if that differs.
     """
 
     exchange: str

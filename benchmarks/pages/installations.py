@@ -9,7 +9,7 @@ from pages import Read, Table
 
 
 def installations(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Of each set of extras and Python: what comes, and seconds and MB by pip and by uv."""
+    """What each set of extras installs on each Python, with seconds and MB for pip and uv."""
     yield (
         "extras",
         "Python",
@@ -47,7 +47,7 @@ def installations(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def others(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Installations where compilers are on the path."""
+    """Installations with compilers on the path."""
     yield "what", "Python", "JAX", "packages", "MB", "s", "CPU s", "two ranks train"
     for row in read("installations")["others"]:
         shown = (cell(row, key) for key in ("jax", "packages", "megabytes", "s", "cpu_s"))

@@ -10,7 +10,7 @@ from pages import Read, Table
 
 
 def plan(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Predicted and measured seconds a job-step."""
+    """Predicted and measured seconds per job-step."""
     yield (
         "jobs",
         "Mbit/s",
@@ -40,7 +40,7 @@ def plan(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def plan_verdict(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """How many predictions are good enough."""
+    """How many predictions are accurate enough."""
     found = verdict(read("plan"))
     yield "rows", "of which", "within 5%", "in the interval"
     yield (
@@ -71,7 +71,7 @@ def plan_estimates(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def plan_pair(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """An unequal pair in the pieces and at the shares that were chosen for it."""
+    """An unequal pair, with the pieces and shares that were chosen for it."""
     yield "pieces", "shares", "large", "small", "progress", "predicted progress"
     for row in read("plan")["pair"]:
         yield (

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/results/race.md that race.json fills."""
+"""The tables of benchmarks/results/race.md that are filled from race.json."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ SHOWN = {
 
 
 def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
-    """Of `CASE:RATE[:N]`: seconds a job-step of each rival, with their spread, over jaxcross's, and
-    against bounds.
+    """Seconds per job-step of each rival, relative to jaxcross's and to the bounds.
+
+    The argument is `CASE:RATE[:N]`.
     """
     case, rate, *nth = argument.split(":")
     rows = _rows(read, ":".join((case, *nth)), rate)
     yield "rival", "s a job-step", "own c", "m", "bound", *SHOWN, "MB on the wire", "peak GB a host"
     first = {
         row["rival"]: row for row in reversed(rows)
-    }  # whom later ones were held against may have run again
+    }  # a reference may have run again with later rivals
     for row in [row for row in rows if row is first[row["rival"]]]:
         shown = row | {"over_reference": over_reference(row, rows)}
         yield (
@@ -64,12 +65,11 @@ def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
 
 
 def race_verdicts(read: Read, arguments: str) -> Iterator[tuple[str, ...]]:
-    """Of `CASE[:N],...`: jaxcross's ways against their bounds and the best of the others, a row a
-    rate and way.
+    """Compares each way of jaxcross with its bounds and with the best of the others, at each rate.
 
-    Of all the case's runs with as many steps as the latest: the median over their repeats, and the
-    least and the most. A repeat is held against the fastest of its own run, where all of a kind
-    took part.
+    The argument is `CASE[:N],...`. We use all runs of the case that have as many steps as the
+    latest, and show the median, minimum and maximum over their repeats. A repeat is compared with
+    the fastest rival of the same run, provided that all rivals of a kind took part.
     """
     yield (
         "jobs",
@@ -116,9 +116,7 @@ def race_verdicts(read: Read, arguments: str) -> Iterator[tuple[str, ...]]:
 
 
 def race_summary(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Two and three equal jobs in crossover at each rate: how many times as fast as others, and
-    against the bound.
-    """
+    """Two and three equal jobs in crossover at each rate: speed-ups over others, and the bound."""
     yield (
         "jobs",
         "exchange / compute",
@@ -136,9 +134,7 @@ def race_summary(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def raced_alike(read: Read, argument: str) -> list[dict[str, Any]]:
-    """Rows of the case's runs, or of its N-th alone, that have as many steps as the latest of
-    them.
-    """
+    """Returns the rows of a case's runs, or its N-th run, with as many steps as the latest."""
     runs, rows = read("race")["runs"], _rows(read, argument)
     steps = runs[max(row["run"] for row in rows)]["steps"]
     return [row for row in rows if runs[row["run"]]["steps"] == steps]
@@ -147,8 +143,10 @@ def raced_alike(read: Read, argument: str) -> list[dict[str, Any]]:
 def _over(
     rows: list[dict[str, Any]], name: str, others: set[str], *, own_c: bool = False
 ) -> list[float]:
-    """T of the fastest of others over that of `name`, in each repeat of the runs that have all of
-    them; with `own_c` both over what their framework computes in that repeat.
+    """Returns T of the fastest of `others` over T of `name`, in each repeat.
+
+    Only runs that have all of them count. With `own_c`, we first divide each T by what its
+    framework computes in that repeat.
     """
 
     def took(row: dict[str, Any]) -> list[float]:
@@ -162,14 +160,15 @@ def _over(
         seconds = {row["rival"]: took(row) for row in rows if row["run"] == run}
         if others and others | {name} <= seconds.keys():
             best = min((seconds[other] for other in others), key=statistics.median)
-            # who failed in a later repeat has fewer
+            # a rival that failed in a later repeat has fewer values
             found += [theirs / ours for theirs, ours in zip(best, seconds[name], strict=False)]
     return found
 
 
 def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
-    """Of `CASE[:N]`: what was raced over: the link at each rate, what its exchanges cost, and who
-    is not there.
+    """The link at each rate, what its exchanges cost, and who was left out.
+
+    The argument is `CASE[:N]`.
     """
     case = argument.split(":")[0]
     yield (
@@ -190,7 +189,7 @@ def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
             for x in found["links"]
             if (x["case"], x["rate"], x["run"]) == (case, rate, rows[0]["run"])
         )
-        # of the same wire as the rates are made for
+        # with the wire that the rates are calibrated for
         alike = (
             r
             for r in rows
@@ -220,8 +219,9 @@ def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
 
 
 def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
-    """Of `CASE[:N]`: where the seconds of a job-step go once jobs are under way, by jaxcross's own
-    trace, medians.
+    """Where the seconds of a job-step go in steady state, by jaxcross's own trace, as medians.
+
+    The argument is `CASE[:N]`.
     """
     yield (
         "rate",
@@ -247,7 +247,7 @@ def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
         causes = (("imbalance",), ("order",), ("peer",), ("dispatch", "votes", "input", "other"))
         lost = [[sum(a["lost_s"][cause] for cause in some) for a in accounts] for some in causes]
         took, computed, exchanged, *lost = (
-            # no minus before 0.00
+            # avoids "-0.00"
             f"{round(statistics.median(rounds) / len(row['c_s']), 2) + 0.0:.2f}"
             for rounds in (took, computed, exchanged, *lost)
         )
@@ -257,9 +257,7 @@ def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
 
 
 def race_wires(read: Read, name: str) -> Iterator[tuple[str, ...]]:
-    """The same jobs in crossover over both wires: seconds per job-step, and one over the other,
-    repeat by repeat.
-    """
+    """The same jobs in crossover over both wires: seconds per job-step, and their ratios."""
     found = read(name)
     yield "jobs", "rate", "sum m / sum c", "mpi4jax", "mpi4py", "mpi4py over mpi4jax", "repeats"
     for link in found["links"]:
@@ -284,12 +282,10 @@ def race_wires(read: Read, name: str) -> Iterator[tuple[str, ...]]:
 
 
 def wait_free(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """One job alone: the cut that was found at each rate against uncut, and what could be
-    reached.
-    """
+    """One job alone: the cut found at each rate against uncut, and what could be reached."""
     found = read("race")
     took = {tuple(r[key] for key in (*ALIKE, "rival")): r["s_per_job_step"] for r in found["rows"]}
-    # of another run, which may have had another rate, it cannot be told
+    # A different run may have had a different rate, so we can't compare across runs.
     links = [
         x
         for x in found["links"]
@@ -327,8 +323,9 @@ def wait_free(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def _rows(read: Read, argument: str, rate: str = "") -> list[dict[str, Any]]:
-    """Rows of `CASE[:N]`, of all the case's runs or of its N-th alone, from 1 on: by rate, or at
-    one alone.
+    """Returns the rows of `CASE[:N]`, sorted by rate, or only those at `rate`.
+
+    The rows are those of all the case's runs, or of its N-th run, counted from 1.
 
     Raises:
         FileNotFoundError: There are none yet.
@@ -345,12 +342,12 @@ def _rows(read: Read, argument: str, rate: str = "") -> list[dict[str, Any]]:
 
 
 def _by_rate(each: dict[str, Any]) -> int:
-    """To sort rows or links by: rates that were given as such come last."""
+    """Sort key for rows or links. Rates that were given as numbers come last."""
     return RATES.index(each["rate"]) if each["rate"] in RATES else len(RATES)
 
 
 def _with_spread(row: dict[str, Any]) -> str:
-    """Median, and the smallest and largest of several repeats."""
+    """Returns the median, with the smallest and largest if there are several repeats."""
     low, high = row["spread"]
     digits = 2 if high >= 0.1 else 4
     return f"{row['s_per_job_step']:.{digits}f}" + (
@@ -359,7 +356,7 @@ def _with_spread(row: dict[str, Any]) -> str:
 
 
 def _each(values: list[float]) -> str:
-    """One number a job; one for all where they are alike."""
+    """Returns one number per job, or a single number if they're all the same."""
     return ", ".join(dict.fromkeys(f"{value:.2f}" for value in values))
 
 

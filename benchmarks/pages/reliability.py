@@ -10,7 +10,7 @@ from pages import Read, Table
 
 
 def reliability(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """What was tried, how often, and what came of it; a line for each result that is kept."""
+    """What was tried, how often, and with which outcome. There's a line per kept result."""
     yield "tried", "how often", "came of it", "script"
     for name, lines in (
         ("model_check", _orders),

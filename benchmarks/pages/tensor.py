@@ -38,7 +38,7 @@ def tensor(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def tensor_crossover(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Two jobs, one of them or both tensor-parallel."""
+    """Two jobs, of which one or both are tensor-parallel."""
     yield (
         "jobs",
         "turns",
@@ -60,8 +60,9 @@ def tensor_crossover(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 
 def tensor_far(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """The model's word on 64 ranks: bytes, which no measurement enters, and times with the
-    constants of four ranks.
+    """The model's prediction for 64 ranks.
+
+    The bytes don't depend on measurements; the times use the constants of four ranks.
     """
     yield (
         "b, s, h",

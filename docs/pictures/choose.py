@@ -1,4 +1,4 @@
-"""Draws `docs/images/choose.png`: which gradient exchange to take, as a decision tree.
+"""Draws `docs/images/choose.png`, a decision tree for choosing a gradient exchange.
 
 python docs/pictures/choose.py [FILE]
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from style import BLUE, DARK, GREEN, GREY, arrow, canvas, rounded, target, title
 
-# Question, and what to take if the answer is yes; else the next question.
+# A question, and the exchange to use if the answer is yes. Otherwise, ask the next question.
 QUESTIONS = (
     (
         "Are ranks of unequal speed?",

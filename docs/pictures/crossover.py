@@ -1,10 +1,10 @@
-"""Draws `docs/images/crossover.png`: the run of `jaxcross demo` whose table the tutorial shows.
+"""Draws `docs/images/crossover.png` from the run of `jaxcross demo` that the tutorial shows.
 
     python docs/pictures/crossover.py [FILE]
 
-`benchmarks/results/demo.json` holds the reports that the demo wrote, two of each way. As in the
-demo, the table is of all four, and the picture of the last two. A test compares the tutorial's
-table with these reports.
+`benchmarks/results/demo.json` holds the reports that the demo wrote, two for each way of running.
+As in the demo, the table covers all four reports and the picture shows the last two. A test
+compares the tutorial's table with these reports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAYS = ("sequential", "crossover")
 
 
 def reports() -> list[list[Report]]:
-    """Returns the reports of each way, in their order."""
+    """Returns the reports of each way of running, in order."""
     kept = json.loads(RESULT.read_text())
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Draws `docs/images/cut.png`: one step of one job, cut whole and cut where gradients become ready.
+"""Draws `docs/images/cut.png`: one step of one job, uncut and cut where gradients become ready.
 
 python docs/pictures/cut.py [FILE]
 """
@@ -14,7 +14,7 @@ LAYERS = (GREEN, RED, BLUE)  # the last layer's gradient is ready first
 
 
 def lanes(axes: Axes, y: float, heading: str) -> None:
-    """Names the two lanes of one way to cut."""
+    """Labels the two lanes for one way of cutting."""
     axes.text(0, y + 2.0, heading, fontsize=10, weight="bold", va="center")
     for name, offset in (("compute", 1.0), ("exchange", 0.1)):
         axes.text(0.3, y + offset + 0.3, name, fontsize=9, color=GREY, va="center")

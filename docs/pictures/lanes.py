@@ -1,5 +1,4 @@
-"""Draws `docs/images/lanes.png`: the threads of one rank, and the queues between them, over one
-step of two jobs.
+"""Draws `docs/images/lanes.png`, one rank's threads and queues during one step of two jobs.
 
 python docs/pictures/lanes.py [FILE]
 """
@@ -24,7 +23,7 @@ NOTES = {
 
 
 def loop(axes: Axes, y: float, calls: float, returns: float, color: str) -> None:
-    """Draws a job's thread, which waits in the call of its step."""
+    """Draws a job's thread, which waits while its step is called."""
     axes.plot([X, calls], [y + 0.3, y + 0.3], color=color, linewidth=4, solid_capstyle="butt")
     axes.plot([calls, returns], [y + 0.3, y + 0.3], color=color, linewidth=1.5, linestyle=":")
     axes.plot([returns, 14.4], [y + 0.3, y + 0.3], color=color, linewidth=4, solid_capstyle="butt")

@@ -1,5 +1,4 @@
-"""Draws `docs/images/streets.png`: the folders of the package along the way of a step and the way
-of a loop.
+"""Draws `docs/images/streets.png`, the package's folders along the path of a step and of a loop.
 
     python docs/pictures/streets.py [FILE]
 
@@ -12,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from style import BLUE, DARK, GREY, ORANGE, PALE, arrow, canvas, rounded, target, title
 
-# Folder -> what it holds, in few words.
+# Folder -> a short description of its contents.
 FOLDERS = {
     "step": "`crossover`: one variant for\neach set of argument types",
     "program": "trace, flatten, cut,\nprint, verify, compile",
@@ -48,13 +47,13 @@ COLUMNS = (2.6, 6.3, 10.0)
 def draw_street(
     axes: Axes, y: float, own: str, name: str, color: str, folders: tuple[str, ...]
 ) -> None:
-    """Draws what the user brings, and from there folder after folder."""
+    """Draws what the user provides, followed by one folder after another."""
     axes.text(0, y + 1.17, name, fontsize=9.5, color=color, style="italic")
     rounded(axes, 0, y, 1.6, 1, color, fill="white", dashed=True)
     axes.text(0.8, y + 0.5, own, ha="center", va="center", fontsize=11, weight="bold")
     end = 1.65
     for x, folder in zip(COLUMNS, folders, strict=True):
-        # The driver hands events to the interleaver and gets instructions back.
+        # The driver sends events to the interleaver and receives instructions in return.
         arrow(
             axes,
             (end, y + 0.5),
@@ -85,7 +84,7 @@ def draw_street(
 
 
 def draw_group(axes: Axes, x: float, title: str, folders: tuple[str, ...]) -> None:
-    """Draws folders that the streets lean on, one below the other."""
+    """Draws the folders that the streets depend on, one below the other."""
     axes.text(
         x + GROUP_WIDTH / 2, 2.4, title, ha="center", fontsize=9.5, color=GREY, style="italic"
     )

@@ -1,4 +1,4 @@
-"""Colours and shapes that the pictures of the documentation share."""
+"""Colours and shapes shared by the pictures of the documentation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def target(name: str) -> Path:
 
 
 def canvas(width: float, height: float, *, right: float, top: float) -> tuple[Figure, Axes]:
-    """Returns an empty figure of that size in inches, whose one plot has coordinates up to `right`
-    and `top`.
+    """Returns an empty figure of this size in inches.
+
+    It has a single plot, whose coordinates go up to `right` and `top`.
     """
     figure = Figure(figsize=(width, height), dpi=150)
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
@@ -51,7 +52,6 @@ def rounded(
     fill: str,
     dashed: bool = False,
 ) -> None:
-    """Draws a rounded rectangle."""
     style = "round,pad=0.02,rounding_size=0.1"
     patch = FancyBboxPatch(
         (x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=color, linewidth=1.5
@@ -70,7 +70,7 @@ def bar(
     hatched: bool = False,
     text: str = "",
 ) -> None:
-    """Draws a stretch of time in a lane: filled if it computes, hatched if it exchanges."""
+    """Draws an interval of time in a lane: filled for computation, hatched for an exchange."""
     fill = f"{color}33" if hatched else color
     axes.add_patch(
         Rectangle(
@@ -100,7 +100,7 @@ def bar(
 def arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str, style: str = "-|>"
 ) -> None:
-    """Draws the way that data or control takes."""
+    """Draws an arrow along which data or control flows."""
     look = dict(
         arrowstyle=style, color=color, linewidth=1.6, shrinkA=0, shrinkB=0, mutation_scale=13
     )

@@ -1,5 +1,4 @@
-"""Draws `docs/images/vote.png`: one step on two ranks, with its votes, and the same where one rank
-fails.
+"""Draws `docs/images/vote.png`, one step on two ranks with its votes, also when a rank fails.
 
 python docs/pictures/vote.py [FILE]
 """
@@ -14,7 +13,7 @@ X = 2.4
 
 
 def vote(axes: Axes, x: float, low: float, text: str, color: str = DARK) -> None:
-    """Draws an all-reduce that both ranks make."""
+    """Draws an all-reduce over both ranks."""
     for y in (low, low + 0.9):
         bar(axes, x, y, 0.25, color)
     axes.plot([x + 0.125] * 2, [low + 0.6, low + 0.9], color=color, linewidth=2)
