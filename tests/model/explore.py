@@ -1,22 +1,22 @@
-"""All orders in which a small case can happen, on all ranks: no clock, no luck.
+"""Explores every order in which a small case can happen, on all ranks. No clock, no randomness.
 
-`explore` takes every move of every thread in every order, with one real interleaver a rank, and
-looks at each state that can come of it. It raises if a rule is broken (`model_spec`,
-`check_lanes`), if ranks stand at different slots of the exchange lane or count differently, if a
-rank can come to a stand, if from some state the end can no longer be reached, or if a thread is
-left behind.
+`explore` takes every move of every thread in every order, with one real interleaver per rank, and
+checks every state that it reaches. It raises if a rule is broken (`model_spec`, `check_lanes`), if
+ranks are at different slots of the exchange lane or their shared state differs, if a rank can get
+stuck, if the end is unreachable from some state, or if a thread is still waiting at the end.
 
-**Why it need not try orders across ranks.** Between two slots ranks do not touch each other, and
-what passes between them at a slot is what each says there. So two orders that differ only in which
-*rank* moved first lead to the same joint state; and where it is given what every rank has said at
-every slot so far, whatever one rank can be in is independent of what the others are in. A node of
-the search is therefore one set of states a rank, and stands for all combinations of them. Within a
-rank nothing is left out.
+**Why we needn't try orders across ranks.** Ranks don't interact between two slots, and at a slot
+they exchange only what each of them contributes. So two orders that differ only in which *rank*
+moved first lead to the same joint state. And once we fix what every rank contributed to every slot
+so far, the states that one rank can be in don't depend on the states of the others. A node of the
+search is therefore one set of states per rank, and stands for all combinations of them. Within a
+rank, we try every order.
 
-**Why the end can be reached from every state, not from every set.** Any move that can be taken is
-taken in the end. So if from a joint state the one course leads to the end in which all threads move
-until they can no more, then the ranks meet, and so on, the end can be reached from it. That course
-is followed from all combinations of states of all nodes.
+**How we know that the end is reachable from every state.** Every move that can be taken is taken
+eventually. So for a given joint state it's enough to follow a single course: all threads move until
+none of them can, then the ranks meet at the slot, and so on. If that course leads to the end, the
+end is reachable from the joint state. We follow the course from every combination of states in
+every node, rather than once per node, because a node may also contain a state that leads nowhere.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from jaxcross.errors import InternalError
 from tests.model.model_case import Arrival, Case, meet
 from tests.model.model_rank import Move, RankModel
 
-_SHOWN = 40  # moves of a rank that an error tells
+_SHOWN = 40  # how many of a rank's last moves an error lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
-    """What was found: nothing wrong.
+    """The result of an exploration that found no violation.
 
     Attributes:
-        outcomes: Every way in which the case can end: committed steps of each job; how it ended,
-            and what ranks said.
-        states: Different states of one rank.
-        moves: Moves between them.
-        meetings: Different sets of states in which the ranks meet at a slot.
-        joint_states: States of all ranks together that they stand for, at the least: of each slot,
-            the largest meeting.
+        outcomes: Every way in which the case can end: each job's committed steps, how the job
+            ended, and the texts that ranks compared.
+        states: Number of distinct states of a single rank.
+        moves: Number of moves between them.
+        meetings: Number of distinct nodes, i.e. sets of states in which the ranks meet at a slot.
+        joint_states: Lower bound on the number of distinct joint states that the nodes stand for.
+            Counts only the largest node of each slot and result.
     """
 
     outcomes: frozenset[Any]
@@ -58,8 +58,8 @@ class Explored:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """All states in which one rank can stand at a slot, given what all ranks said before and what
-    it says here.
+    """All states in which one rank can arrive at a slot with the same contribution, given what all
+    ranks contributed before.
     """
 
     arrival: Arrival
@@ -67,15 +67,17 @@ class _Standing:
 
 
 def explore(case: Case, limit: int = 1_000_000) -> Explored:
-    """Looks at every state that can be reached. Neither waits nor communicates; pure.
+    """Checks every state that is reachable. Pure: neither waits nor communicates.
 
     Args:
-        case: Scripts of all ranks, and the interleaver.
-        limit: States of single ranks, or meetings, after which it gives up.
+        case: The scripts of all ranks, and the interleaver.
+        limit: The largest number of single-rank states, and of meetings, before the search gives
+            up.
 
     Raises:
-        InternalError: Something can go wrong; says what, and the moves that lead there.
-        MemoryError: There are more than `limit`.
+        InternalError: Something can go wrong. The text says what, and lists the moves that lead
+            there.
+        MemoryError: There are more than `limit` states or meetings.
     """
     return _Search(limit).run(case)
 
@@ -83,9 +85,9 @@ def explore(case: Case, limit: int = 1_000_000) -> Explored:
 class _Search:
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.models: list[RankModel | None] = []  # None: nobody asks for it again
+        self.models: list[RankModel | None] = []  # None once it is no longer needed
         self.arrivals: list[Arrival | None] = []
-        self.origin: list[tuple[int, Any]] = []  # from which state, by which move
+        self.origin: list[tuple[int, Any]] = []  # per state: its predecessor and the move
         self.numbers: dict[bytes, int] = {}
         self.taken: list[list[tuple[Move, int]] | None] = []
         self.left: dict[tuple[int, Any], int] = {}
@@ -124,8 +126,8 @@ class _Search:
                     after[n, result] = self._standings(
                         [self._leave(state, result) for state in self._waiting(n)]
                     )
-            # Nothing asks for a rank's number, so that joint states which differ in those alone are
-            # one.
+            # Nothing depends on a rank's number, so joint states that differ only in the order of
+            # the ranks count as one.
             for successor in {
                 tuple(sorted(s)) for s in itertools.product(*(after[n, result] for n in node))
             } - seen:
@@ -155,15 +157,15 @@ class _Search:
         return number
 
     def _next(self, number: int) -> list[tuple[Move, int]]:
-        """The moves that a state allows, and where they lead."""
+        """Returns the moves that a state allows, each with the state that it leads to."""
         taken = self.taken[number]
         if taken is None:
             taken = self.taken[number] = []
             model = self._model(number)
             moves = model.moves()
             for move in moves:
-                # A state at a slot is left from there again and again. Others end with their last
-                # move.
+                # We leave a state at a slot once per result, so we have to keep it. Any other state
+                # isn't needed after its last move, which can therefore change it in place.
                 ends = move is moves[-1] and model.arrival is None
                 after = self._changed(
                     number, move, lambda model, move=move: model.take(move), copy=not ends
@@ -202,7 +204,7 @@ class _Search:
         return arrival
 
     def _waiting(self, standing: int) -> frozenset[int]:
-        """What a rank's threads can make of a standing's states while it stands."""
+        """Returns all states that a rank's threads can reach while the rank waits at the slot."""
         if standing not in self.waits:
             found = set(self.standings[standing].states)
             todo = list(found)
@@ -215,8 +217,8 @@ class _Search:
         return self.waits[standing]
 
     def _standings(self, states: Iterable[int]) -> list[int]:
-        """Every way in which a rank that is at no slot, or has just come to one, can come to the
-        next.
+        """Returns every way in which a rank can arrive at its next slot from one of these states. A
+        state that is already at a slot counts as an arrival there.
         """
         found, arrived = set(states), defaultdict[Arrival, set[int]](set)
         todo = list(found)
@@ -243,14 +245,14 @@ class _Search:
         return number
 
     def _must_move(self, number: int) -> list[int]:
-        """What follows a state by itself: no one needs to interrupt."""
+        """Returns the successors that don't depend on a person's request, which may never come."""
         following = [successor for move, successor in self._next(number) if move != ("person",)]
         if not following and self.arrivals[number] is None:
             raise InternalError(f"a rank stands still\n{self._story(number)}")
         return following
 
     def _drain(self, number: int) -> int:
-        """The state in which all threads have done what they can without the other ranks."""
+        """Returns the state in which every thread has done what it can without other ranks."""
         course, at = [], number
         while at not in self.drained:
             course.append(at)
@@ -296,7 +298,7 @@ class _Search:
                 raise InternalError(f"{error}\n{self._story(number)}") from error
 
     def _story(self, number: int) -> str:
-        """Moves that lead a rank to a state."""
+        """Returns the last moves that led a rank to a state."""
         told: list[str] = []
         while number >= 0:
             number, move = self.origin[number]

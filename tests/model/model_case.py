@@ -1,4 +1,4 @@
-"""What a model is given, and where its ranks meet."""
+"""The input of a model (`Case`), and what its ranks exchange at a slot (`Arrival`, `meet`)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Script = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is to be explored.
+    """The case to explore.
 
     Attributes:
-        scripts: `scripts[rank][job]`, the actions of the simulator; their seconds mean nothing
-            here. A job whose `Batch` is refused ends. `fails` of a `Step` may say of an exchange
-            that its values are not finite on this rank, and what its job does about it: `skip`,
-            `raise` or `eject`.
-        policy: Whose turn it is.
-        depth: Compute segments on the device at once.
-        outside: What comes to each rank from outside its jobs, in that order and at any time: an
-            interrupt, a wish (to stop or to rest perhaps never), an `Add`, a `TextSubmitted` with
-            the name of one of `submitted`.
-        submitted: Scripts of jobs that are added on every rank when it hears their name.
-        together: Whether the jobs start together.
-        slow: Jobs that a rank may excuse from that at any moment; one that waits for another job,
-            it does excuse.
-        opening: Votes that may wait for every job's first step. Fewer than in life, where they only
-            add states.
-        make: The interleaver; a wrong one shows that the check can fail.
+        scripts: `scripts[rank][job]` holds the actions of the simulator. Durations are ignored,
+            because a model has no clock. A job ends if its `Batch` is refused. In `fails` of a
+            `Step`, an exchange can be marked as having non-finite values on this rank, along with
+            what the job does about them: `skip`, `raise` or `eject`.
+        policy: Decides whose turn it is.
+        depth: Number of compute segments that may be on the device at once.
+        outside: Per rank, what arrives from outside its jobs: an interrupt, a request, an `Add`, or
+            a `TextSubmitted` with the name of one of `submitted`. The order is fixed, but each can
+            arrive at any time. A request to stop or pause may also never arrive.
+        submitted: Names and scripts of jobs that every rank adds when it receives their name.
+        together: Whether the jobs start jointly.
+        slow: Jobs that a rank may excuse from the joint start at any moment. A job that waits for
+            another job is excused in any case.
+        opening: How many votes may wait for every job's first step. Production code allows more,
+            but here they would only add states.
+        make: Creates the interleaver. Pass a faulty one to show that the check can fail.
     """
 
     scripts: tuple[tuple[Script, ...], ...]
@@ -52,8 +52,9 @@ class Case:
 
     @property
     def strictly_together(self) -> bool:
-        """Whether no job of several may make a step before all have called one or are over: nothing
-        excuses any.
+        """Whether, of several jobs, none may make a step before each has called a step or ended.
+
+        True if the case contains nothing that could excuse a job from the joint start.
         """
         actions = {
             type(action) for scripts in self.scripts for script in scripts for action in script
@@ -66,21 +67,21 @@ class Case:
             or actions & {Add, Await}
             or len(self.scripts[0]) == 1
         )
-        alone = (
-            alone or len({repr(scripts) for scripts in self.scripts}) > 1
-        )  # a job may fail before it has come
+        # If ranks run different scripts, a job may fail before it has called a step.
+        alone = alone or len({repr(scripts) for scripts in self.scripts}) > 1
         return self.together and not alone
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A rank stands at a slot of the exchange lane. Its threads go on meanwhile.
+    """A rank has arrived at a slot of the exchange lane. Its other threads continue meanwhile.
 
     Attributes:
-        slot: Which.
-        said: What it gives to it: its ballot and which jobs have failed or made infinite values on
-            it; a text; whether an exchange is made with zeros.
-        shared: What it believes all ranks to agree on.
+        slot: Identifies the slot.
+        said: What the rank contributes to the slot. For a vote, that's its ballot, the jobs that
+            have failed on it, and the jobs in which it found non-finite values. For a comparison,
+            it's a text; for an exchange, whether it sends zeros.
+        shared: The part of its state that should be identical on all ranks.
     """
 
     slot: tuple[Any, ...]
@@ -89,10 +90,10 @@ class Arrival:
 
 
 def meet(arrivals: Sequence[Arrival]) -> Any:
-    """What every rank takes from the slot at which all of them stand.
+    """Returns what every rank receives from the slot that all of them have reached.
 
     Raises:
-        InternalError: They stand at different ones, or believe different things.
+        InternalError: The ranks are at different slots, or their shared state differs.
     """
     if len({arrival.slot for arrival in arrivals}) > 1:
         raise InternalError(
@@ -107,5 +108,5 @@ def meet(arrivals: Sequence[Arrival]) -> Any:
             frozenset[int]().union(*sets) for sets in list(zip(*said, strict=True))[1:]
         )
         return ballots.min(axis=0).tobytes(), failed, infinite
-    # In life the texts are in the order of the ranks, which nobody asks for here.
+    # In a real run the texts are in rank order. No model depends on that order, so we sort them.
     return tuple(sorted(said)) if arrivals[0].slot[0] in ("compare", "gather") else None

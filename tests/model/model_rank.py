@@ -1,9 +1,9 @@
-"""One rank as a value: a real interleaver, and the events that the driver's threads have not posted
-yet.
+"""One rank as a value: a real interleaver, plus the events that the driver's threads have yet to
+post.
 
-The threads are those of `Driver`. Each is a queue, and a move is: one thread posts its next event.
-`moves` lists all moves, `take` makes one. There is no time. Other ranks reach a rank by `leave`
-alone.
+The threads are those of `Driver`, each modelled as a queue. In one move, one thread posts its next
+event: `moves` lists the possible moves, and `take` makes one. There is no time. The other ranks
+influence this one only through `leave`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class _Thread:
     """A job's thread.
 
     Attributes:
-        at: The action of its script that comes next.
-        does: `waits` for the answer to its last action; `unwinds` after it was told to raise.
+        at: Index of the script's next action.
+        does: `waits` means that it waits for the answer to its last action, `unwinds` that it was
+            instructed to raise.
     """
 
     at: int = 0
@@ -70,42 +71,42 @@ class RankModel:
         self.interleaver.shared.opening = case.opening
         self.spec = Spec(jobs, together=case.strictly_together)
         self.threads = {job: _Thread() for job in range(jobs)}
-        self.joining: dict[str, Script] = {}  # added here
-        self.heard: deque[str] = deque()  # submitted, and not yet added here
-        self.gathers = False  # the exchange lane is to tell the news
-        self.lane: deque[m.Event] = deque()  # what the compute lane is about to post
-        self.device: deque[m.Event] = deque()  # and the thread that waits for the device
+        self.joining: dict[str, Script] = {}  # jobs added on this rank that have yet to join
+        self.heard: deque[str] = deque()  # names of submitted jobs that this rank has yet to add
+        self.gathers = False  # the exchange lane has yet to gather announcements
+        self.lane: deque[m.Event] = deque()  # events that the compute lane is about to post
+        self.device: deque[m.Event] = deque()  # events of the thread that waits for the device
         self.feeds: dict[tuple[int, int], deque[m.Event]] = {}
-        self.broken: dict[
-            tuple[int, int, int], str
-        ] = {}  # segments without outputs, and how that shows
-        self.rest: deque[m.Event] = deque()  # what the exchange lane is about to post
+        # By segment that has no outputs: how its failure shows.
+        self.broken: dict[tuple[int, int, int], str] = {}
+        self.rest: deque[m.Event] = deque()  # events that the exchange lane is about to post
         self.patient = False
         self.outside = deque(case.outside[rank] if case.outside else ())
-        self.late: m.RunExchange | None = None  # an exchange that has yet to find its inputs broken
+        self.late: m.RunExchange | None = None  # an exchange that will find its inputs broken
         self.arrival: Arrival | None = None
-        self.excusing = set(
-            case.slow if case.together else ()
-        )  # what the driver's clock is about to post
+        # Jobs whose start the driver's clock is about to excuse.
+        self.excusing = set(case.slow if case.together else ())
         self._post(m.RunStarted(case.together))
 
     def copy(self) -> RankModel:
-        """The same state, to be moved apart."""
+        """Returns a copy whose moves don't affect the original."""
         return clone(self)
 
     def name(self) -> bytes:
-        """Equal for equal states; see `model_state.name`."""
+        """Returns a digest that is the same for equal states; see `model_state.name`."""
         scripts = [(job, id(script)) for job, script in self.scripts.items()]
         joining = [(job, id(script)) for job, script in self.joining.items()]
         return name((scripts, joining, list(map(id, self.outside)), *_HELD(self)))
 
     @property
     def through(self) -> bool:
-        """Whether the exchange lane was told that every job is over."""
+        """Whether the exchange lane has been instructed to finish, because every job has ended."""
         return self.arrival is not None and self.arrival.slot == ("done",)
 
     def moves(self) -> list[Move]:
-        """What may happen next. All of it will, sooner or later, but for the wish of a `person`."""
+        """Returns the moves that may happen next. Each will happen eventually, except for a
+        `person`'s request.
+        """
         found: list[Move] = []
         for job, thread in self.threads.items():
             if thread.does == "runs":
@@ -115,8 +116,8 @@ class RankModel:
         if self.lane:
             found.append(("lane",))
         if self.device and not any(_same(self.device[0], ahead) for ahead in list(self.lane)[1:]):
-            # A segment may be computed before the lane has said that it was dispatched, but not
-            # before it was.
+            # A segment may complete before the lane has posted its dispatch, but not before it was
+            # dispatched.
             found.append(("device",))
         if self.rest:
             found.append(("rest",))
@@ -139,7 +140,7 @@ class RankModel:
         return found
 
     def take(self, move: Move) -> None:
-        """One thread posts its next event.
+        """Lets one thread post its next event.
 
         Raises:
             InternalError: A rule is broken.
@@ -188,7 +189,7 @@ class RankModel:
                 raise InternalError(f"a model has no move {move!r}")
 
     def leave(self, result: Any) -> None:
-        """The slot at which it stands is over on all ranks, with this result of `meet`."""
+        """Leaves the current slot, which all ranks have completed with this result of `meet`."""
         assert self.arrival is not None
         slot, zero, self.arrival = self.arrival.slot, self.arrival.said, None
         match slot:
@@ -219,7 +220,7 @@ class RankModel:
                 raise InternalError(f"nobody leaves {slot!r}")
 
     def check_end(self) -> None:
-        """Raises InternalError if a thread is left behind once nothing moves any more."""
+        """Raises InternalError if a thread is still waiting although nothing can move any more."""
         left = [
             job for job, thread in self.threads.items() if thread.does not in ("over", "absent")
         ]
@@ -229,7 +230,7 @@ class RankModel:
             )
 
     def _add(self, wanted: str, script: Any) -> None:
-        if not self.interleaver.finished:  # else it comes too late
+        if not self.interleaver.finished:  # otherwise the job is added too late
             self.joining[wanted] = script
             self._post(m.JobAdded(wanted))
 
@@ -259,9 +260,9 @@ class RankModel:
                             if isinstance(later, Batch)
                         }
                         self._post(m.StreamBegun(job, tuple(n for n in begun if n in read)))
-                        if (
-                            begun
-                        ):  # there is something to forget, and whatever comes next may come between
+                        # The job may drop an earlier stream here, so other threads get a chance to
+                        # move before its next action.
+                        if begun:
                             thread.does = "runs"
                             return None
                     continue
@@ -284,8 +285,8 @@ class RankModel:
         self.spec.happened(event)
         instructions = self.interleaver.handle(event)
         self.interleaver.check()
-        # How long a lane is patient, and what tells a hang, changes nothing that may happen: it
-        # would multiply states.
+        # Backoff levels and the counter that detects hangs don't affect what may happen next.
+        # Keeping them would only multiply the states.
         self.interleaver._idle_votes = self.interleaver._moves = 0
         for instruction in instructions:
             self.spec.told(instruction)
@@ -362,7 +363,7 @@ class RankModel:
     def _dispatch(self, d: m.Dispatch) -> None:
         key = (d.job, d.call, d.segment)
         action = self._step(d.job)
-        # Whoever needs what failed fails the same way.
+        # A segment that needs a failed segment fails the same way.
         ways = [self.broken.get((d.job, d.call, need)) for need in action.graph.needs[d.segment]]
         how = action.fails.get(d.segment) or next(filter(None, ways), None)
         if how is not None:

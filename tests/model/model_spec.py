@@ -1,10 +1,10 @@
-"""What must hold on one rank of a model, in words of its own: it hears events and instructions,
-never the interleaver.
+"""The rules that must hold on one rank of a model, stated independently of the interleaver.
 
-`check_lanes` states what the interleaver believes of itself; a belief can be consistent and wrong.
-Here is written down once more, from outside, what a job may count on: every step's exchanges in
-their order, nothing before its inputs, nothing that overwrites a step's input state before all
-ranks have said that the step is good, nothing after the end.
+`Spec` receives events and instructions, and never looks into the interleaver. `check_lanes` checks
+that the interleaver's own state is consistent, but a consistent state can still be wrong. So this
+module states once more, from outside, what a job may rely on: each step's exchanges come in order,
+nothing runs before its inputs exist, nothing overwrites a step's input state before all ranks have
+voted that the step is good, and nothing happens to a job after its end.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class SpecCall:
     graph: StepGraph
     issued: set[int] = field(default_factory=set)
     exchanged: list[int] = field(default_factory=list)
-    infinite: bool = False  # this rank has found values that are not finite, and keeps the state
-    doomed: bool = False  # some rank had failed when the vote on it was cast
+    infinite: bool = False  # this rank found non-finite values, and will skip the step
+    doomed: bool = False  # some rank had failed when the vote on this call was cast
     committed: bool = False
-    skipped: bool = False  # by whichever rank's finding
-    told: bool = False  # that it is skipped
+    skipped: bool = False  # some rank found non-finite values
+    told: bool = False  # this rank was instructed to skip it
     number: int = 0
-    broken: bool = False  # a segment of it failed
+    broken: bool = False  # one of its segments failed on this rank
 
     @property
     def done(self) -> set[int]:
@@ -38,7 +38,7 @@ class SpecCall:
 
     @property
     def overwrites(self) -> bool:
-        """Whether the state before it may be gone, and the one after it is still to come."""
+        """Whether the input state may already be overwritten while the new state is incomplete."""
         return not self.broken and (
             self.committed or (bool(self.issued) and not self.graph.collectives)
         )
@@ -48,13 +48,13 @@ class Spec:
     """The rules for one rank.
 
     Attributes:
-        names: Of the jobs that joined during the run.
-        steps: Committed steps of each job, of those that have left, too.
-        ahead: Steps of each job since, which exchanged nothing.
-        finished: How each job that has left did so, with what the ranks said of it.
-        failed: Jobs of which something failed on this rank before they left.
-        behind: Jobs without which no other may make a step: they have called none, and are not
-            over.
+        names: Names of the jobs that joined during the run.
+        steps: Each job's committed steps, including jobs that have left.
+        ahead: Each job's steps since its last commit. These steps exchanged nothing.
+        finished: For each job that has left, how it ended and the texts that the ranks compared.
+        failed: Jobs that have failed on this rank but haven't left yet.
+        behind: Jobs that have neither called a step nor ended. While there are any, no job may make
+            a step.
     """
 
     __slots__ = (
@@ -77,28 +77,27 @@ class Spec:
         self.finished: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.failed: set[int] = set()
         self.calls: dict[int, SpecCall] = {}
-        self.paused: dict[
-            int, int
-        ] = {}  # jobs that are, and how many steps they may have made at most
+        # By paused job: the largest number of steps that it may have made.
+        self.paused: dict[int, int] = {}
         self.prepared: dict[tuple[int, int], int] = {}
 
     @property
     def shared(self) -> tuple[object, ...]:
-        """What all ranks must agree on wherever they meet, and at the end."""
+        """The state that must be identical on all ranks whenever they meet, and at the end."""
         jobs = [
             (self.names.get(job, job), n, self.finished.get(job)) for job, n in self.steps.items()
         ]
         return tuple(jobs), tuple(self.paused)
 
     def happened(self, event: m.Event) -> None:
-        """To be told of every event before the interleaver is."""
+        """Records an event. Must be called before the interleaver handles the event."""
         match event:
             case m.StepCalled(job, graph):
                 self.calls[job] = SpecCall(graph)
                 if graph.is_step:
                     self.behind.discard(job)
             case m.StartExcused(job):
-                self.behind.clear()  # the other ranks may know of it before this one does
+                self.behind.clear()  # the other ranks may learn of it before this one does
             case m.SegmentFailed(job) | m.JobRaised(job) if job not in self.finished:
                 self.failed.add(job)
                 if isinstance(event, m.SegmentFailed) and (call := self.calls.get(job)) is not None:
@@ -114,15 +113,15 @@ class Spec:
 
     @property
     def infinite(self) -> frozenset[int]:
-        """Jobs in whose step this rank has found values that are not finite."""
+        """Jobs in whose step this rank found non-finite values."""
         return frozenset(job for job, call in self.calls.items() if call.infinite)
 
     def voted(self, failed: Collection[int], infinite: Collection[int]) -> None:
-        """A vote is over that decides on the steps that are through.
+        """Records the result of a vote, which decides on all steps whose exchanges are complete.
 
         Args:
-            failed: Jobs that some rank had seen fail when it cast its ballot.
-            infinite: Jobs in whose step some rank had found values that are not finite.
+            failed: Jobs that had failed on some rank when it cast its ballot.
+            infinite: Jobs in whose step some rank had found non-finite values.
         """
         self.behind -= {*failed}
         for job, call in self.calls.items():
@@ -138,10 +137,10 @@ class Spec:
                 raise InternalError(f"job {job} makes steps while it is paused")
 
     def told(self, instruction: m.Instruction) -> None:
-        """To be told of every instruction.
+        """Checks an instruction against the rules, and records it.
 
         Raises:
-            InternalError: It breaks a rule.
+            InternalError: The instruction breaks a rule.
         """
         match instruction:
             case m.Dispatch(job, number, _, segment):
@@ -243,14 +242,14 @@ class Spec:
             case m.JobPaused(job, paused):
                 self._must(paused != (job in self.paused), instruction, "so it was before")
                 if paused:
-                    self.paused[job] = self.steps[job] + 1  # what was admitted is made
+                    self.paused[job] = self.steps[job] + 1  # an admitted step is still made
                 else:
                     del self.paused[job]
             case _:
                 pass
 
     def granted(self, job: int, stream: int, index: int) -> None:
-        """A batch was granted to the job's thread."""
+        """Checks that this rank had prepared the batch that was granted to the job's thread."""
         have = self.prepared.get((job, stream), 0)
         if index >= have:
             raise InternalError(
@@ -258,7 +257,7 @@ class Spec:
             )
 
     def call(self, job: int) -> SpecCall:
-        """The call that the job is in."""
+        """Returns the call that the job is in, and raises InternalError if there is none."""
         call = self.calls.get(job)
         if job in self.finished:
             raise InternalError(f"something was asked of job {job}, which is over")

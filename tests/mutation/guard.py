@@ -1,10 +1,10 @@
-"""Runs a command so that no process of it outlives the command: `python guard.py COMMAND ...`.
+"""Runs a command so that none of its processes outlives it: `python guard.py COMMAND ...`.
 
-Tests of jaxcross start `mpirun` in a session of its own, and ranks have process groups of their
-own, so it isn't enough to end the process group of pytest. This process becomes the parent of all
-orphans instead (Linux calls that a subreaper), so everything that the command ever started is among
-its descendants. They are ended when the command has ended, on SIGTERM, and when stdin is closed,
-which happens even if the process that started this one is killed.
+jaxcross's tests start `mpirun` in a separate session, and each rank has its own process group, so
+terminating pytest's process group isn't enough. Instead, this process becomes the parent of all
+orphans (Linux calls that a subreaper), which makes every process that the command ever started one
+of its descendants. It kills them all when the command has ended, on SIGTERM, or when stdin is
+closed. The kernel closes stdin even if the process that started this one is killed.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def main(command: list[str]) -> int:
 
 
 def end_all() -> None:
-    """Ends all descendants. Those that were just being started are found in the next round."""
+    """Kills all descendants. Any process that's just being started is found in the next round."""
     while pids := descendants():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -50,9 +50,7 @@ def end_all() -> None:
 
 
 def descendants() -> list[int]:
-    """Returns all descendants of this process, including those in other sessions or process
-    groups.
-    """
+    """Returns all descendants of this process, whatever their session or process group."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

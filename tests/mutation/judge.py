@@ -23,16 +23,16 @@ class Verdict(StrEnum):
     """What a suite did to a mutant."""
 
     KILLED = "killed"  # a test failed
-    HUNG = "hung"  # a test took far longer than it does without the mutant
+    HUNG = "hung"  # a test took far longer than without the mutant
     SURVIVED = "survived"  # all tests that evaluate it passed
-    LIMITED = "limited"  # those passed for which there was time
+    LIMITED = "limited"  # all tests that ran within the time limit passed
     UNCOVERED = "uncovered"  # no test evaluates it
     ABSENT = "absent"  # its function differs in this checkout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A verdict with its reason: the test that failed or hung, and in which part of the suite."""
+    """A verdict and its reason: the test that failed or hung, and the part of the suite it's in."""
 
     verdict: Verdict
     killer: str = ""
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    code: int | None  # None if it was ended
+    code: int | None  # None if we stopped it
     passed: int
     failed: str = ""
     reason: str = ""
@@ -54,7 +54,7 @@ class _Run:
 
 
 class Judge:
-    """Judges mutants by one suite. Several threads use one, each with its own workspace."""
+    """Judges mutants by one suite. Threads can share a judge, each with its own workspace."""
 
     def __init__(
         self, stages: Sequence[Sequence[str]], covering: Covering, *, limit_s: float, grace_s: float
@@ -67,17 +67,17 @@ class Judge:
         self._lock = threading.Lock()
 
     def untrusted(self) -> list[str]:
-        """Returns the tests that fail by themselves without a mutant; they were left out."""
+        """Returns the tests that were left out because they fail alone even without a mutant."""
         with self._lock:
             return sorted(name for name, passes in self._trusted.items() if not passes)
 
     def judge(self, mutant: Mutant, workspace: Workspace) -> Outcome:
-        """Runs tests until one fails, one hangs, or the time is over.
+        """Runs tests until one fails, one hangs, or the time limit is reached.
 
-        A test that fails is run twice more, alone: with the mutant, and (once per test) without it.
-        If it passes with the mutant, something else made it fail. If it fails without, which some
-        tests do when they run alone or on a loaded machine, it says nothing about mutants. In both
-        cases it is left out and the others are tried again.
+        If a test fails, we run it twice more, alone: with the mutant, and (once per test) without
+        it. If it passes with the mutant, something else made it fail the first time. If it fails
+        without the mutant, it can't tell us anything about mutants: some tests fail when they run
+        alone or on a busy machine. In both cases we leave the test out and try the others again.
         """
         left_out: set[str] = set()
         original = workspace.read(mutant.file)
@@ -127,11 +127,11 @@ class Judge:
         return self._covering.tests[name].stage
 
     def _batches(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Yields the tests for one call of pytest after the other: those of a part of the suite,
-        few at first.
+        """Yields the tests for each call of pytest. A batch has tests from one part of the suite,
+        and the first batch of a part is small.
 
         Most mutants are killed by one of the first tests, and collecting the files of a thousand
-        takes half a minute.
+        tests takes half a minute.
         """
         for _, group in groupby(names, self._stage):
             part = [*group]
@@ -148,7 +148,7 @@ class Judge:
 
     def _is_trusted(self, outcome: Outcome, workspace: Workspace) -> bool:
         if outcome.killer == COLLECTION:
-            return True  # it was collected without the mutant when the suite was recorded
+            return True  # collection worked without the mutant when the suite was recorded
         with self._lock:
             known = self._trusted.get(outcome.killer)
         if known is None:
@@ -159,8 +159,8 @@ class Judge:
         return known
 
     def _allowed_s(self, name: str) -> float:
-        """Returns the seconds after which a test counts as hung. It may have to set up what its
-        file's tests share.
+        """Returns the seconds after which a test counts as hung. Includes time for its file's
+        shared fixtures, in case the test has to set them up.
         """
         return self._grace_s + 3 * self._covering.longest_s(name)
 
@@ -171,8 +171,8 @@ class Judge:
         deadline_s: float,
         stage: int | None = None,
     ) -> _Run:
-        """Runs tests in their order, up to the first failure. They are of one part of the suite,
-        which is `stage`.
+        """Runs tests in this order, up to the first failure. All of them are in the same part of
+        the suite, which is `stage` if given.
         """
         if time.monotonic() > deadline_s:
             return _Run(code=None, passed=0)
@@ -206,19 +206,18 @@ class Judge:
             return _read(workspace.pytest(command, watch.is_hopeless), lines(log), watch.hung)
 
         run = attempt(names)
-        if (
-            run.failed == COLLECTION and run.code == 4
-        ):  # the mutant changes the ids of parametrized tests
+        # The mutant changes the ids of parametrized tests, so run whole files.
+        if run.failed == COLLECTION and run.code == 4:
             run = attempt(files)
         return run
 
 
 class _Watch:
-    """Decides when to stop pytest: if a test runs too long, or if one starts after the mutant's
-    time limit.
+    """Decides when to stop pytest: if a test runs for too long, or if a test starts after the
+    mutant's time limit.
 
-    The test that is running at that time may go on, because only its end tells a hang from a long
-    test.
+    A test that's still running at the time limit may finish, because only then can we tell a long
+    test from one that hangs.
     """
 
     def __init__(

@@ -1,15 +1,14 @@
-"""Finds the mutants of a source file, and writes the file with one mutant in it or with a probe at
-each of them.
+"""Finds a source file's mutants, and writes the file with one of them applied or with probes.
 
-A mutant replaces the text of a single node of the syntax tree, in place, by a text with the same
+A mutant replaces the text of a single node of the syntax tree, in place, by text with the same
 number of line breaks. All other lines therefore keep their numbers, and comments and formatting
-stay as they are, which matters here because error messages, labels and stack traces of jaxcross
-quote line numbers.
+stay as they are. That matters here, because jaxcross quotes line numbers in error messages, labels
+and stack traces.
 
-A mutant's key is a hash of the function that it is in and of its position in that function. So the
-same mutant has the same key in another checkout, unless that function differs there, and editing
-one function leaves the mutants of all others alone. `sample` chooses by the order of these hashes,
-for the same reason.
+A mutant's key is a hash of the function that contains the mutant and of the position within it. So
+a mutant has the same key in another checkout unless that function differs there, and editing one
+function doesn't affect the mutants of any other. For the same reason, `sample` draws mutants in the
+order of hashes of their keys.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.GtE: ast.Lt,
 }
 
-# What a reader of a log sees, rather than what the program does.
+# Calls that write messages for people. They don't change what the program does.
 _MESSAGES = {
     "debug",
     "info",
@@ -68,8 +67,8 @@ _NOT_CODE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One change of one file. `at` are the bytes that it replaces; `place` those of the node that a
-    probe watches.
+    """One change to one file. `at` is the range of bytes that it replaces, and `place` that of the
+    node that a probe watches.
     """
 
     key: str
@@ -87,7 +86,7 @@ class Mutant:
         return source[: self.at[0]] + self.new.encode() + source[self.at[1] :]
 
     def difference(self, source: bytes) -> tuple[str, str]:
-        """Returns the line before and after. A node of several lines is shown as one."""
+        """Returns the line before and after. A node of several lines is shown as a single line."""
         start = source.rfind(b"\n", 0, self.at[0]) + 1
         end = source.find(b"\n", self.at[1])
         end = len(source) if end < 0 else end
@@ -97,11 +96,11 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """Where a node is: the name of its function, and the function or import-time statement that its
-    key is made of.
+    """Where a node is: its function's name, and the function or import-time statement that goes
+    into its key.
 
-    `watched` is set in the default of a parameter: what its function evaluates first, since a
-    default is evaluated on import, but has no effect before its function is called.
+    `watched` is only set in a parameter's default. A default is evaluated on import, but it has no
+    effect until its function is called, so the probe watches what the function evaluates first.
     """
 
     name: str = ""
@@ -119,7 +118,7 @@ class _Scope:
 
 
 class _Finder:
-    """Walks the tree of one file and collects its mutants."""
+    """Walks one file's syntax tree and collects the mutants."""
 
     def __init__(self, source: bytes, file: str) -> None:
         self._source = source
@@ -133,7 +132,7 @@ class _Finder:
         self._block(self.tree.body, _Scope())
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Returns the bytes of a node."""
+        """Returns the range of bytes of a node."""
         begin = self._lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
         return begin, self._lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
 
@@ -196,7 +195,7 @@ class _Finder:
         )
 
     def _mutations(self, node: ast.AST) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """Yields operator, bytes that are replaced, and new text."""
+        """Yields the operator, the range of bytes to replace, and the new text."""
         if isinstance(node, ast.If | ast.IfExp) and not isinstance(node.test, ast.Constant):
             yield from (
                 ("condition", self.span(node.test), self._padded(node.test, text))
@@ -222,8 +221,8 @@ class _Finder:
                 yield operator, self.span(node), self._padded(node, text)
 
     def _padded(self, node: ast.AST, text: str, else_text: str | None = None) -> str:
-        """Returns the text with the line breaks of the node, in brackets; `else_text` is what may
-        be in brackets.
+        """Returns the text, in brackets along with as many line breaks as the node has. Brackets
+        aren't valid around every text: `else_text` replaces it there.
         """
         begin, end = self.span(node)
         breaks = self._source.count(b"\n", begin, end)
@@ -231,7 +230,7 @@ class _Finder:
 
 
 def _changed(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Yields what an expression becomes."""
+    """Yields the operator and the new expression of each mutation."""
     if isinstance(node, ast.Compare):
         for operator, table in (("compare", SWAPS), ("negate", NEGATIONS)):
             for index, op in enumerate(node.ops):
@@ -262,8 +261,8 @@ def _is_none(node: ast.expr | None) -> bool:
 
 
 def _is_left_out(node: ast.AST) -> bool:
-    """Whether a node and all that is in it has no mutants: texts, what logs or raises them, checks
-    of an invariant.
+    """Whether a node and everything in it has no mutants: texts, whatever logs or raises them, and
+    checks of invariants.
     """
     if isinstance(
         node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.operator
@@ -283,25 +282,25 @@ def _is_left_out(node: ast.AST) -> bool:
 
 
 def find(source: bytes, file: str) -> dict[str, Mutant]:
-    """Returns all mutants of a file by their keys."""
+    """Returns all mutants of a file, by key."""
     return _Finder(source, file).found
 
 
 def in_tree(tree: Path, sources: Iterable[str]) -> dict[str, Mutant]:
-    """Returns all mutants of the files and folders `sources`, which are relative to `tree`."""
+    """Returns all mutants of these files and folders, by key. Paths are relative to `tree`."""
     found: dict[str, Mutant] = {}
     for name in sources:
         for path in (
             sorted((tree / name).rglob("*.py")) if (tree / name).is_dir() else [tree / name]
         ):
-            if path.is_file():  # an old checkout may not have it
+            if path.is_file():  # an older checkout may not have it
                 found |= find(path.read_bytes(), path.relative_to(tree).as_posix())
     return found
 
 
 def sample(tree: Path, mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Returns up to `count` mutants, at most one per line. Skips those that don't compile or that
-    change nothing.
+    """Returns up to `count` mutants, at most one per line. Skips mutants that don't compile or that
+    don't change the syntax tree.
     """
     chosen: list[Mutant] = []
     lines: set[tuple[str, int]] = set()
@@ -327,7 +326,7 @@ def _is_valid(source: bytes, mutated: bytes) -> bool:
 
 
 def readers(tree: Path, file: str) -> set[str]:
-    """Returns the file and those files of its package that import it."""
+    """Returns the file, and the files of its package that import it."""
     dotted = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     parent, _, name = dotted.rpartition(".")
     found = {file}
@@ -345,19 +344,19 @@ def readers(tree: Path, file: str) -> set[str]:
 
 
 def with_probes(source: bytes, file: str, mutants: Iterable[Mutant], *, functions: bool) -> bytes:
-    """Returns the source with a probe where each mutant is, and at the start of each function if
-    `functions`.
+    """Returns the source with a probe at each mutant and, if `functions`, at the start of each
+    function.
 
-    `(_mutation_hit("key"), a < b)[1]` has the value of `a < b`, and `_mutation_hit("key"); return
-    a` needs no new line.
+    Probes add no lines: `(_mutation_hit("key"), a < b)[1]` has the value of `a < b`, and a
+    statement becomes `_mutation_hit("key"); return a`.
     """
     finder = _Finder(source, file)
     places = [(each.place, each.statement, each.key) for each in mutants if not each.on_import]
     firsts = filter(None, (_first(node.body) for node in finder.functions if functions))
     places += [(finder.span(first), isinstance(first, ast.stmt), entry(file)) for first in firsts]
-    inserted: list[
-        tuple[int, int, int, str]
-    ] = []  # at equal positions: what closes, what precedes, what opens
+    # The second item orders insertions at equal positions: closing brackets come first, then
+    # statements, then opening brackets.
+    inserted: list[tuple[int, int, int, str]] = []
     for (begin, end), statement, key in places:
         if statement:
             inserted.append((begin, 1, 0, f'_mutation_hit("{key}"); '))
@@ -376,9 +375,7 @@ def entry(file: str) -> str:
 
 
 def _import(finder: _Finder, file: str) -> tuple[int, int, int, str]:
-    """Imports the probe on a line that is there: after the docstring and what comes from
-    `__future__`.
-    """
+    """Imports the probe on an existing line, after the docstring and any `__future__` import."""
     text = f"from {file.partition('/')[0]}._mutation_probe import hit as _mutation_hit"
     heads = [
         node
@@ -391,7 +388,7 @@ def _import(finder: _Finder, file: str) -> tuple[int, int, int, str]:
 
 def _first(body: Sequence[ast.AST]) -> ast.AST | None:
     """Returns what a function evaluates first: a simple statement, or the expression at the head of
-    another one.
+    a compound one.
     """
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,29 +1,29 @@
-"""Mutation testing of jaxcross, to compare two test suites: `python tests/mutation/mutate.py
-{coverage,run,show}`.
+"""Mutation testing of jaxcross, which compares two test suites.
 
-README.md in this folder says how to use it and how to read its table. This is how it works.
+Run `python tests/mutation/mutate.py {coverage,run,show}`. README.md in this folder explains how to
+use it and how to read its table. The rest of this text explains how it works.
 
-**Why a tool of our own.** We looked at the two that are maintained. mutmut 3 chooses tests by the
-functions that they call within pytest's process, so it finds none for code that only ranks under
-`mpirun` execute. It also forks its workers from a process in which JAX may already run threads.
-cosmic-ray takes any command with a time limit, and can resume, but it runs the same command for
-every mutant (25 minutes or more here), and a timeout ends only the process group of pytest, which
-`mpirun` isn't in. Neither draws a sample or compares two suites.
+**Why a tool of our own.** We looked at the two that are maintained. mutmut 3 selects tests by the
+functions that they call within pytest's process, so it finds no tests for code that only ranks
+under `mpirun` execute. It also forks its workers from a process in which JAX may already be running
+threads. cosmic-ray takes any command with a time limit, and can resume, but it runs the same
+command for every mutant (25 minutes or more here), and a timeout only terminates pytest's process
+group, which `mpirun` isn't part of. Neither tool draws a sample or compares two suites.
 
-**Why probes, rather than coverage.py.** We need to know which tests evaluate 150 places. A tracer
-watches every line, doesn't follow the threads of XLA that call back into Python, needs a hook in
-the start of every rank, and loses what a killed rank had seen. On Python 3.11 it also doubles the
-CPU time of the model checks (81 s instead of 41 s for `test_model_check.py` and
-`test_properties.py`, 48 s with probes). A probe is a call in the source, at the mutant:
-`(_mutation_hit("key"), a < b)[1]`. It writes its record before it returns; `inside/probe.py` has
-the details.
+**Why probes, rather than coverage.py.** We only need to know which tests evaluate 150 places. A
+tracer watches every line, doesn't follow XLA's threads when they call back into Python, needs a
+hook in the start-up of every rank, and loses what it recorded when a rank is killed. On Python 3.11
+it also doubles the CPU time of the model checks (`test_model_check.py` and `test_properties.py`
+take 81 s instead of 41 s, but 48 s with probes). A probe is a call that we insert at the mutant's
+place in the source: `(_mutation_hit("key"), a < b)[1]`. It writes its record to the file before it
+returns; `inside/probe.py` has the details.
 
-**A mutant's way.** `mutants.py` finds and applies it. `suite.py` knows which tests evaluate it.
-`judge.py` runs these in a copy of the checkout (`workspace.py`), the cheapest first, until one
-fails. `guard.py` makes sure that no process is left behind. If all of them pass, the other tests of
-the same files run, because a fixture, a cached function or a compiled step may have evaluated the
-mutant on their behalf, in the name of the first test. Each result is appended to `results.jsonl` at
-once, and a mutant that has a result isn't run again.
+**From a mutant to a result.** `mutants.py` finds and applies it. `suite.py` says which tests
+evaluate it. `judge.py` runs these tests in a copy of the checkout (`workspace.py`), cheapest first,
+until one fails. `guard.py` makes sure that no process is left behind. If all of them pass, the
+other tests of the same files run as well, because a fixture, a cached function or a compiled step
+may have evaluated the mutant on their behalf, in the name of the first test. Each result is
+appended to `results.jsonl` immediately, and a mutant that already has a result isn't run again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SOURCES = [
 
 
 class Study:
-    """The folder of one comparison: its mutants, what was recorded of each suite, and the
+    """The folder of one comparison: the mutants, what was recorded about each suite, and the
     results.
     """
 
@@ -76,7 +76,7 @@ class Study:
         self._lock = threading.Lock()
 
     def draw(self, tree: Path, sources: Sequence[str], count: int, seed: int) -> None:
-        """Draws the mutants, unless that has been done."""
+        """Draws the mutants, unless this folder already has some."""
         if self._drawn.exists():
             return
         chosen = m.sample(tree, m.in_tree(tree, sources).values(), count, seed)
@@ -95,7 +95,7 @@ class Study:
         return json.loads(self._drawn.read_text())["mutants"]
 
     def in_tree(self, tree: Path) -> dict[str, m.Mutant]:
-        """Returns those of the mutants that a checkout has, with their positions there."""
+        """Returns the drawn mutants that a checkout contains, with their positions there."""
         every = m.in_tree(tree, {each["file"] for each in self.described()})
         return {
             each["key"]: every[each["key"]] for each in self.described() if each["key"] in every
@@ -187,7 +187,7 @@ def run(study: Study, args: argparse.Namespace) -> None:
 
 
 def chosen(study: Study, args: argparse.Namespace) -> list[dict]:
-    """Returns the mutants that this call shall judge."""
+    """Returns the mutants that this call has to judge."""
     results = study.results()
     done = results.get(args.suite, {})
     others = results.get(args.survivors_of, {})

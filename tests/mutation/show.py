@@ -1,4 +1,4 @@
-"""Prints how many mutants each suite killed, by folder, and each mutant that survived."""
+"""Prints how many mutants each suite killed, by folder, and every mutant that survived."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ COLUMNS = ("mutants", "quick", "integration", "hung", "survive both", "old only"
 
 
 def column(new: Mapping | None, old: Mapping | None) -> str:
-    """Returns the column of a mutant, from its results in both suites. Each mutant is in one
-    column.
-    """
+    """Returns the one column that a mutant counts in, given its results in both suites."""
     if new is None or new["verdict"] == Verdict.ABSENT:
         return "open"
     if new["verdict"] == Verdict.HUNG:
@@ -42,8 +40,8 @@ def show(
     new: str,
     old: str,
 ) -> bool:
-    """Prints the table and the lists. Returns whether no mutant is open or killed by the old suite
-    only.
+    """Prints the table and the lists. Returns False if a mutant is open, or if only the old suite
+    kills it.
     """
     columns = {
         each["key"]: column(*(results.get(name, {}).get(each["key"]) for name in (new, old)))
@@ -125,8 +123,8 @@ def _verdict(result: Mapping) -> str:
 
 
 def save(mutants: Sequence[Mapping], results: Mapping[str, Mapping]) -> None:
-    """Writes what a suite did to `results.json`. Notes on mutants stay, as long as their functions
-    don't change.
+    """Writes a suite's verdicts to `results.json`. A note is kept as long as its mutant's function
+    doesn't change.
     """
     noted = _saved()
     left = {

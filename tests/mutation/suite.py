@@ -1,5 +1,6 @@
-"""Which tests of a suite evaluate which mutants, recorded once by running the suite with a probe at
-each mutant.
+"""Records which tests of a suite evaluate which mutants.
+
+The suite is run once for this, with a probe at each mutant.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ next.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """A test as it was recorded: its part of the suite, and its seconds. `setup_s` is the part for
-    its fixtures.
-    """
+    """A recorded test: its part of the suite, and its duration including `setup_s` for fixtures."""
 
     stage: int
     duration_s: float
@@ -33,7 +32,7 @@ class Test:
 
 
 class Suite:
-    """A suite's name, its checkout, and what was recorded of it below `out`."""
+    """A suite's name, its checkout, and what was recorded about it in a folder below `out`."""
 
     def __init__(self, out: Path, name: str) -> None:
         self.name = name
@@ -49,9 +48,7 @@ class Suite:
         self.commit: str = settings.get("commit", "")
 
     def define(self, tree: Path, stages: Sequence[Sequence[str]], paths: Sequence[str]) -> None:
-        """Says what the suite is. Raises SystemExit if something else was recorded under its
-        name.
-        """
+        """Defines the suite. Raises SystemExit if a different one was recorded under this name."""
         settings = {
             "tree": str(tree),
             "stages": [list(stage) for stage in stages],
@@ -72,9 +69,7 @@ class Suite:
         return self._folder / f"stage{stage}.tests.jsonl", self._folder / f"stage{stage}.hits"
 
     def record(self, mutants: Iterable[m.Mutant], workspace: Workspace, workers: int) -> None:
-        """Runs each part of the suite that is not recorded yet, with probes in the files of the
-        mutants.
-        """
+        """Runs all parts of the suite that aren't recorded yet, with probes at the mutants."""
         todo = [stage for stage in range(len(self.stages)) if not self._paths(stage)[0].exists()]
         files = with_probes(workspace.folder, mutants)
         for stage in todo:
@@ -142,7 +137,7 @@ class Suite:
 
 
 class Covering:
-    """Answers which tests to run for a mutant."""
+    """Decides which tests to run for a mutant."""
 
     def __init__(self, tree: Path, tests: dict[str, Test], hits: dict[str, set[str]]) -> None:
         self.tests = tests
@@ -156,19 +151,19 @@ class Covering:
             self._setup_s[file] = max(self._setup_s[file], test.setup_s)
 
     def longest_s(self, name: str) -> float:
-        """Returns the seconds of a test or file if it has to set up what the tests of its file
-        share.
+        """Returns the duration of a test or file if it also has to set up its file's shared
+        fixtures.
         """
         test = self.tests.get(name)
         return (test.duration_s if test else 0) + self._setup_s[name.partition("::")[0]]
 
     def of(self, mutant: m.Mutant) -> tuple[list[str], list[str]]:
         """Returns the tests that evaluate the mutant, and the other tests of their files, both in
-        running order.
+        the order in which to run them.
 
-        A mutant that is evaluated on import is covered by whatever enters a function of its file or
-        of a file that imports that one. If its place was evaluated while pytest collected a file,
-        all tests of this file cover it.
+        If a mutant is evaluated on import, we count it as covered by every test that enters a
+        function of its file, or of a file that imports its file. If a mutant was evaluated while
+        pytest collected a test file, all tests of that file count.
         """
         keys = [mutant.key]
         if mutant.on_import:
@@ -182,8 +177,8 @@ class Covering:
         direct = (names & self.tests.keys()).union(*(self._by_file[file] for file in files))
         mates = set().union(*(self._by_file[name.partition("::")[0]] for name in direct)) - direct
 
-        # The cheapest first, but the tests of the mutant's own folder count as ten times cheaper:
-        # they kill most.
+        # The cheapest tests first. Tests in the folder of the mutant's own area count as ten times
+        # cheaper, because they kill most mutants.
         folder = PurePosixPath(mutant.file).parent.name
 
         def cost(name: str) -> tuple[int, float, str]:
@@ -194,7 +189,7 @@ class Covering:
         return sorted(direct, key=cost), sorted(mates, key=cost)
 
     def nameless(self, key: str) -> bool:
-        """Whether a process evaluated the place that had no test's name in its environment."""
+        """Whether the place was evaluated by a process without a test's name in its environment."""
         return "" in self._hits.get(key, ())
 
 
@@ -215,8 +210,8 @@ def with_probes(tree: Path, mutants: Iterable[m.Mutant]) -> dict[str, bytes]:
 
 
 def commit(tree: Path) -> str:
-    """Returns the last commit that changed the package or the tests, with a plus if files differ
-    from it.
+    """Returns the last commit that changed the package or its tests, plus `+` if files differ from
+    it.
     """
     paths = ["--", "jaxcross", "tests", "benchmarks", "examples", "pyproject.toml"]
 
@@ -228,7 +223,7 @@ def commit(tree: Path) -> str:
 
 
 def lines(path: Path) -> list[dict]:
-    """Returns the lines of a file of JSON lines, without a last one that is being written."""
+    """Returns the parsed lines of a JSON-lines file, ignoring an incomplete last line."""
     if not path.exists():
         return []
     return [

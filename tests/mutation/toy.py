@@ -1,7 +1,7 @@
-"""A package of seven lines to mutate, and two suites whose verdict on each line is known, to test
-the tool itself.
+"""Tests the tool itself on a package of seven lines and two suites with known verdicts on each
+line.
 
-Whichever mutant of a line is drawn, its verdict is the same.
+The verdict for a line doesn't depend on which of its mutants is drawn.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def test_half_tested_is_asserted():
     assert (lines.half_tested(2), lines.half_tested(3)) == (True, False)
 """
 
-# By function: the verdicts of both suites. `LIMIT` and `return_value` are outside of a function and
-# in one.
+# By function: the verdicts of both suites. The empty name stands for `LIMIT`, which is outside of
+# any function; `return_value` is in one.
 EXPECTED = {
     "": ("killed", None),
     "limit": ("killed", None),
@@ -130,7 +130,7 @@ def write(folder: Path, *, old: bool) -> Path:
 
 
 def smoke(main: Callable[[Sequence[str]], int]) -> int:
-    """Compares the two suites with the tool, and returns 0 if each verdict is as expected."""
+    """Compares the two suites with the tool, and returns 0 if every verdict is as expected."""
     with tempfile.TemporaryDirectory(prefix="toy-") as name:
         folder = Path(name)
         out = ["--out", str(folder / "out")]

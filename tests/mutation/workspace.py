@@ -1,6 +1,4 @@
-"""A copy of a checkout, with an environment of its own, in which files are mutated and tests
-run.
-"""
+"""A copy of a checkout with its own environment, in which we mutate files and run tests."""
 
 from __future__ import annotations
 
@@ -21,20 +19,19 @@ class InterruptedRunError(Exception):
 
 
 class Workspace:
-    """The files of `tree` that git tracks or would track, copied to `folder`.
+    """A copy, in `folder`, of the files in `tree` that git tracks or would track.
 
-    The package is installed there as in the checkout, because some tests start scripts that import
-    it from wherever it is installed. A tree without `pyproject.toml` uses the interpreter of this
-    process.
+    The package is installed in it, just as in the checkout, because some tests start scripts that
+    import the installed package. If the tree has no `pyproject.toml`, the workspace uses the
+    interpreter of this process.
     """
 
     def __init__(self, tree: Path, folder: Path) -> None:
         self.tree = tree
         self.folder = folder
         self.output = folder.with_suffix(".log")
-        self.scratch = Path(
-            tempfile.mkdtemp(prefix="mutant-")
-        )  # its path is short: tests bind Unix sockets below it
+        # The path must be short, because tests bind Unix sockets below it.
+        self.scratch = Path(tempfile.mkdtemp(prefix="mutant-"))
         self._copy()
         installed = (folder / "pyproject.toml").exists()
         if installed:
@@ -75,8 +72,8 @@ class Workspace:
     def write(self, file: str, source: bytes) -> None:
         """Writes a source file and removes its bytecode.
 
-        Python takes bytecode for current if its source has the same size and was written in the
-        same second.
+        Otherwise, Python would use stale bytecode if the source still has the same size and was
+        written within the same second.
         """
         path = self.folder / file
         path.write_bytes(source)
@@ -84,8 +81,8 @@ class Workspace:
             cached.unlink()
 
     def _environment(self) -> dict[str, str]:
-        """Returns an environment as of a shell, without what this process has from `uv run` or from
-        pytest.
+        """Returns the environment of a plain shell, without the variables that `uv run` or pytest
+        have set for this process.
         """
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         for name in ("VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
@@ -100,11 +97,11 @@ class Workspace:
     def pytest(
         self, arguments: list[str], hopeless: Callable[[], bool] = lambda: False
     ) -> int | None:
-        """Runs pytest, waits for it, and returns its exit code, or `None` if `hopeless` became true
-        and it was ended.
+        """Runs pytest, waits for it, and returns its exit code, or `None` if it was stopped because
+        `hopeless` returned true.
 
-        `hopeless` is called twice a second. Nothing that the tests started is left, and no
-        temporary file.
+        Calls `hopeless` twice per second. Leaves neither processes that the tests started nor
+        temporary files behind.
         """
         command = [sys.executable, str(HERE / "guard.py"), self.python, "-m", "pytest", *arguments]
         try:

@@ -1,5 +1,6 @@
-"""Without the packages of an extra the rest works, and what needs them says which extra to
-install.
+"""Tests that jaxcross works without the packages of an extra.
+
+Whatever needs such a package names the extra to install.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ MODULES = ("tensorflow_datasets", "array_record", "grain", "cv2", "fsspec", "mat
 
 
 def run(code: str, *without: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process that cannot import some modules."""
+    """Runs code in a process that can't import certain modules."""
     hidden = f"import sys; sys.modules.update(dict.fromkeys({without!r}))\n"
     return subprocess.run(
         [sys.executable, "-c", hidden + code], capture_output=True, text=True, check=False
@@ -22,7 +23,7 @@ def run(code: str, *without: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.integration
 def test_steps_jobs_and_reports_need_no_extra() -> None:
-    """Every public name but `jaxcross.data` can be had where no extra is installed."""
+    """Without any extra, every public name except `jaxcross.data` is available."""
     code = (
         "import jaxcross; [getattr(jaxcross, name) for name in jaxcross.__all__ if name != 'data']"
     )

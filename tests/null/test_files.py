@@ -1,4 +1,6 @@
-"""Files that are whole or as they were, and the lock that tells whether another process has one."""
+"""Tests that files are either complete or unchanged, and the lock that shows if another process has
+one.
+"""
 
 import errno
 import os
@@ -46,8 +48,8 @@ def test_content_and_name_are_on_disk_in_this_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "kept"), [(errno.EINVAL, True), (errno.EIO, False)])
 def test_a_disk_that_does_not_sync_folders_will_do(tmp_path, monkeypatch, number, kept):
-    """The file has its new content then, and nothing more can be done. A disk that fails is another
-    matter.
+    """By then the file already has its new content, and there's nothing else we could do. A disk
+    that fails is a different matter.
     """
     whole = os.fsync
 

@@ -1,6 +1,4 @@
-"""Texts that come from elsewhere: whatever is in them, they are read or refused with a `ValueError`
-that says why.
-"""
+"""Tests that text from elsewhere is either read, or refused with a `ValueError` that says why."""
 
 import json
 import shlex
@@ -95,7 +93,7 @@ PROGRAM = Program(
 
 
 def attempt(read):
-    """What it makes, or None and why it refuses."""
+    """Returns the result and an empty text, or None and the reason for the refusal."""
     try:
         return read(), ""
     except ValueError as error:
@@ -104,7 +102,7 @@ def attempt(read):
 
 @st.composite
 def damaged_programs(draw):
-    """A program's text of which lines, words or characters are gone, doubled or others'."""
+    """Draws a program's text with missing, doubled or replaced lines, words or characters."""
     lines = PROGRAM.text().splitlines()
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(lines) - 1))
@@ -134,7 +132,7 @@ def damaged_programs(draw):
 @example(PROGRAM.text().replace("tiled=True", "tiled={[]: 1}"))
 @example(PROGRAM.text().replace("float32[4,2]", "no_such_type[4,2]"))
 def test_damaged_program_is_rejected_valid_or_detected(text):
-    """A damaged program is refused, or well-formed, or found invalid by `verify`."""
+    """A damaged program is refused by `parse`, still well-formed, or found invalid by `verify`."""
     program, why = attempt(lambda: parse(text))
     if program is None:
         assert "of the program is not understood" in why or "the program lacks the line(s)" in why

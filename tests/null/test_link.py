@@ -1,4 +1,4 @@
-"""The link that runs emulate, and the words for a real one."""
+"""Tests the links that runs can emulate, and how a real link is described."""
 
 import threading
 

@@ -1,5 +1,5 @@
-"""The mutation tests' own tool: which mutants a file has, where probes go, and that no process is
-left.
+"""Tests the mutation testing tool: a file's mutants, its probes, and that no process is left
+behind.
 """
 
 import ast
@@ -16,7 +16,7 @@ MUTATION = Path(__file__).parents[1] / "mutation"
 
 
 def texts(source: str) -> set[str]:
-    """What the mutants of a source become: the line that differs."""
+    """Returns the changed line of each of a source's mutants."""
     found = find(source.encode(), "package/file.py").values()
     return {each.difference(source.encode())[1] for each in found}
 
@@ -78,7 +78,7 @@ def test_all_other_lines_keep_their_numbers():
 
 
 def test_a_mutant_is_the_same_after_changes_elsewhere(tmp_path):
-    """So results of two checkouts can be compared, and a sample stays nearly the same."""
+    """So we can compare the results of two checkouts, and a sample stays almost the same."""
     function = "def f(a):\n    return a + 1\n"
     before = find(function.encode(), "package/file.py")
     after = find(f"import os\n\n\n{function}".encode(), "package/file.py")
@@ -145,7 +145,7 @@ def test_a_mutant_is_in_one_column(new, old, named):
 
 
 def test_guard_leaves_no_process():
-    """The grandchild is in a session of its own, and holds stdout open for as long as it lives."""
+    """The grandchild has its own session, and keeps stdout open for as long as it lives."""
     grandchild = "import threading; print('started', flush=True); threading.Event().wait()"
     started = (
         f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True).wait()"
@@ -155,7 +155,7 @@ def test_guard_leaves_no_process():
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:
         assert guard.stdout.readline() == "started\n"
         guard.stdin.close()
-        assert guard.stdout.read() == ""  # the end of the file: nobody holds it
+        assert guard.stdout.read() == ""  # end of file: no process has it open
     assert guard.returncode == 125
 
 

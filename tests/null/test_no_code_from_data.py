@@ -1,8 +1,8 @@
-"""`jaxcross` runs nothing that stands in a file: no pickle and its likes, no `eval`, arrays without
-objects.
+"""Tests that `jaxcross` never executes anything it reads from a file.
 
-What ranks tell each other is another thing: mpi4py pickles it, between processes of one program and
-one user.
+So there's no pickle or anything like it, no `eval`, and no arrays of objects. Messages between
+ranks are a different matter: mpi4py pickles them, but they only go between processes of one program
+and one user.
 """
 
 import ast
@@ -27,13 +27,12 @@ METHODS = {
     "yaml": {"load", "load_all", "full_load", "unsafe_load", "unsafe_load_all"},
     "torch": {"load"},
 }
-WRITES_ONLY = [
-    Path(__file__).parents[1] / "model" / "model_state.py"
-]  # bytes to hash; nothing reads them back
+# These are bytes to hash, and are never read back.
+WRITES_ONLY = [Path(__file__).parents[1] / "model" / "model_state.py"]
 
 
 def found_in(source):
-    """What a module has that would run, or make objects of, what it reads."""
+    """Yields what a module contains that would execute what it reads, or make objects of it."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):

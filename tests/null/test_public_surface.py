@@ -1,4 +1,4 @@
-"""What `import jaxcross` promises: the public names are there, and nothing is started for them."""
+"""Tests that `import jaxcross` provides the public names, and starts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jaxcross
 
 
 def fresh(code: str) -> str:
-    """What a new interpreter prints."""
+    """Returns the output of a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
@@ -29,7 +29,7 @@ def test_import_starts_nothing() -> None:
 
 
 def test_import_loads_the_standard_library_only() -> None:
-    """That keeps it at about 15 ms of CPU time, where NumPy alone takes ten times as long."""
+    """This keeps the import at about 15 ms of CPU time. NumPy alone takes ten times as long."""
     code = (
         "import sys\n"
         "before = set(sys.modules)\n"
@@ -42,8 +42,8 @@ def test_import_loads_the_standard_library_only() -> None:
 
 
 def test_the_decisions_of_a_run_need_no_jax() -> None:
-    """Whatever they import in turn: interleaver, policies, vote, simulator and twin run without
-    arrays.
+    """Interleaver, policies, vote, simulator and twin run without arrays, whatever they import in
+    turn.
     """
     code = (
         "import sys\n"

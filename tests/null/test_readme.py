@@ -1,6 +1,4 @@
-"""The README as an index page shows it: no link there leads nowhere, and nothing but links is
-lost.
-"""
+"""Tests the README as a package index shows it: no dead links, and nothing but links is lost."""
 
 import re
 import subprocess

@@ -1,5 +1,6 @@
-"""What a console or a notebook shows of a result that is not printed: a line, however long the run
-was.
+"""Tests how a console or notebook displays a result that isn't printed.
+
+It's a single line, however long the run was.
 """
 
 import re
@@ -126,7 +127,7 @@ def test_a_result_is_shown_in_a_line(make: Callable[[], Any], begin: str) -> Non
 
 
 def text_of(html: str) -> str:
-    """What a browser shows of a result, without the spaces at the end of lines."""
+    """Returns what a browser shows for a result, without spaces at the ends of lines."""
     assert html.startswith("<pre ")
     lines = unescape(re.sub("<[^>]*>", "", html)).splitlines()
     return "\n".join(line.rstrip() for line in lines)
@@ -145,7 +146,7 @@ def test_a_notebook_shows_what_print_shows(
 def test_print_in_a_notebook_is_text(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it runs in a kernel, rich would show the table by itself and return nothing."""
+    """In a notebook kernel, rich would otherwise display the table itself and return nothing."""
     expected = str(make())
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert str(make()) == expected

@@ -1,4 +1,4 @@
-"""Classes are abstract or final, and modules hold no state."""
+"""Tests that classes are either abstract or final, and that modules hold no state."""
 
 import ast
 import functools
@@ -8,14 +8,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jaxcross"
 
-# State of a process that no object of the package could own.
+# Per-process state that no object of the package could own.
 STATE = {
     ("world/start.py", "_CURRENT"),  # the current world
-    ("_link.py", "_EMULATED"),  # the links of the `with` blocks that are open
-    ("_tracing.py", "_CURRENT"),  # of this context, and only while it traces a step
+    ("_link.py", "_EMULATED"),  # the links of all open `with` blocks
+    ("_tracing.py", "_CURRENT"),  # per context, and only while a step is being traced
 }
-# Calls that make something which changes. An empty container at a module's top is there to be
-# filled.
+# Calls that create something mutable. An empty container at the top of a module counts too, because
+# it exists to be filled.
 CHANGING = (
     "ContextVar",
     "local",
@@ -33,7 +33,9 @@ CHANGING = (
 
 @functools.cache
 def trees():
-    """Parsed when a test asks for them: every worker collects this file."""
+    """Returns the package's syntax trees. Only parsed on use, because every worker collects this
+    file.
+    """
     return {
         path.relative_to(PACKAGE): ast.parse(path.read_text())
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -59,7 +61,7 @@ def module_state():
 
 
 def is_concrete(method):
-    """Whether a method does something: it is not abstract, and not just a docstring or an error."""
+    """Whether a method does something: it isn't abstract, nor just a docstring or an error."""
     if any("abstract" in ast.unparse(decorator) for decorator in method.decorator_list):
         return False
     return not all(
@@ -93,7 +95,7 @@ def test_no_class_overrides_concrete_code():
         f"{node.name}.{method}"
         for node in every
         for base in (ast.unparse(each).split("[")[0].split(".")[-1] for each in node.bases)
-        for parent in every  # several classes may have the name of the base
+        for parent in every  # more than one class may have the name of the base
         if parent.name == base and parent is not node
         for method in methods(node).keys() & methods(parent).keys() - {"__init__"}
         if is_concrete(methods(parent)[method])

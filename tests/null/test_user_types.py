@@ -1,5 +1,7 @@
-"""Type checkers see the types of the public surface: a step keeps the parameters and the result of
-its function, and the programs of `user_programs/` have no errors.
+"""Tests that type checkers see the types of the public API.
+
+A step keeps its function's parameters and result, and the programs in `user_programs/` have no
+errors.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import jaxcross
 
 PACKAGE = Path(jaxcross.__file__).parent
 PROGRAMS = sorted(Path(__file__).with_name("user_programs").glob("*.py"))
-# A comment names the type that its line reveals, with `...` where the two checkers print different
-# brackets.
+# A comment gives the type that its line reveals. `...` stands for brackets that the two checkers
+# print differently.
 SOURCE = """
 import jaxcross
 
@@ -101,7 +103,7 @@ def run(tool: str, *arguments: str, folder: Path) -> str:
         timeout=300,
         check=False,
     )
-    assert found.returncode in (0, 1), found.stdout + found.stderr  # 1: there are errors
+    assert found.returncode in (0, 1), found.stdout + found.stderr  # 1 means that there are errors
     return found.stdout
 
 
@@ -134,7 +136,7 @@ def test_programs_of_users_have_no_type_errors(
     assert len(PROGRAMS) == 10
     for path in PROGRAMS:
         shutil.copy(path, tmp_path)
-    wrong = tmp_path / "wrong.py"  # shows that the programs are looked at
+    wrong = tmp_path / "wrong.py"  # proves that the programs are checked
     wrong.write_text("import jaxcross\njaxcross.run(1)\n")
     printed = checker(tmp_path)
     names = "|".join(path.name for path in (*PROGRAMS, wrong))

@@ -1,5 +1,6 @@
-"""Unsupported versions of JAX are refused, and the error for a broken mpi4jax names the cause and
-the remedy.
+"""Tests that unsupported JAX versions are refused, and the error for a broken mpi4jax.
+
+That error names the cause and the remedy.
 """
 
 import os
@@ -36,7 +37,7 @@ def test_other_version_is_refused(version):
 
 
 def test_import_of_what_needs_jax_names_the_version(tmp_path):
-    """The error comes before any private name of JAX is missed."""
+    """The version is checked before we access any private name of JAX."""
     (tmp_path / "jax.py").write_text("__version__ = '0.9.2'")
     line = [sys.executable, "-c", "import jaxcross; jaxcross.initialize()"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

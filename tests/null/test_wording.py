@@ -1,4 +1,4 @@
-"""Texts of other origin in sentences: no second full stop, no bracket that a cut leaves open."""
+"""Tests how foreign text is put into our sentences: no second full stop, no unclosed bracket."""
 
 import pytest
 from hypothesis import given
@@ -10,8 +10,8 @@ PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def balanced(text: str) -> bool:
-    """Brackets close in the order in which they open; what stands in backticks is a name and may
-    hold any.
+    """Whether brackets close in the right order. Text in backticks is a name, which may contain any
+    bracket.
     """
     parts = text.split("`")
     opened: list[str] = []
@@ -66,12 +66,10 @@ def test_a_clause_ends_without_a_full_stop(text: str) -> None:
     ],
 )
 def test_first_line_shows_that_more_follows(text: str, line: str) -> None:
-    """The first line shows that more follows where it must."""
     assert first_line(text) == line
 
 
 def test_long_text_is_marked_as_shortened() -> None:
-    """A short text is unchanged, and a long one shows that it was longer."""
     assert shortened("f([1, 2])", 9) == "f([1, 2])"
     assert shortened("f([1, 2])", 6) == "f([1, ...])"
     assert shortened("plain words", 5) == "plain ..."

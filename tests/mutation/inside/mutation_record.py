@@ -1,4 +1,4 @@
-"""A pytest plugin that writes when each test starts, and how it ended, as lines of JSON."""
+"""A pytest plugin that logs each test's start and outcome as JSON lines."""
 
 import json
 import time
@@ -16,7 +16,7 @@ def pytest_configure(config):
 
 
 class Record:
-    """Writes what happens. With pytest-xdist, only the process that hands out the tests has one."""
+    """Writes the log. With pytest-xdist, only the controller process has a `Record`."""
 
     def __init__(self, path):
         self._path = path

@@ -1,10 +1,9 @@
-"""Records which test evaluated which place. It is copied into the package under test as
-`_mutation_probe.py`.
+"""Records which test evaluated which place. Copied into the package as `_mutation_probe.py`.
 
-A record is in the file before `hit` returns, so a rank that is killed, or ends by `os._exit`, has
-left its records. A process that a test starts inherits the test's name from pytest, in
-`PYTEST_CURRENT_TEST`. While pytest collects there is no such name, and then the test file on the
-stack stands for all its tests.
+A record is in the file before `hit` returns, so even a rank that is killed or calls `os._exit`
+leaves its records. Pytest puts the current test's name into `PYTEST_CURRENT_TEST`, which processes
+started by the test inherit. There's no such name while pytest collects tests. In that case we
+record the test file that's on the stack, which then stands for all of its tests.
 """
 
 import os
@@ -12,16 +11,15 @@ import sys
 from os import O_APPEND, O_CREAT, O_WRONLY, close, environ, write
 from os import open as open_
 
-FILE = ""  # filled in where this is copied
+FILE = ""  # filled in when this file is copied
 _seen = set()
-_names = getattr(
-    environ, "_data", environ
-)  # of bytes: looked up in a tenth of the time, as some places are hot
+# Some places are hot, and a lookup in this dictionary of bytes takes a tenth of the time.
+_names = getattr(environ, "_data", environ)
 _NAME = os.fsencode("PYTEST_CURRENT_TEST") if _names is not environ else "PYTEST_CURRENT_TEST"
 
 
 def hit(key):
-    """Records the place of `key`, once per process and test."""
+    """Records that the place of `key` was evaluated, once per process and test."""
     test = _names.get(_NAME)
     if test is None:
         test = _collected()
@@ -32,7 +30,7 @@ def hit(key):
         file = open_(FILE, O_WRONLY | O_APPEND | O_CREAT, 0o666)
         write(file, b"%s\t%s\n" % (key.encode(), os.fsencode(test)))
         close(file)
-    except OSError:  # a test of full disks or of too many open files
+    except OSError:  # the test may simulate a full disk, or too many open files
         _seen.discard((key, test))
 
 

@@ -1,4 +1,6 @@
-"""What a change runs: the folders above it, one case of each kind, and a tenth of the rest."""
+"""Tests which tests CI runs for a change: the folders above it, one case of each kind, and a tenth
+of the rest.
+"""
 
 import importlib.util
 import json
@@ -14,7 +16,7 @@ CI = Path(__file__).parents[3] / ".ci"
 
 @pytest.fixture(scope="module")
 def parts():
-    # Not by its name, which a module of the benchmarks has, too.
+    # We don't import it by name, because a module of the benchmarks has the same name.
     spec = importlib.util.spec_from_file_location("ci_parts", CI / "parts.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +29,7 @@ def parts():
 
 @pytest.fixture
 def changed(parts, monkeypatch):
-    """Pretends that these files have changed since commit `base`."""
+    """Pretends that these files have changed since the commit `base`."""
 
     def change(*files):
         monkeypatch.setattr(parts, "changed_since", {"base": files}.get)
@@ -48,8 +50,8 @@ def test_change_concerns_every_folder_above(parts, changed):
 
 
 def test_change_concerns_tests_that_use_the_folder(parts, changed):
-    """No checkpoint imports jobs, but its tests run them; and the programs of ranks import each
-    other.
+    """No checkpoint module imports jobs, but the checkpoint tests run jobs. The programs of ranks
+    also import each other.
     """
     changed("jaxcross/jobs/runner.py")
     assert "tests/cpu/checkpoint/test_checkpoint.py" in parts.reasons("checkpoint", "base")
@@ -140,7 +142,7 @@ def test_tests_that_one_tier_is_enough_for_exist(parts):
 
 
 def test_pass_is_recorded_and_not_repeated(parts, monkeypatch, tmp_path, capfd):
-    """Of two parts, one fails: it's due again, and the other one isn't."""
+    """Of two parts, one fails. Only that one is due again."""
 
     def git(*words):
         subprocess.run(
@@ -199,8 +201,8 @@ def test_part_is_named_alone_or_with_its_tier(parts, monkeypatch, capfd):
 
 
 def test_folders_are_recorded_one_by_one(parts, tmp_path):
-    """A folder of a tier counts as passed although another one fails or can't be imported, and so
-    does an empty one.
+    """A tier's folder counts as passed even if another one fails or can't be imported. An empty
+    folder counts as passed, too.
     """
 
     def git(*words):
@@ -262,7 +264,7 @@ def test_folders_are_recorded_one_by_one(parts, tmp_path):
 
 @pytest.fixture
 def pytest_runs(parts, monkeypatch, tmp_path):
-    """Pretends that pytest ran: `runs(here, before)` are its exit codes and failures, now and at
+    """Pretends that pytest ran. `runs(here, before)` gives its exit codes and failures, now and at
     the base.
     """
     (tmp_path / "drawn").write_text("a\nb")
@@ -298,7 +300,7 @@ def test_drawn_case_that_failed_before_is_reported_only(pytest_runs, capsys):
 
 @pytest.mark.parametrize("code", [1, 2, 4, 5])
 def test_drawn_cases_that_cannot_run_fail_the_run(pytest_runs, code):
-    """A base that can't be installed or collected excuses nothing."""
+    """A base that can't be installed or collected is no excuse for a failure."""
     assert pytest_runs((code, []), (0, [])) == 1
     assert pytest_runs((1, ["a"]), (code, [])) == 1
 

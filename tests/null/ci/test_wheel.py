@@ -1,6 +1,4 @@
-"""What `.ci/wheel.py` finds in a build that isn't whole, and that no compiler is on the path of an
-installation.
-"""
+"""Tests that `.ci/wheel.py` detects incomplete builds, and that installations find no compiler."""
 
 import importlib.util
 import shutil
@@ -127,7 +125,7 @@ def test_names_have_the_version_of_the_tag(wheel):
         (["1.2 (2026-12-01)", "1.1"], False, True),
         (["[1.2]", "[1.1]"], False, True),
         (["Unreleased", "1.1"], False, True),
-        (["Unreleased", "1.2"], False, False),  # 1.2 is out
+        (["Unreleased", "1.2"], False, False),  # 1.2 is already released
         (["1.1"], False, False),
         ([], False, False),
     ],
@@ -138,8 +136,8 @@ def test_changelog_begins_with_the_version(wheel, entries, released, right):
 
 
 def test_no_compiler_is_on_the_path(monkeypatch, tmp_path):
-    """A folder without compilers stays on the path. Any other is replaced by links to its other
-    programs.
+    """A folder without compilers stays on the path. Any other folder is replaced by one with links
+    to its other programs.
     """
     installs = loaded("installs", monkeypatch)
     for name in ("a/gcc-12", "a/cc", "a/mpirun", "a/nvcc", "a/git", "b/sort"):

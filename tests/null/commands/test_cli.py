@@ -1,4 +1,4 @@
-"""The command line: what it offers, how it ends, what it must not import."""
+"""Tests the command line: its commands, its exit codes, and what it must not import."""
 
 import subprocess
 import sys
@@ -93,7 +93,6 @@ def test_zero_jobs_is_a_usage_error(capsys):
 
 
 def test_unknown_model_error_lists_known_models(capsys):
-    """Unknown models are refused with a list of the known ones."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(["demo", "--model", "resnet51"])
     error = capsys.readouterr().err
@@ -110,7 +109,9 @@ S = 1_000_000_000
 
 
 def report(policy, loss=0.5, compute=1.0, exchange=1.0, gap=0.0, steps=6):
-    """Two like jobs, one after the other or each computing while the other one exchanges."""
+    """Returns the report of two equal jobs, run in turn or with each computing during the other's
+    exchange.
+    """
     crossed = max(2 * compute, 2 * exchange, compute + exchange)
     spans, length = [], compute + exchange + gap if policy == "sequential" else crossed
     for j, job in enumerate("ab"):
@@ -194,7 +195,9 @@ def test_both_ways_in_one_table():
 
 
 def test_busy_machine_in_one_run_gives_no_speed_up():
-    """Two like jobs gain a factor of 2 at most; in the first run all took 1.3 times as long."""
+    """Two equal jobs gain at most a factor of 2, but everything took 1.3 times as long in the first
+    run.
+    """
     compared = Comparison.of(
         [report("sequential", compute=1.3, exchange=1.3)], [report("crossover")]
     )
@@ -213,7 +216,7 @@ def test_busy_machine_in_one_run_gives_no_speed_up():
         ({}, {"compute": 1.19}, ""),
         ({}, {"compute": 1.25}, "compute took"),
         ({"exchange": 1.25}, {}, "exchange took"),
-        ({"exchange": 0.01}, {"exchange": 0.02}, ""),  # twice as much of nearly nothing
+        ({"exchange": 0.01}, {"exchange": 0.02}, ""),  # twice a negligible time
         ({"gap": 0.1}, {}, "2.10 times as fast is more than the 2.00 times"),
         ({}, {"steps": 2}, "crossover: the jobs were never in steady state together"),
     ],
@@ -225,7 +228,7 @@ def test_why_there_is_no_speed_up(alone, crossed, reason):
 
 
 def test_slow_crossover_shows_compute_time_alone():
-    """It is no faster than one job after the other, and yet as fast as its own, slow, compute
+    """The crossover is no faster than running in turn, but as fast as its own slow compute time
     allows.
     """
     slow = report("crossover", compute=2.1, exchange=2.1)
@@ -241,9 +244,7 @@ def test_slow_crossover_shows_compute_time_alone():
 
 
 def test_rounds_of_other_steps_are_not_compared():
-    """One after the other, a round is one step of each; next to each other, five small steps a
-    large one.
-    """
+    """In turn, a round is one step per job. Crossed over, it's five small steps per large one."""
 
     def run(policy, begins):
         spans = [

@@ -1,4 +1,4 @@
-"""`jaxcross contention`: options that are refused before a rank starts, the table, and the file."""
+"""Tests `jaxcross contention`: its table, its file, and options that it refuses."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,9 @@ def _found(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Makes the ranks' result the given rounds; returns what the launcher got."""
+    """Replaces what the ranks measure by the given rounds. Returns the arguments that the launcher
+    received.
+    """
     launched: list[Any] = []
 
     def run(args: Any, variables: Any) -> int:
@@ -49,11 +51,12 @@ def test_the_factors_are_medians(
     assert cli.main(["contention", str(file), "-n", "2", "--seconds", "5"]) == 0
     assert measured[0].module[:2] == [contention.RANK, "5.0"]
     (point,) = json.loads(file.read_text())
+    # Twice half of 25 MiB, in 0.5 s.
     assert point == {
         "mbps": 419.0,
         "compute": 1.2,
         "exchange": 1.1,
-    }  # 25 MiB twice half, in 0.5 s
+    }
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 10 and max(map(len, shown.splitlines()[:-1])) <= 100
     assert "Contention of 2 ranks on 2 hosts, mpich, cpu: 3 rounds, 30 exchanges of 26 MB" in shown
@@ -62,7 +65,7 @@ def test_the_factors_are_medians(
 
 
 def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) -> None:
-    """One more rate is added; about the same one is measured again."""
+    """A new rate is added to the file. A rate that's about the same as a stored one replaces it."""
     file = tmp_path / "c.json"
     before = MachineContention(
         measured=((100.0, Contention(compute=1.01)), (424.0, Contention(compute=2.0)))
@@ -81,8 +84,8 @@ def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) 
 def test_a_step_fits_several_times_into_a_window(
     window_s: float, least_s: float, side: int
 ) -> None:
-    """The default window takes the largest images, even on a machine whose steps take 20 times as
-    long as here.
+    """The default window leaves room for the largest images even on a machine whose steps take 20
+    times as long as on this one.
     """
     assert image_side(window_s, least_s) == side
     assert side == 4 or 4 * least_s * (side / 4) ** 2 <= window_s

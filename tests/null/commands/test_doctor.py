@@ -1,4 +1,4 @@
-"""What the doctor makes of its findings."""
+"""Tests what the doctor concludes from its findings."""
 
 from dataclasses import replace
 
@@ -146,7 +146,7 @@ def test_warning_of_a_jax_that_is_tested_is_left_out():
 
 
 def test_reason_of_an_end_is_its_exception():
-    """MPI's own lines come after it."""
+    """MPI prints its own lines after the exception."""
     raised = "Traceback (most recent call last):\njaxcross.errors.ExchangeError: no wire\n"
     assert reason_in(raised + "Abort(1) on node 1") == "jaxcross.errors.ExchangeError: no wire"
     assert reason_in("libmpi.so: cannot open\n") == "libmpi.so: cannot open"
@@ -176,8 +176,8 @@ HALF_AN_MPI = replace(
 
 
 def test_bin_without_lib_is_one_remedy():
-    """An MPI whose `bin` is on the path but not its `lib` gets one remedy, not one for each
-    consequence.
+    """If only the `bin` folder of an MPI is on the path and its `lib` isn't, we suggest a single
+    remedy rather than one per consequence.
     """
     checks = judge(HALF_AN_MPI)
     (remedy,) = [check.remedy for check in checks if check.remedy]
@@ -211,7 +211,7 @@ def test_failed_exchange_points_at_its_cause(findings, cause):
 
 
 def test_exchange_that_works_needs_no_cause():
-    """What works is not called a consequence, whatever else is wrong."""
+    """Even if something else is wrong, a working exchange isn't described as its consequence."""
     checks = judge(replace(HEALTHY, pool=1))
     assert [check.cause for check in checks] == [""] * len(checks)
 

@@ -1,4 +1,4 @@
-"""What `doctor --hosts` makes of its findings."""
+"""Tests what `doctor --hosts` concludes from its findings."""
 
 import subprocess
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The hosts of a launch: their names, which of them answer, and how long they are waited for."""
+"""Tests the hosts of a launch: their names, which of them answer, and how long we wait for them."""
 
 import threading
 
@@ -79,11 +79,11 @@ def test_a_start_that_failed_names_the_host_that_does_not_answer():
 
 def test_this_machine_is_known_by_its_address():
     assert is_here("127.0.0.1") and is_here("localhost")
-    assert not is_here("192.0.2.1")  # of no machine: RFC 5737
+    assert not is_here("192.0.2.1")  # reserved by RFC 5737, so no machine has it
 
 
 class Clock:
-    """A clock that moves when somebody waits."""
+    """A clock that only advances when somebody waits."""
 
     def __init__(self):
         self.now_s = 0.0

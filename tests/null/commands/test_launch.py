@@ -1,4 +1,4 @@
-"""The launch command for each vendor, without running it."""
+"""Tests the launch command for each vendor, without running it."""
 
 import argparse
 import os
@@ -54,7 +54,7 @@ def test_mpich():
 
 
 def test_openmpi_is_unbound_and_may_oversubscribe():
-    """Open MPI does not bind its ranks, and may run as root and oversubscribe."""
+    """Running as root is allowed, too."""
     line, extra = command(OPENMPI, ranks=8, root=True)
     assert line == ["mpirun", "-n", "8", "--bind-to", "none", "python", "a.py", "--x"]
     assert extra["OMPI_ALLOW_RUN_AS_ROOT"] == extra["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
@@ -78,7 +78,7 @@ def test_the_users_settings_stay():
 
 
 def test_advice_for_cpus_without_malloc_settings():
-    """A user who computes on CPUs without the `malloc` settings that retain memory gets advice."""
+    """We advise CPU users to set the `malloc` variables that retain memory."""
     told = malloc.advice({}, libc="glibc", accelerators=0)
     assert (
         told is not None
@@ -162,8 +162,8 @@ def test_nothing_to_run(capsys, monkeypatch, words, message):
     "words", [("-m", "json.tool"), ("-m", "unittest"), ("-m", "package.train"), ("package",)]
 )
 def test_modules_and_folders_that_python_runs(monkeypatch, tmp_path, words):
-    """Those of this folder, installed ones, packages and folders with a `__main__.py`. None is
-    imported.
+    """Covers modules of this folder, installed modules, packages, and folders with a `__main__.py`.
+    None of them is imported.
     """
     (tmp_path / "package").mkdir()
     for name in ("__init__.py", "__main__.py", "train.py"):
@@ -245,7 +245,6 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
     ],
 )
 def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
-    """What the ranks reported themselves is not explained again."""
     records = [SimpleNamespace(words=each) for each in words]
     assert is_explained(code, records) == explained
 
@@ -268,7 +267,7 @@ def test_the_launcher_says_what_ranks_cannot(code, stops, ranks, text):
 @pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
 @pytest.mark.parametrize(("own", "code"), [(15, 143), (143, 143), (0, 0)])
 def test_a_stopped_run_has_the_code_of_its_signal(vendor, own, code):
-    """MPICH's `mpirun` ends with 15 where SIGTERM comes before the ranks have a handler."""
+    """MPICH's `mpirun` exits with 15 if SIGTERM arrives before the ranks have a handler."""
     mpirun = f"""
 import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit({own}))
@@ -279,7 +278,7 @@ while True: signal.pause()
 
 
 def test_a_second_signal_leaves_the_code_of_the_first():
-    """MPICH's `mpirun` kills the ranks at the second Ctrl-C, and ends with 255."""
+    """On the second Ctrl-C, MPICH's `mpirun` kills the ranks and exits with 255."""
     mpirun = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -292,7 +291,7 @@ sys.exit(255)
 
 
 def test_quitting_the_launcher_stops_the_ranks():
-    """Else it would end alone, and leave ranks that no terminal reaches."""
+    """Otherwise the launcher would exit alone, and no terminal could reach the remaining ranks."""
     mpirun = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -1,4 +1,4 @@
-"""What a process prints stands above the table of `jaxcross launch`, line by line."""
+"""Tests that a process's output appears above the table of `jaxcross launch`, line by line."""
 
 import io
 import re
@@ -14,7 +14,7 @@ from jaxcross.report.progress import FILE, JobProgress, RunProgress
 
 
 def launched(code, events, *, ranks=2):
-    """What the terminal received while a process ran that prints."""
+    """Returns what the terminal receives while a process runs that prints."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=None, width=80)
     with LaunchTable(console, events, ranks) as table:
@@ -25,7 +25,7 @@ def launched(code, events, *, ranks=2):
             assert process.wait(60) == 0
             for pump in table._pumps:
                 pump.join(60)
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())  # without what moves the cursor
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())  # without control sequences
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ class Window(io.StringIO):
 
 @pytest.mark.integration
 def test_a_closed_window_does_not_hold_the_ranks_up(monkeypatch, tmp_path):
-    """What has no reader is dropped: else the pipe would fill, and a rank would wait in `print` for
-    ever.
+    """Output that nobody can read is dropped. Otherwise the pipe would fill up, and a rank would
+    block in `print` forever.
     """
     window = Window()
     monkeypatch.setattr(sys, "stderr", window)

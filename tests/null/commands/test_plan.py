@@ -1,4 +1,4 @@
-"""`jaxcross plan`: a file of jobs, the plan, and the files that start it."""
+"""Tests `jaxcross plan`: its input file, the plan, and the files that start the plan."""
 
 import argparse
 import json
@@ -69,7 +69,7 @@ def test_the_plan_is_printed_and_written(folder: Path, capsys: pytest.CaptureFix
 def test_the_link_s_rate_brings_contention(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A profile of a report does not name it; without it no contention counts."""
+    """A report's profile doesn't state the link's rate. Without a rate, we assume no contention."""
     words = (folder / "jobs.toml", "--contention", "two-cores", "--json", folder / "plan.json")
     made = []
     for more in ((), ("--mbps", 500)):
@@ -103,8 +103,8 @@ def test_ranks_and_steps_are_the_jobs_own(folder: Path) -> None:
 
 
 def test_a_group_too_high_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two jobs may be two groups, so that only the plan tells; nothing is printed or written
-    then.
+    """Two jobs could form two groups, so only the plan shows that there's no group 1. Nothing is
+    printed or written in that case.
     """
     words = ("--json", folder / "plan.json", "--picture", folder / "group.png", "--group", "1")
     assert _run(folder / "jobs.toml", *words) == 2
@@ -126,9 +126,8 @@ def test_a_picture_of_a_group_is_drawn(folder: Path) -> None:
 def test_contention_is_read_from_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "slow.json").write_text(json.dumps(TWO_CORES.to_json()))
     assert _run(folder / "jobs.toml", "--contention", folder / "slow.json") == 0
-    assert "planned without contention" in " ".join(
-        capsys.readouterr().out.split()
-    )  # the profiles do not name a rate
+    # The profiles don't state a rate.
+    assert "planned without contention" in " ".join(capsys.readouterr().out.split())
     assert MachineContention.from_json(TWO_CORES.to_json()).at(1) == Contention(
         compute=1.15, exchange=1.05
     )
@@ -386,7 +385,7 @@ def test_launch_files_need_a_script(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_all_options() -> None:
-    """What the documents name is there."""
+    """Every option in the documentation exists."""
     from jaxcross.commands import plan
 
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""What the launcher takes from the event files of a run, next to those of the run before."""
+"""Tests what the launcher reads from a run's event files if the previous run's are still there."""
 
 import json
 import time
@@ -29,7 +29,7 @@ REPORTED = {"words": "reported", "text": "rank 1 is gone", "lost": [1], "standin
 
 @pytest.fixture
 def files(tmp_path):
-    """Of a run that begins where one has just lost a rank."""
+    """Returns a run's files in a folder where the previous run has just lost a rank."""
     write(tmp_path, "first", 0, time.time(), REPORTED)
     assert latest_run(tmp_path) == "first"
     return RunFiles(events=tmp_path, earlier=latest_run(tmp_path), hosts=("a", "b"), ranks=2)
@@ -40,8 +40,8 @@ def test_folder_without_files_has_no_run(tmp_path):
 
 
 def test_files_of_the_run_before_say_nothing(files, monkeypatch):
-    """Ranks may take long to start: until then, what the run before has reported must not end this
-    one.
+    """Ranks may take a long time to start. Until they have, the previous run's reports must not end
+    the new run.
     """
     monkeypatch.setattr(relaunch, "SPEAK_S", -60.0)
     monkeypatch.setattr(

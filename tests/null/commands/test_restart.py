@@ -1,4 +1,4 @@
-"""Whether a run that has ended is started again, where, and what is counted against it."""
+"""Tests whether and where a run that has ended is restarted, and what is counted against it."""
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_launch_on_a_host_that_is_down_is_a_loss():
 
 
 def test_signal_after_a_loss_does_not_hide_it():
-    """`mpirun` may end the others by SIGTERM when one rank has died."""
+    """When one rank has died, `mpirun` may terminate the others with SIGTERM."""
     assert judge_end(137, stopped=False, records=ranks("terminated", "")).kind == "lost"
 
 
@@ -115,7 +115,7 @@ def test_run_without_any_checkpoint_is_counted():
 
 
 def test_checkpoint_counts_once_all_ranks_have_it():
-    """A rank that dies while it writes, each time, must not be started again for ever."""
+    """Otherwise a rank that always dies while it writes would be restarted forever."""
     assert complete_checkpoints([record(0, a=20), record(1, a=10)]) == {"a": part(10)}
     assert complete_checkpoints([record(0, a=20), record(1)]) == {}
     progress = after([record(0, a=10), record(1, a=10)], [record(0, a=20), record(1, a=10)])
@@ -167,5 +167,5 @@ def test_host_that_came_back_is_used_again():
 
 @pytest.mark.parametrize("missing", [[], ["b"]])
 def test_state_of_fewer_ranks_stays_with_them(missing):
-    """A job whose ranks have values of their own goes on on as many ranks as wrote them."""
+    """A job with rank-local values resumes on as many ranks as wrote its checkpoint."""
     assert chosen({"x": part(10, any_ranks=False)}, missing, last=("a",))[:2] == ("restart", ("a",))

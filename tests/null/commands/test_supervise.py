@@ -1,4 +1,7 @@
-"""Who holds a dead rank's place: ends as it did, passes signals on once, and is never outlived."""
+"""Tests the supervisor that holds a dead rank's place.
+
+It ends the way the rank did, passes signals on once, and is never outlived by its rank.
+"""
 
 import json
 import os
@@ -38,7 +41,7 @@ def start():
 
     yield make
     for process in started:
-        process.kill()  # and so its child
+        process.kill()  # which also kills its child
         process.communicate()
 
 
@@ -66,7 +69,7 @@ def test_it_stays_when_its_child_is_dead(start):
     assert finish(process)[0] == -signal.SIGTERM, "who is told to end does so"
 
 
-# What a rank does that has joined a run of two.
+# What a rank that has joined a run of two executes.
 JOIN = """
 import json, os
 facts = {"run": "r", "size": 2, "host": "h", "pid": os.getpid(), "rank": 0}
@@ -116,7 +119,9 @@ def test_signals_reach_the_child_once(start, number):
 
 @pytest.mark.parametrize(("module", "held"), [("jaxcross.commands.rank", "[2]"), ("mpi4py", "[]")])
 def test_ctrl_c_waits_until_a_rank_can_take_it(module, held):
-    """A rank unblocks it, another program cannot know that it has to."""
+    """A rank unblocks the signal. Another program can't know that it has to, so nothing is blocked
+    in it.
+    """
     code = "import signal; print([int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])])"
     line = [
         sys.executable,
@@ -138,7 +143,7 @@ def test_its_child_does_not_outlive_it(start):
     process = start(1000, "import signal; print(flush=True); signal.pause()")
     process.stdout.readline()
     process.kill()
-    # The pipe ends only when the last process that holds it has ended.
+    # The pipe reaches its end only when the last process that holds it has ended.
     assert finish(process)[:2] == (-signal.SIGKILL, "")
 
 

@@ -1,4 +1,4 @@
-"""`jaxcross sweep`: values from the command line, and scripts that cannot be meant, before any rank
+"""Tests `jaxcross sweep`: values on the command line, and scripts that it refuses before any rank
 starts.
 """
 
@@ -52,7 +52,9 @@ def test_commas_in_brackets_do_not_separate():
 
 
 def run(tmp_path, monkeypatch, text, *words):
-    """The exit code of the command, and the words of the program that it would have launched."""
+    """Returns the command's exit code, and the arguments of the program that it would have
+    launched.
+    """
     started = []
     monkeypatch.setattr(launch, "run", lambda args: started.append(args) or 0)
     script = tmp_path / "train.py"
@@ -124,7 +126,7 @@ def test_ranks_are_started_as_launch_does(tmp_path, monkeypatch, text):
 
 
 def test_command_does_not_guess_what_is_better(tmp_path, capsys):
-    """An error would otherwise be maximised."""
+    """If it guessed, it might maximize an error."""
     (tmp_path / "train.py").write_text(SCRIPT)
     with pytest.raises(SystemExit) as ended:
         cli.main(["sweep", str(tmp_path / "train.py"), "--set", "lr=0.1,0.2", "--metric", "error"])

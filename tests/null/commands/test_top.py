@@ -1,4 +1,4 @@
-"""What `jaxcross top` shows of a folder of events, while a run lasts and after it ended."""
+"""Tests what `jaxcross top` shows for a folder of events, during a run and after its end."""
 
 import io
 import json
@@ -31,8 +31,8 @@ def progress(**fields):
 
 
 def write(folder, run, *ranks, host="elsewhere", pid=1, before=""):
-    """Writes the event file of each rank: what it has begun, as (activity, job), or its last words,
-    as (kind, text).
+    """Writes each rank's event file. A rank is given by the activities that it has begun, as
+    (activity, job), or by its final message, as (kind, text).
     """
     folder.mkdir(exist_ok=True)
     for rank, events in enumerate(ranks):
@@ -110,9 +110,8 @@ def test_the_script_may_go_on_after_its_run(tmp_path):
 
 
 def test_a_killed_run_has_ended_without_a_word(tmp_path):
-    write(
-        tmp_path, progress(), (), (), host=os.uname().nodename, pid=2**22 + 1
-    )  # above the kernel's largest
+    # This process ID is above the kernel's largest.
+    write(tmp_path, progress(), (), (), host=os.uname().nodename, pid=2**22 + 1)
     assert "ended" not in seen(tmp_path, 4.0)[0]
     assert seen(tmp_path, 6.0)[0].endswith("the processes have ended; rank 0 ended without a word")
 
@@ -155,7 +154,9 @@ def test_the_late_rank_is_named(tmp_path, other, now):
 
 
 def test_event_files_are_read_only_where_a_job_waits(tmp_path, monkeypatch):
-    """The launcher looks twice a second: while steps are made it reads one small file."""
+    """The launcher looks twice per second. As long as jobs make steps, it reads just one small
+    file.
+    """
     waits = JobProgress(name="a", step=3, doing="exchanging", doing_s=8)
     for job, doing in (
         (replace(waits, doing_s=1), "exchanging"),

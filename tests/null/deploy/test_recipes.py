@@ -1,4 +1,4 @@
-"""The recipes in deploy/, as far as they can be checked without the engines that run them."""
+"""Tests the recipes in deploy/, as far as that's possible without the engines that run them."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def errors(document):
 
 
 def nodes(tree):
-    """All mappings in a document."""
+    """Yields all mappings in a document."""
     if isinstance(tree, dict):
         yield tree
     for inner in (
@@ -57,8 +57,8 @@ def test_manifest_is_one_that_the_operator_takes(name):
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_misspelt_field_is_found(name):
-    """The schemas know the names of all fields: a check that lets everything through would not
-    notice.
+    """The schemas know the names of all fields. A check that accepted everything would otherwise go
+    unnoticed.
     """
     document = json.loads(
         json.dumps(MANIFESTS[name]).replace('"mpiImplementation"', '"mpiImplementations"', 1)
@@ -91,10 +91,10 @@ def commands():
                 yield holder["args"][0]
 
 
-# As the MPI operator writes it for Open MPI, and as Kubeflow Trainer does.
+# The formats that the MPI operator (for Open MPI) and Kubeflow Trainer write.
 @pytest.mark.parametrize("line", ["{} slots=1\n", "{}:1\n"])
 def test_launcher_command_names_the_hosts(tmp_path, line):
-    """The command is one that `jaxcross launch` takes, with the hosts of the operator's file."""
+    """`jaxcross launch` accepts the command, with the hosts from the operator's file."""
     names = ("job-worker-0.job.default.svc", "job-worker-1.job.default.svc")
     (tmp_path / "hostfile").write_text("".join(line.format(name) for name in names))
     checked = 0
@@ -116,7 +116,7 @@ def test_launcher_command_names_the_hosts(tmp_path, line):
 
 
 def instructions():
-    """The image's instructions: name and arguments, with lines joined."""
+    """Returns the image's instructions as names and arguments, with continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]
 

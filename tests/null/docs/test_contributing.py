@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md and its picture name folders and files that exist."""
+"""Tests that the folders and files named by CONTRIBUTING.md and its picture exist."""
 
 import re
 import runpy
@@ -14,7 +14,7 @@ FOLDERS = {
     for path in PACKAGE.glob("*/__init__.py")
     if not path.parent.name.startswith("_")
 }
-# `lower/case.py`, with or without the folder that it is in.
+# Matches `lower/case.py`, with or without its folder.
 FILES = sorted(set(re.findall(r"[`(]((?:\.?[a-z_]+/)+[a-z_0-9]+(?:\.[a-z]+)?)[`)]", PAGE)))
 
 

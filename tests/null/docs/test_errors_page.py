@@ -1,4 +1,4 @@
-"""The page of errors quotes messages as they are."""
+"""Tests that the page of errors quotes the messages verbatim."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The numbers in the documentation are those of the kept results."""
+"""Tests that the numbers in the documentation are those of the stored results."""
 
 import json
 import re
@@ -54,7 +54,6 @@ def test_the_tutorial_has_the_numbers_of_its_picture(monkeypatch: pytest.MonkeyP
 
 
 def test_table_without_a_stored_result_is_left_out(tmp_path: Path) -> None:
-    """A table whose result is not stored yet is left out."""
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "page.md"
     page.write_text("Before.\n\n<!-- table convergence -->\n| a | b |\n\nAfter.\n")
@@ -106,8 +105,8 @@ def test_a_changed_number_is_found(tmp_path: Path) -> None:
 
 
 def test_exchange_choice_follows_the_measurements() -> None:
-    """Where a benchmark calls an exchange otherwise than the table, its figures are gone and
-    nothing fails.
+    """If a benchmark uses a different name for an exchange than the table does, the table silently
+    loses that exchange's figures.
     """
 
     def read(name: str) -> dict[str, Any]:
@@ -127,7 +126,9 @@ def test_exchange_choice_follows_the_measurements() -> None:
 
 
 def test_repeat_is_compared_with_fastest_of_its_run() -> None:
-    """And only where all of a kind took part; of the runs that have as many steps as the latest."""
+    """Only repeats in which all rivals of a kind took part count, from runs with as many steps as
+    the latest.
+    """
 
     def row(run: int, rival: str, *seconds: float, c: float = 1.0) -> dict[str, Any]:
         raw = [{"s_per_job_step": s, "c_s": [c, c]} for s in seconds]
@@ -145,7 +146,7 @@ def test_repeat_is_compared_with_fastest_of_its_run() -> None:
         "gloo": (5.0, 5.0),
         "gloo-k": (3.5, 2.8),
     }
-    rows = [row(0, "crossover", 9.0), row(0, "fused", 1.0)]  # of fewer steps
+    rows = [row(0, "crossover", 9.0), row(0, "fused", 1.0)]  # fewer steps than the latest run
     rows += [
         row(1, "crossover", 2.0, 2.0),
         *(row(1, name, *seconds) for name, seconds in everybody.items()),
@@ -154,7 +155,8 @@ def test_repeat_is_compared_with_fastest_of_its_run() -> None:
     rows += [row(2, "crossover", 1.0), row(2, "fused", 3.0)]
     found = {"rows": rows, "runs": [{"steps": 4}, {"steps": 8}, {"steps": 8}]}
     _, verdict = pages.race.race_verdicts(lambda _: found, "two")
-    # 3.0 and 3.2 in the first run (3.15 of gloo-k's is more), 4.0 of 2.0, twice, and 3.0 of 1.0
+    # The ratios: 3.0 and 3.2 in the first run (gloo-k's 3.15 is larger), 4.0 to 2.0 twice, and 3.0
+    # to 1.0.
     assert verdict == (
         "two",
         "balanced",
@@ -170,7 +172,9 @@ def test_repeat_is_compared_with_fastest_of_its_run() -> None:
 
 
 def test_who_failed_in_a_later_repeat_is_named() -> None:
-    """Beside who never came, and where no one but PyTorch raced."""
+    """A rival that failed is named alongside those that never took part, even if only PyTorch
+    raced.
+    """
 
     def row(rival: str, repeats: int) -> dict[str, Any]:
         of_jobs = {"c_s": [1.0], "m_s": [2.0], "tax_s": [0.1], "slow_down": [1.2]}
@@ -200,11 +204,11 @@ def test_who_failed_in_a_later_repeat_is_named() -> None:
 
 
 def test_wait_free_is_compared_with_uncut_of_its_run() -> None:
-    """Where `uncut` never ran beside it there is nothing to say; a rate that was given as such
-    comes last.
+    """If `uncut` never ran alongside it, there's nothing to compare. A result that was given as a
+    rate comes last.
     """
     facts = {"pieces": 4, "c_s": 2.0, "m_s": 1.0, "first_bucket_s": 1.0, "last_bucket_s": 0.5}
-    runs = {  # of each: what was raced, and how long it took
+    runs = {  # for each run: what was raced, and how long it took
         ("500mbit", 0): {"uncut": 8.0, "wait-free": 4.0},
         ("compute", 0): {"uncut": 9.0, "wait-free": 9.0},
         ("compute", 1): {"uncut": 2.0, "wait-free": 1.0, "wait-free-bf16": 0.5},

@@ -1,5 +1,6 @@
-"""What a step costs the interleaver does not grow faster than its segments: calls are counted, not
-timed.
+"""Tests that the interleaver's cost per step grows no faster than the number of segments.
+
+We count calls rather than measure time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.support.calls import count_calls
 
 
 def chain(segments: int) -> StepGraph:
-    """Every segment needs the one before it, as a step whose exchanges follow from one another."""
+    """Returns a step in which every segment needs the one before it."""
     return StepGraph(
         kinds=tuple("collective" if n % 2 else "compute" for n in range(segments)),
         needs=tuple((n - 1,) if n else () for n in range(segments)),
@@ -28,8 +29,8 @@ def chain(segments: int) -> StepGraph:
 
 
 def backward_pass(segments: int) -> StepGraph:
-    """Compute segments follow one another, exchanges follow from them, and the last segment needs
-    them all.
+    """Returns a chain of compute segments, each followed by its exchange, and a last segment that
+    needs all others.
     """
     last = segments - 1
     return StepGraph(
@@ -44,9 +45,7 @@ def backward_pass(segments: int) -> StepGraph:
 
 
 def calls_a_segment(graph: StepGraph, jobs: int, steps: int) -> float:
-    """Calls of Python functions and iterations of generators in the interleavers, over all segments
-    of all jobs.
-    """
+    """Returns the number of function calls and generator iterations that a segment costs."""
     segments = len(graph.kinds)
 
     def script() -> Iterator[Any]:
@@ -76,7 +75,6 @@ def test_a_segment_costs_the_same_in_a_long_step(graph: Any) -> None:
 def test_segment_cost_is_similar_beside_many_jobs(
     graph: StepGraph, steps: int, most: float
 ) -> None:
-    """A segment costs about the same beside many jobs."""
     few, many = (calls_a_segment(graph, jobs=k, steps=steps) for k in (4, 64))
     assert many <= most * few
 

@@ -1,4 +1,4 @@
-"""The interleaver as a state machine: plain synchronous calls, no simulator."""
+"""Tests the interleaver as a state machine, with plain synchronous calls and no simulator."""
 
 import pytest
 
@@ -27,19 +27,19 @@ def test_one_step_in_full():
     one = Interleaver(1, RoundRobin())
     assert feed(one, m.RunStarted()) == [m.StartJob(0), m.Backoff(0)]
     out = feed(one, m.StepCalled(0, PLAIN))
-    # The first compute segment needs no agreement: it starts at the call, beside the vote.
+    # The first compute segment needs no agreement, so it starts at the call, in parallel with the
+    # vote.
     assert out[0] == m.Dispatch(0, 1, 1, 0)
     assert vote(one, out) == []
     assert feed(one, m.SegmentDispatched(0, 1, 0)) == [m.RunExchange(0, 1, 1, 1, False)]
     assert feed(one, m.SegmentCompleted(0, 1, 0)) == []
     out = feed(one, m.ExchangeDone(0, 1))
-    assert kinds(out) == [
-        "CastVote"
-    ]  # the commit; segment 2 overwrites the state and must wait for it
+    # The commit vote. Segment 2 overwrites the state, so it has to wait for the vote.
+    assert kinds(out) == ["CastVote"]
     assert vote(one, out) == [m.Dispatch(0, 1, 1, 2), m.Backoff(0)]
     assert one.step(0) == 1
     assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
-    # The end is offered once nothing of the job can fail on the device any more.
+    # The job votes for its end only when nothing of it can still fail on the device.
     assert feed(one, m.JobReturned(0)) == []
     out = vote(one, feed(one, m.SegmentCompleted(0, 1, 2)))
     assert out == [m.JobFinished(0, "ended", 1), m.Finish()]
@@ -72,7 +72,6 @@ def test_work_without_exchanges_counts_as_a_turn():
 
 
 def test_sequential_starts_second_job_after_the_first():
-    """The policy `Sequential` starts the second job when the first is over."""
     one = Interleaver(2, Sequential())
     assert feed(one, m.RunStarted())[0] == m.StartJob(0)
     out = vote(one, feed(one, m.JobReturned(0)))
@@ -81,7 +80,6 @@ def test_sequential_starts_second_job_after_the_first():
 
 
 def test_failure_in_a_step_sends_zeros_without_commit():
-    """A failure inside an admitted step sends zeros and does not commit."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
@@ -104,18 +102,18 @@ def test_a_call_after_the_job_failed_raises_at_once():
 
 
 def test_stop_ends_waiting_jobs_after_committed_steps():
-    """A stop ends jobs where they wait and never withholds a committed step from them."""
+    """A stop ends a job where it waits, but never withholds a committed step from it."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
     feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0), m.StopRequested())
-    # One vote commits the step and hears of the stop. The step's inputs are given away: the job
-    # must get its outputs.
+    # A single vote commits the step and learns of the stop. The step's inputs were donated, so the
+    # job must receive its outputs.
     out = vote(one, feed(one, m.ExchangeDone(0, 1)))
     assert "JobFinished" not in kinds(out)
     assert m.Dispatch(0, 1, 1, 2) in out
     assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
-    # Meanwhile the lane is patient, not hot; the job is stopped when it calls again.
+    # Until the job calls again and is stopped, the lane backs off rather than spinning.
     out = vote(one, feed(one, m.BackoffElapsed()))
     assert kinds(out) == ["Backoff"]
     out = vote(one, feed(one, m.StepCalled(0, PLAIN)))
@@ -124,12 +122,10 @@ def test_stop_ends_waiting_jobs_after_committed_steps():
 
 
 def test_stop_reaches_a_job_without_other_news():
-    """A stop reaches a job about which nothing else is new."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted(), m.BatchWanted(0, 0, 0))
-    out = vote(
-        one, feed(one, m.BackoffElapsed())
-    )  # it was said that the job waits, and nothing came of it
+    # This vote reports that the job waits, but changes nothing.
+    out = vote(one, feed(one, m.BackoffElapsed()))
     assert kinds(out) == ["Backoff"]
     out = vote(one, feed(one, m.StopRequested()))
     assert [m.JobFinished(0, "stopped", 0), m.Raised(0)] == out[:2]
@@ -137,7 +133,6 @@ def test_stop_reaches_a_job_without_other_news():
 
 
 def test_new_loop_ends_those_not_read_beside_it():
-    """A loop that begins ends those that are not read beside it."""
     one = Interleaver(1, RoundRobin())
     mine, shared = one._jobs[0], one.shared.jobs[0]
     feed(one, m.RunStarted())
@@ -150,10 +145,11 @@ def test_new_loop_ends_those_not_read_beside_it():
         prepared = (m.BatchPrepared(0, stream, 2), m.StreamEnded(0, stream, 2))
         out = feed(one, m.StreamBegun(0, still_open), *prepared, m.BatchWanted(0, stream, 0))
         assert m.BatchGranted(0, True) in vote(one, out)
-        # The job has read stream 1 last when 2 begins: ballots speak of it until 2 is asked for.
+        # The job has read stream 1 for the last time when stream 2 begins, but ballots mention it
+        # until the job requests a batch of stream 2.
         assert mine.prepared.keys() == mine.limits.keys() == shared.streams.keys() == known
-    # What is still open can be read on, to its end; what the thread of a loop that is over says
-    # late harms nothing.
+    # Streams that are still open can be read to their end. Late events from the thread of a loop
+    # that has ended are harmless.
     assert m.BatchGranted(0, True) in feed(one, m.BatchPrepared(0, 1, 2), m.BatchWanted(0, 0, 1))
     assert m.BatchGranted(0, False) in feed(one, m.BatchWanted(0, 0, 2))
     feed(one, m.StreamBegun(0, (3,)))
@@ -161,7 +157,6 @@ def test_new_loop_ends_those_not_read_beside_it():
 
 
 def test_stop_prevents_later_jobs_from_starting():
-    """A stop prevents jobs whose turn has not come from starting."""
     one = Interleaver(3, Sequential())
     assert [i.job for i in feed(one, m.RunStarted()) if isinstance(i, m.StartJob)] == [0]
     out = vote(one, feed(one, m.BatchWanted(0, 0, 0), m.StopRequested()))
@@ -175,7 +170,7 @@ def test_stop_prevents_later_jobs_from_starting():
 
 
 def test_step_graph_rejects_a_commit_cycle():
-    """A step graph refuses an exchange that waits for its own commit."""
+    """An exchange must not wait for its own step's commit."""
     with pytest.raises(
         ValueError, match="exchange segment 1 waits for the commit that waits for it"
     ):
@@ -218,14 +213,14 @@ def test_a_job_joins_with_the_wish_that_came_before_it():
     out = feed(one, m.AnnouncementsGathered((one.announcement(),)))
     assert out[:2] == [m.JobJoined(1, "b"), m.StartJob(1)]
     out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.BackoffElapsed()))
+    # A stop is final, whatever is requested later.
     assert out[:2] == [
         m.JobFinished(1, "stopped", 0, stop_requested=True),
         m.Raised(1),
-    ]  # a stop is for good
+    ]
 
 
 def test_late_events_of_a_job_that_left_are_harmless():
-    """What comes late from a job that left disturbs no other job."""
     one = Interleaver(2, RoundRobin(), depth=1)
     feed(one, m.RunStarted())
     out = feed(
@@ -236,16 +231,14 @@ def test_late_events_of_a_job_that_left_are_harmless():
     feed(one, m.TextsCompared(0, ("failed\nboom",)))
     assert feed(one, m.SegmentDispatched(0, 1, 0), m.BatchPrepared(0, 0, 3), m.JobReturned(0)) == []
     out = feed(one, m.StepCalled(1, PLAIN))
-    assert not any(
-        isinstance(i, m.Dispatch) for i in out
-    )  # the device still has a segment of the other
+    # The other job still has a segment on the device.
+    assert not any(isinstance(i, m.Dispatch) for i in out)
     assert m.Dispatch(1, 1, 1, 0) in feed(one, m.SegmentCompleted(0, 1, 0, 5))
     with pytest.raises(InternalError, match="but there is no job 0"):
         one.handle(m.ExchangeDone(0, 1))
 
 
 def test_paused_job_does_not_dispatch_its_next_step():
-    """A paused job dispatches nothing for its next step."""
     one = Interleaver(1, RoundRobin())
     out = vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
     assert m.JobPaused(0, True) in out
@@ -257,8 +250,8 @@ def test_paused_job_does_not_dispatch_its_next_step():
 
 @pytest.mark.parametrize("stop", [m.JobRequested(0, "", JobRequest.STOP), m.StopRequested()])
 def test_paused_job_in_a_local_step_can_be_stopped(stop):
-    """The step that exchanges nothing is run to its end, since a job stops only where it waits on
-    all ranks.
+    """The local step runs to completion first, because a job only stops where it waits for all
+    ranks.
     """
     one = Interleaver(1, RoundRobin())
     vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
@@ -277,21 +270,21 @@ def test_paused_job_in_a_local_step_can_be_stopped(stop):
 
 
 def test_pending_waits_tell_local_from_shared():
-    """A job waits for the other ranks or for something local to its own rank."""
+    """A job waits either for other ranks or for something local to its own rank."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
-    assert one.pending_waits() == {}  # its own code
+    assert one.pending_waits() == {}  # it is in its own code
     feed(one, m.BatchWanted(0, 0, 0))
     assert one.pending_waits() == {0: Wait(1, "batch 1 of data 1", own=True)}
     feed(one, m.BatchDropped(0), m.BatchDropped(0))
     assert one.pending_waits() == {0: Wait(1, "batch 1 of data 1", own=True, moved=2)}
     out = feed(one, m.BatchPrepared(0, 0, 1))
-    assert one.pending_waits() == {0: Wait(1, "batch 1 of data 1")}  # it has it; have the others?
+    assert one.pending_waits() == {0: Wait(1, "batch 1 of data 1")}  # ready here only
     assert m.BatchGranted(0, True) in vote(one, out)
     out = feed(one, m.StepCalled(0, PLAIN))
     assert one.pending_waits() == {0: Wait(1, "call of the step", moved=1)}
     vote(one, out)
-    assert one.pending_waits() == {}  # an exchange is to come, which is watched itself
+    assert one.pending_waits() == {}  # an exchange comes next, which has its own watch
     feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0))
     vote(one, feed(one, m.ExchangeDone(0, 1)))
     assert one.pending_waits() == {0: Wait(1, "end of the step", own=True, moved=1)}
@@ -304,14 +297,14 @@ def test_pending_waits_tell_local_from_shared():
 
 
 def test_end_of_a_job_may_wait_while_others_advance():
-    """The end of a job may wait for anything that still makes progress."""
+    """A job's end may be delayed by anything that still makes progress."""
     here, there = ranks = [Interleaver(2, RoundRobin()) for _ in range(2)]
     last = [feed(here, m.RunStarted(), m.JobReturned(0)), feed(there, m.RunStarted())]
     before = here.pending_waits()[0]
     assert before.what == "end of the job"
     for n, rank in enumerate(ranks):
         last[n] += feed(rank, m.StepCalled(1, PLAIN))
-    for _ in range(2):  # in the first nothing happens, in the second job 1 is admitted
+    for _ in range(2):  # the first vote changes nothing, the second admits job 1
         assert here.pending_waits()[0] == before
         ballots = [
             next(
@@ -340,8 +333,8 @@ def test_who_is_held_is_not_awaited():
 
 
 def test_failure_after_local_calls_is_at_the_last_step():
-    """Calls without exchanges, whether they count as steps or not, need not be made on all
-    ranks.
+    """Ranks may differ in how often they call steps without exchanges, whether or not those count
+    as steps.
     """
     local = StepGraph(kinds=("compute",), needs=((),), local_step=True)
     one = Interleaver(1, RoundRobin())

@@ -1,5 +1,5 @@
-"""Each rule of the compute lane is checked: a state that breaks one rule is refused with that
-rule's text.
+"""Tests each rule of the compute lane: a state that breaks one rule is refused with that rule's
+text.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ GRAPH = StepGraph(
 
 
 class State:
-    """Two jobs; the first segment of job 0 fills the lane, job 1 is not at a step."""
+    """The state of two jobs: the first segment of job 0 fills the lane, job 1 isn't in a step."""
 
     def __init__(self):
         self.shared = SharedState(2, RoundRobin())

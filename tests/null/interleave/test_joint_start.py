@@ -1,5 +1,5 @@
-"""The joint start: no job makes its first step before all have come to theirs, and none waits for
-ever.
+"""Tests the joint start: no job makes its first step before all have called theirs, and none waits
+forever.
 """
 
 from dataclasses import replace
@@ -54,11 +54,11 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
         pytest.param(
             together(ONE, (step(BETWEEN), step(SHORT))), {"1 ended, 2 ended"}, marks=EXHAUSTIVE
         ),
-        # A job that ends without a step, that never exchanges, that raises.
+        # A job that ends without a step, one that never exchanges, and one that raises.
         (together(ONE, ()), {"1 ended, 0 ended"}),
         (together(ONE, (step(LOCAL), step(LOCAL))), {"1 ended, 0 ended"}),
         (together(ONE, (Sync("restore"), Fail("boom"))), {"1 ended, 0 failed"}),
-        # A job that waits for another one, which begins once that is excused.
+        # A job that waits for another one, which begins once the waiting job is excused.
         (together((Await(1), step(SHORT)), ONE), {"1 ended, 1 ended"}),
         pytest.param(
             together((Await(1),), (step(LOCAL), Await(2)), ONE),
@@ -66,8 +66,8 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
             marks=EXHAUSTIVE,
         ),
         pytest.param(together(ONE, TWO, slow=(1,)), {"1 ended, 2 ended"}, marks=EXHAUSTIVE),
-        # A job that is paused before it has come, and goes on in the end; one that is added by a
-        # job that waits.
+        # A job that is paused before its first step and resumed in the end, and a job that is added
+        # by a waiting job.
         pytest.param(
             together(
                 (Await(1),), ONE, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)
@@ -108,7 +108,7 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
     ],
 )
 def test_in_every_order_all_jobs_begin(case, expected):
-    """In every order of events, all jobs begin and end, on all ranks alike."""
+    """In every order of events, all jobs begin and end, and do so identically on all ranks."""
     assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == expected
 
 
@@ -123,9 +123,7 @@ def test_in_every_order_all_jobs_begin(case, expected):
     ],
 )
 def test_a_fault_of_one_rank_lets_the_other_job_begin(bad, good, expected):
-    """One rank's job fails, or does something else than the other rank's: the other job begins all
-    the same.
-    """
+    """The other job begins even if the first job fails on one rank or acts differently there."""
     case = Case(scripts=((bad, ONE), (good, ONE)), together=True)
     assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == {expected}
 
@@ -146,7 +144,7 @@ class Impatient(SharedState):
 
 
 class BeginsAlone(Interleaver):
-    """A job's first segments are dispatched as soon as it calls its step."""
+    """Bug: a job's first segments are dispatched as soon as the job calls its step."""
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
@@ -157,7 +155,7 @@ class BeginsAlone(Interleaver):
 
 
 class Deaf(Interleaver):
-    """No job is excused."""
+    """Bug: no job is ever excused."""
 
     def _apply(self, event):
         if not isinstance(event, m.StartExcused):
@@ -165,7 +163,7 @@ class Deaf(Interleaver):
 
 
 class Forgetful(Interleaver):
-    """A job that made no exchange is not let go when the joint start is over."""
+    """Bug: a job without an exchange isn't released when the joint start ends."""
 
     def _note_ready(self, job):
         if (
@@ -196,7 +194,7 @@ def test_a_wrong_joint_start_is_found_out(wrong, case, message):
         explore(replace(case, make=wrong))
 
 
-# On a clock.
+# On a virtual clock.
 
 
 def simulated(*jobs, ranks=2, **options):
@@ -220,7 +218,7 @@ def test_the_slow_compiler_is_waited_for(start, first):
 
 
 def test_votes_are_paced_while_jobs_are_held_back():
-    """No rank votes without a pause while one job compiles: about twenty times a second."""
+    """While one job compiles, ranks vote about twenty times per second rather than continuously."""
     (result, _) = simulated(ONE, ONE, (Think(10), *ONE), backoff_s=lambda level: 0.05)
     assert 100 < sum(slot == ("vote",) for slot in result.slots) < 300
 
@@ -232,8 +230,8 @@ def test_an_excused_job_does_not_keep_the_others():
 
 
 def test_of_two_excuses_the_known_one_counts():
-    """A job is late only if no rank knows why it does not come, and one that comes in the end is
-    here.
+    """A job is late only if no rank knows why it hasn't called a step. If it calls one in the end,
+    it counts as present.
     """
     known, late, here = AtStart.EXCUSED, AtStart.LATE, AtStart.HERE
     start = JointStart()

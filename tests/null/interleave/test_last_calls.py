@@ -1,5 +1,6 @@
-"""A job that leaves by a failure is left with a whole state: a call that may have overwritten it is
-made to its end.
+"""Tests that a failing job leaves with a complete state.
+
+If a call may already have overwritten the state, it runs to completion.
 """
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_failure_elsewhere_waits_for_a_call_without_exchanges():
     out = feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentDispatched(0, 1, 1))
     assert has(out, m.StepReturned) and not has(out, m.CompareTexts)
     assert has(feed(one, m.SegmentCompleted(0, 1, 0), m.SegmentCompleted(0, 1, 1)), m.CompareTexts)
-    # The next call does not begin.
+    # The next call doesn't begin any more.
     out = feed(one, m.StepCalled(0, LOCAL))
     assert not has(out, m.Dispatch)
     out = feed(one, m.TextsCompared(0, ("failed\nboom", "")))
@@ -51,7 +52,7 @@ def test_a_call_that_breaks_is_not_waited_for():
 
 
 def test_a_call_that_broke_returns_nothing():
-    """Its last segment was on its way to the device."""
+    """Its last segment was already on its way to the device."""
     one, _ = calls(LONG)
     feed(one, m.SegmentDispatched(0, 1, 0))
     out = feed(
@@ -77,7 +78,7 @@ def test_failing_data_waits_for_the_call_under_way(graph):
 
 
 def test_a_call_that_has_not_begun_is_left():
-    """A paused job's call waits; after a failure it is not made any more."""
+    """A call may not have begun because its job is paused. After a failure, it's dropped."""
     one, out = calls(UPDATE)
     out = feed(one, failed_elsewhere(out))
     assert has(out, m.CompareTexts)
@@ -86,8 +87,8 @@ def test_a_call_that_has_not_begun_is_left():
 
 @pytest.mark.parametrize("policy", [RoundRobin(), Sequential(), Weighted((9, 1))])
 def test_a_call_ends_though_another_job_is_never_idle(policy):
-    """Job 1 is in a call when job 0 is resumed, which calls steps without exchanges one after the
-    other.
+    """Job 1 is in a call when job 0 is resumed, which then calls one step without exchanges after
+    the other.
     """
     one = Interleaver(2, policy, depth=1)
     vote(one, feed(one, m.JobRequested(0, "a", JobRequest.PAUSE), m.RunStarted()))

@@ -1,4 +1,7 @@
-"""Computation that fails when its step is committed: the rank lacks the results, and says so."""
+"""Tests computations that fail after their step was committed.
+
+The failing rank lacks the step's results, and reports that.
+"""
 
 import pytest
 
@@ -18,7 +21,7 @@ COMPARED = m.CompareTexts(
 
 
 def committed_call():
-    """Returns an interleaver whose job has called a carried step, and the commit vote of that."""
+    """Returns an interleaver whose job has called a carried step, and the step's commit vote."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, CARRIED)))
@@ -35,7 +38,7 @@ def test_failure_during_the_commit_vote_is_after_the_commit():
 
 
 def test_failure_during_the_next_call_is_after_the_commit():
-    """A call returns once its segments were dispatched."""
+    """A call returns as soon as its segments have been dispatched, so they may fail later."""
     one, commit = committed_call()
     vote(one, commit)
     out = feed(one, m.SegmentCompleted(0, 1, 0), m.SegmentDispatched(0, 1, 2))
@@ -51,7 +54,9 @@ def test_failure_during_the_next_call_is_after_the_commit():
 
 @pytest.mark.parametrize("dispatched", [False, True])
 def test_failure_after_another_one_is_told_too(dispatched):
-    """The thread that prepares batches fails first; the update under way goes on, and fails."""
+    """The thread that prepares batches fails first. The update that's under way continues, then
+    fails.
+    """
     one, commit = committed_call()
     assert m.Dispatch(0, 1, 1, 2) in vote(one, commit)
     feed(one, m.SegmentCompleted(0, 1, 0))
@@ -59,7 +64,7 @@ def test_failure_after_another_one_is_told_too(dispatched):
         assert m.StepReturned(0, 1) in feed(one, m.SegmentDispatched(0, 1, 2))
         assert vote(one, feed(one, m.JobRaised(0, "after batch 3: no such file."))) == []
     else:
-        # A vote changes nothing before the update was dispatched: the rank does not vote in haste.
+        # A vote changes nothing before the update has been dispatched, so the rank backs off first.
         assert feed(one, m.JobRaised(0, "after batch 3: no such file.")) == []
         assert vote(one, feed(one, m.BackoffElapsed())) == [m.Backoff(1)]
     out = feed(one, m.SegmentFailed(0, 1, 2, "in step 1", "boom"))

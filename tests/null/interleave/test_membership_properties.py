@@ -1,8 +1,7 @@
-"""Jobs that join, stop, pause, go on and fail at random times on up to 4 ranks: the same slots
-everywhere, no hang.
+"""Jobs that join, stop, pause, resume and fail at random times on up to 4 ranks.
 
-The simulator raises if ranks meet in different slots or hang; the interleavers check themselves
-after every event.
+All ranks go through the same slots, and nothing hangs. The simulator raises if ranks meet in
+different slots or hang, and the interleavers check themselves after every event.
 """
 
 import random
@@ -21,11 +20,11 @@ from tests.support.parts import in_parts
 
 SEEDS = st.integers(0, 2**32 - 1)
 PARTS = in_parts(6)
-END_S = 60.0  # when all that is paused goes on
+END_S = 60.0  # when every paused job is resumed
 
 
 def graph(exchanges, signature):
-    """compute, exchange, ..., and an update after the commit."""
+    """Returns alternating compute segments and exchanges, then an update after the commit."""
     kinds, needs = [], []
     for n in range(exchanges):
         kinds += ["compute", "collective"]
@@ -53,7 +52,9 @@ def duration(rng):
 
 
 def script(rng, plan, *, fails_at=-1, adds=None):
-    """One rank's thread of one job; `adds` maps a step to jobs that it adds there."""
+    """Yields the actions of one rank's thread of one job. `adds` maps a step to the jobs added
+    there.
+    """
     at = 0.0
     for n in range(len(plan)):
         at += duration(rng)
@@ -72,8 +73,8 @@ def script(rng, plan, *, fails_at=-1, adds=None):
 
 
 class Case:
-    """A random set of jobs, of which some are added during the run; the same on all ranks but for
-    times.
+    """A random set of jobs, some of which are added during the run. Ranks differ only in their
+    timing.
     """
 
     def __init__(self, seed):
@@ -84,9 +85,8 @@ class Case:
             name: [graph(rng.randint(1, 3), rng.randrange(9)) for _ in range(rng.randint(1, 5))]
             for name in (*map(str, range(self.jobs)), *self.pending)
         }
-        self.by_job = [
-            name for name in self.pending if rng.random() < 0.5
-        ]  # added by job 0, before its last step
+        # Added by job 0, before its last step.
+        self.by_job = [name for name in self.pending if rng.random() < 0.5]
         self.submitted = [
             name for name in self.pending if name not in self.by_job and rng.random() < 0.3
         ]
@@ -95,9 +95,8 @@ class Case:
     def script(self, rank, name):
         rng, adds = random.Random(f"{self.seed} {rank} {name}"), {}
         if name == "0":
-            for joiner in rng.sample(
-                self.by_job, len(self.by_job)
-            ):  # in another order on each rank
+            # The order differs between ranks.
+            for joiner in rng.sample(self.by_job, len(self.by_job)):
                 step = random.Random(f"{self.seed} {joiner}").randrange(len(self.plans["0"]) + 1)
                 adds.setdefault(step, []).append((joiner, self.script(rank, joiner)))
         fault = self.faults.get(name, (-1, -1))
@@ -139,8 +138,8 @@ class Case:
 
 def check_equal(results):
     for result in results:
-        # What was committed anywhere was received everywhere: every rank has the last committed
-        # state.
+        # A step that was committed anywhere was returned everywhere, so every rank has the last
+        # committed state.
         assert [result.returned.get(job, 0) for job in range(len(result.steps))] == result.steps
         for what in ("slots", "finished", "steps", "names", "paused"):
             assert getattr(result, what) == getattr(results[0], what)
@@ -158,8 +157,7 @@ def test_jobs_join_once_every_rank_has_added_them(part, seed):
     for job, name in names.items():
         assert exchanges_of(result, job) == expected(case.plans[name])
         assert result.steps[job] == len(case.plans[name])
-    # Only a job that was added from outside may have come too late; then it came too late
-    # everywhere.
+    # Only jobs added from outside may come too late, and then they do so on every rank.
     assert set(case.by_job) <= set(names.values())
     for each in results:
         assert set(each.left_out) <= set(case.pending) - set(names.values())
@@ -169,7 +167,7 @@ def test_jobs_join_once_every_rank_has_added_them(part, seed):
 @settings(max_examples=scaled(75), deadline=None)
 @given(seed=SEEDS)
 def test_requests_and_failures_take_effect_uniformly(part, seed):
-    """Requests and failures take effect between the same two steps on every rank."""
+    """A request or failure takes effect between the same two steps on every rank."""
     case = Case(seed)
     rng = case.rng
     everybody = range(case.jobs + len(case.pending))
@@ -213,7 +211,7 @@ def test_requests_and_failures_take_effect_uniformly(part, seed):
                 for s in result.slots[slot : ends[0] if ends else None]
                 if s[:2] == ("exchange", job)
             ]
-            assert len(set(rest)) <= 1  # it makes the step that had begun, and no other
+            assert len(set(rest)) <= 1  # it completes the step that had begun, and makes no other
             assert all(step == result.steps[job] or ends for step in rest)
 
 
@@ -223,7 +221,7 @@ def endless():
 
 
 def test_one_ranks_request_suffices_and_pause_wins():
-    """One rank's request is enough, and a pause takes precedence over a resume."""
+    """If ranks request both, a pause takes precedence over a resume."""
     plan = [graph(1, 1)] * 3
     requests = [
         (0.0, 1, 0, JobRequest.PAUSE),
@@ -253,11 +251,10 @@ def test_while_all_are_paused_the_lanes_rest():
     pause, go_on = (slot for _, _, slot in results[0].paused)
     rest = results[0].slots[pause:go_on]
     assert [slot for slot in rest if slot[0] == "exchange"] == []
-    assert 100 / 0.05 <= len(rest) <= 100 / 0.05 + 20  # patience, and no vote more
+    assert 100 / 0.05 <= len(rest) <= 100 / 0.05 + 20  # paced by the backoff, with no extra votes
 
 
 def test_paused_and_unstarted_jobs_can_be_stopped():
-    """A paused job can be stopped, and so can one that has not begun."""
     requests = [
         (1.0, 0, 0, JobRequest.PAUSE),
         (5.0, 1, 0, JobRequest.STOP),
@@ -287,7 +284,7 @@ def test_a_job_that_some_rank_never_adds_is_left_out():
 
 @pytest.mark.integration
 def test_a_job_may_add_its_successor_as_its_last_act():
-    """1,000 of them, one after the other: what is kept does not grow."""
+    """With 1,000 of them in a row, the interleaver's state doesn't grow."""
 
     def link(n):
         yield Step(graph(1, n % 7), (0.1, 0.0, 0.1))
@@ -300,7 +297,7 @@ def test_a_job_may_add_its_successor_as_its_last_act():
     assert results[0].steps == [1] * 1001
     for rank in simulation._ranks:
         agreed = rank.interleaver.shared
-        assert agreed.rows == 2  # a row is free again when the job before has left, one vote later
+        assert agreed.rows == 2  # a row is free again one vote after the previous job has left
         assert not agreed.jobs
         inner = rank.interleaver
         assert not (
@@ -313,14 +310,14 @@ def test_a_job_may_add_its_successor_as_its_last_act():
 
 
 def test_joiners_of_weighted_run_get_mean_or_set_share():
-    """Jobs that join a weighted run get its mean share or the one that is given."""
+    """A job that joins a weighted run gets the run's mean share unless its share is given."""
     assert [Weighted((1, 3)).share(job) for job in range(4)] == [1, 3, 2, 2]
     assert [Weighted((1, 3), joining=0.5).share(job) for job in range(3)] == [1, 3, 0.5]
 
 
 def test_failure_waits_for_every_rank_to_commit():
-    """Rank 1 fails after a step whose last segment the other rank, busy with another job, has yet
-    to begin.
+    """Rank 1 fails after a step whose last segment the other rank hasn't started yet, because it's
+    busy with another job.
     """
 
     def fails(rank):

@@ -1,5 +1,5 @@
-"""Small cases in every order in which their events can happen, and the states that the model
-checker compares.
+"""Explores small cases in every order of events, and tests the states that the model checker
+compares.
 """
 
 import threading
@@ -44,7 +44,7 @@ from tests.support.model_scripts import (
         (alike(2, (step(BETWEEN), step(SHORT), step(BETWEEN))), [3]),
         pytest.param(alike(2, fed(1, PLAIN)), [1], marks=EXHAUSTIVE),
         (unlike(fed(1), fed(0)), [0]),
-        pytest.param(alike(2, loops(0, 1)), [0], marks=EXHAUSTIVE),  # the next case begins with it
+        pytest.param(alike(2, loops(0, 1)), [0], marks=EXHAUSTIVE),  # the next case starts with it
         (alike(2, loops(0, 1, 0)), [0]),
         (alike(1, loops(0, 1, 2, 0)), [0]),
         pytest.param(alike(2, loops(0, 1, 2, 0)), [0], marks=EXHAUSTIVE),
@@ -70,7 +70,7 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(PLAIN, s0="complete"),), (step(PLAIN),), {0}),
         ((step(TWICE, s2="complete"),), (step(TWICE),), {0}),
         ((step(PLAIN, s2="dispatch"), step(PLAIN)), (step(PLAIN), step(PLAIN)), {1}),
-        # After the commit: the other rank may have made one more step before it hears of it.
+        # After the commit, the other rank may make one more step before it learns of the failure.
         ((step(PLAIN, s2="complete"), step(PLAIN)), (step(PLAIN), step(PLAIN)), {1, 2}),
         (
             (step(SHORT), step(LOCAL, s0="complete"), step(SHORT)),
@@ -87,10 +87,10 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(PLAIN),), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), Sync("save")), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), step(SHORT)), (step(PLAIN), step(PLAIN)), {1}),
-        # The same exchanges, at different calls of a step that exchanges now and then.
+        # The same exchanges, at different calls of a step that only exchanges now and then.
         ((step(BETWEEN), step(SHORT)), (step(SHORT), step(BETWEEN)), {0}),
         ((step(SHORT), step(BETWEEN), step(SHORT)), (step(SHORT), step(SHORT), step(BETWEEN)), {1}),
-        # The same exchanges, of two functions in another order.
+        # The same exchanges of two functions, in a different order.
         ((step(TRAIN), step(EVALUATE)), (step(EVALUATE), step(TRAIN)), {0}),
         (
             (step(TRAIN), step(EVALUATE), step(TRAIN)),
@@ -101,7 +101,6 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
     ],
 )
 def test_in_any_order_a_fault_ends_the_job_on_all(bad, good, steps):
-    """In every order of events, a fault of one rank ends the job on all ranks."""
     assert ends(unlike(bad, good)) == {((n, "failed"),) for n in steps}
 
 
@@ -120,7 +119,6 @@ def test_in_any_order_a_fault_ends_the_job_on_all(bad, good, steps):
     ],
 )
 def test_in_any_order_two_other_ranks_hear_of_a_fault(bad, good, end):
-    """In every order of events, two other ranks hear of a fault of one rank."""
     assert ends(unlike(bad, good, good)) == {(end,)}
 
 
@@ -134,7 +132,9 @@ def test_in_any_order_two_other_ranks_hear_of_a_fault(bad, good, end):
     ],
 )
 def test_data_that_fails_at_any_moment_ends_the_job(script, steps):
-    """The thread that prepares a job's data fails on one rank, while the job is in any call."""
+    """The thread that prepares a job's data fails on one rank, while the job is in any of its
+    calls.
+    """
     found = ends(alike(2, script, outside=((m.JobRaised(0, "boom"),), ())))
     assert found == {((n, "failed"),) for n in steps} | {
         ((sum(s.graph != LOCAL for s in script), "ended"),)
@@ -151,7 +151,7 @@ def test_in_every_order_the_other_job_does_not_notice(ranks):
 
 @pytest.mark.integration
 def test_interrupt_stops_all_ranks_at_one_step():
-    """An interrupt at any moment stops all ranks at one step."""
+    """The interrupt may come at any moment."""
     stopped = {((n, "stopped"),) for n in (0, 1)}
     assert ends(alike(2, (step(SHORT),) * 2, outside=((m.StopRequested(),), ()))) == {
         *stopped,
@@ -163,7 +163,7 @@ def test_interrupt_stops_all_ranks_at_one_step():
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        # Somebody wants the job to stop, or to rest for a while, at any moment.
+        # Someone requests a stop or a pause at any moment.
         (
             alike(2, (step(SHORT),) * 2, outside=((request(JobRequest.STOP),), ())),
             {"0 stopped", "1 stopped", "2 ended"},
@@ -188,7 +188,7 @@ def test_interrupt_stops_all_ranks_at_one_step():
             ),
             {"1 ended"},
         ),
-        # It is to stop while it rests, perhaps while ranks are at different steps of it.
+        # A stop is requested during a pause, when ranks may be at different steps of the job.
         (
             alike(
                 2,
@@ -204,7 +204,8 @@ def test_interrupt_stops_all_ranks_at_one_step():
             ),
             {"0 stopped", "1 ended"},
         ),
-        # Added in a job: in time always. Added by somebody else: perhaps when all is over.
+        # A job that is added by another job always comes in time. One that is added from outside
+        # may come after the run has ended.
         (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
         pytest.param(
             alike(1, (Add("new", (step(SHORT),)), step(SHORT))),
@@ -222,9 +223,9 @@ def test_interrupt_stops_all_ranks_at_one_step():
             ),
             {"1 ended", "1 ended, 0 ended"},
         ),
-        # On one rank only: it never joins, and nobody waits for it.
+        # A job that is added on one rank only never joins, and no rank waits for it.
         (unlike((Add("new", ()), step(SHORT)), (step(SHORT),)), {"1 ended"}),
-        # What is exchanged is not finite, as one rank finds.
+        # One rank finds non-finite values in an exchange.
         (unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), {"1 ended"}),
         (unlike((step(PLAIN, s1="eject"),), (step(PLAIN),)), {"0 ejected"}),
         (unlike((step(TWICE, s1="raise"),), (step(TWICE, s3="eject"),)), {"0 failed"}),
@@ -246,7 +247,6 @@ def test_what_was_found_is_counted():
 
 
 def test_copies_are_independent_and_names_match_states():
-    """A copy changes independently, and equal states have equal names."""
     model = RankModel(alike(1, fed(1), (step(TWICE),)), 0)
     for _ in range(30):
         if model.arrival is not None:

@@ -1,4 +1,4 @@
-"""The model checker finds bugs that are planted in the interleaver."""
+"""Tests that the model checker finds bugs planted in the interleaver."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ from tests.support.model_scripts import (
 
 
 class SkipsForItself(Interleaver):
-    """A rank that has found values that are not finite keeps its state, and the others do not."""
+    """Bug: only the rank that found non-finite values keeps its state; the others don't."""
 
     def _apply_outcome(self, outcome):
         if outcome.kind == "skipped" and self._jobs[outcome.job].call.finite:
@@ -40,7 +40,7 @@ class SkipsForItself(Interleaver):
 
 
 class RunsWhatRests(Interleaver):
-    """A rank begins a job's next step although it rests."""
+    """Bug: a rank begins the next step of a paused job."""
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
@@ -56,7 +56,7 @@ class RestlessState(SharedState):
 
 
 class ByCompletion(Interleaver):
-    """Exchanges go in the order in which this rank is ready for them."""
+    """Bug: exchanges run in the order in which this rank is ready for them."""
 
     def _begin_slot(self, backoff_over=False):
         slot = self.shared.slot()
@@ -73,7 +73,7 @@ class ByCompletion(Interleaver):
 
 
 class TakesTheCommitForGranted(Interleaver):
-    """What overwrites the step's input state runs before the ranks have voted."""
+    """Bug: segments that overwrite the step's input state run before the ranks have voted."""
 
     def _exchange_done(self, job, segment, finite):
         super()._exchange_done(job, segment, finite)
@@ -91,8 +91,8 @@ class HastyJob(LocalJob):
 
 
 class LosesTheLastStep(Interleaver):
-    """A job that has failed leaves at once, also where a call that exchanges nothing still
-    overwrites its state.
+    """Bug: a failed job leaves at once, even if a call without exchanges is still overwriting its
+    state.
     """
 
     def __init__(self, jobs, policy, depth=2):
@@ -106,7 +106,7 @@ class BlindQueue(ComputeQueue):
 
 
 class ComparesTooEarly(Interleaver):
-    """Ranks compare what failed while the device may still fail to make results that were given."""
+    """Bug: ranks compare texts while results that a job already has may still fail."""
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
@@ -114,7 +114,7 @@ class ComparesTooEarly(Interleaver):
 
 
 class DeafToFailure(Interleaver):
-    """A step is committed whatever the ranks say of it."""
+    """Bug: a step is committed even if a rank votes against it."""
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
@@ -122,7 +122,7 @@ class DeafToFailure(Interleaver):
 
 
 class GoesOnAfterFailure(Interleaver):
-    """A job that has failed is dispatched all the same."""
+    """Bug: a failed job's segments are still dispatched."""
 
     def _fail(self, job, text, ejects=False):
         self._jobs[job].failed = text
@@ -133,7 +133,7 @@ class GoesOnAfterFailure(Interleaver):
 
 
 class MakesNoZeros(Interleaver):
-    """A rank that has failed leaves the others alone with the step's exchanges."""
+    """Bug: a failed rank doesn't take part in the step's remaining exchanges."""
 
     def _begin_slot(self, backoff_over=False):
         slot = self.shared.slot()
@@ -142,7 +142,7 @@ class MakesNoZeros(Interleaver):
 
 
 class ForgetsBatches(Interleaver):
-    """A job that waits for a batch is not told when all ranks have it."""
+    """Bug: a job that waits for a batch isn't notified when all ranks have it."""
 
     def _apply_outcome(self, outcome):
         if outcome.kind != "batches":
@@ -150,14 +150,14 @@ class ForgetsBatches(Interleaver):
 
 
 class ForgetsOpenLoops(Interleaver):
-    """A loop that begins ends all others."""
+    """Bug: a loop that begins ends all other loops."""
 
     def _apply(self, event):
         super()._apply(m.StreamBegun(event.job, ()) if isinstance(event, m.StreamBegun) else event)
 
 
 class LeavesThreadsBehind(Interleaver):
-    """A job that is over is not told so."""
+    """Bug: the thread of a job that has ended isn't notified."""
 
     def _finish_job(self, job, how, texts=()):
         super()._finish_job(job, how, texts)
@@ -172,7 +172,7 @@ class BlindJob(LocalJob):
 
 
 class MixesFunctions(Interleaver):
-    """Functions of a job are told apart by their exchanges only."""
+    """Bug: a job's functions are distinguished only by their exchanges."""
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
@@ -180,7 +180,7 @@ class MixesFunctions(Interleaver):
 
 
 class CountsForItself(Interleaver):
-    """A rank grants batches as far as its own data goes."""
+    """Bug: a rank grants batches based on its own data alone."""
 
     def _grant_batch(self, job):
         mine = self._jobs[job]
@@ -257,7 +257,6 @@ def test_a_wrong_interleaver_is_found_out(wrong, case, message):
 
 @pytest.mark.integration
 def test_ranks_that_do_not_vote_end_differently():
-    """Ranks that do not ask each other end differently."""
     case = unlike(fed(0, SHORT), fed(1, SHORT))
     assert ends(case) == {((0, "ended"),)}
     assert ends(replace(case, make=CountsForItself)) == {((0, "failed"),)}

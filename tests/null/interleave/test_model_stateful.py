@@ -1,5 +1,6 @@
-"""Larger cases than can be explored to the end: hypothesis looks for an order that breaks a rule,
-and shrinks it.
+"""Tests cases that are too large to explore completely.
+
+Hypothesis searches for an order of events that breaks a rule, and shrinks it.
 """
 
 from collections import defaultdict
@@ -22,7 +23,7 @@ SIGNATURES = iter(range(1, 10**9))
 
 @st.composite
 def graphs(draw):
-    """Compute and exchange in any order, each with needs among those before; then, perhaps, an
+    """Draws compute segments and exchanges in any order, each needing earlier ones, then perhaps an
     update.
     """
     kinds = (*draw(st.lists(st.sampled_from(("compute", "collective")), max_size=4)), "collective")
@@ -42,7 +43,7 @@ def graphs(draw):
 
 @st.composite
 def scripts(draw):
-    """One job on every rank: the same loop, of which one rank may break off in its own way."""
+    """Draws a job's scripts: the same loop on every rank, but one rank may deviate from it."""
     step, local = draw(graphs()), StepGraph(kinds=("compute",), needs=((),))
     kinds = draw(st.lists(st.sampled_from(("step", "step", "batch", "local", "sync")), max_size=4))
     loop, batches = [], 0
@@ -58,7 +59,7 @@ def scripts(draw):
 
 @st.composite
 def outside(draw, ranks, jobs):
-    """What comes to each rank from outside: jobs to add, wishes, an interrupt."""
+    """Draws what each rank receives from outside: jobs to add, requests, an interrupt."""
     coming = [[] for _ in range(ranks)]
     for n in range(draw(st.integers(0, 2))):
         script, batches = draw(scripts())
@@ -86,7 +87,7 @@ def cases(draw):
     ranks, jobs = draw(st.integers(2, 4)), draw(st.lists(scripts(), min_size=1, max_size=4))
     rows = [[list(job) for job, _ in jobs] for _ in range(ranks)]
     for number, (job, batches) in enumerate(jobs):
-        for row in rows:  # each rank's data may end early
+        for row in rows:  # each rank's data may end at a different batch
             have = draw(st.integers(0, batches)) if batches else 0
             prepared = [Prepare(0, 0, n + 1, n + 1 == have) for n in range(have)] or [
                 Prepare(0, 0, 0, True)
@@ -126,7 +127,7 @@ def job_step(action):
 
 
 def will_resume(rank):
-    """Who has paused a job lets it go on in the end, whatever is wished before that."""
+    """Whether a rank that pauses a job resumes it in the end, whatever it requests before."""
     return any(
         isinstance(event, m.JobRequested) and event.request is JobRequest.RESUME
         for event in rank.outside
@@ -134,13 +135,13 @@ def will_resume(rank):
 
 
 class Ranks(RuleBasedStateMachine):
-    """Ranks that move in an order that hypothesis chooses."""
+    """Ranks that move in an order that Hypothesis chooses."""
 
     @initialize(case=cases())
     def start(self, case):
         self.ranks = [RankModel(case, rank) for rank in range(len(case.scripts))]
-        self.through = [0] * len(self.ranks)  # slots that each has left
-        self.standing = defaultdict(dict)  # by slot: who stands there, or did
+        self.through = [0] * len(self.ranks)  # per rank: the number of slots that it has left
+        self.standing = defaultdict(dict)  # by slot: the arrivals of the ranks that have reached it
         self.note()
 
     def note(self):
@@ -177,10 +178,10 @@ class Ranks(RuleBasedStateMachine):
     @precondition(lambda self: all(rank.through and not rank.moves() for rank in self.ranks))
     @rule()
     def rest(self):
-        """All is over; hypothesis wants something to do."""
+        """The run has ended, but Hypothesis needs a rule that it can still apply."""
 
     def teardown(self):
-        """From wherever it got, the end can be reached, and it is the same everywhere."""
+        """Checks that the end can still be reached, and that it's the same on every rank."""
         if not hasattr(self, "ranks"):
             return
         for _ in range(10_000):

@@ -34,7 +34,7 @@ def test_policies_are_values():
 
 
 def shares_of(policy, turns, amounts):
-    """Who had how much of a lane on which all jobs always wait."""
+    """Returns each job's share of a lane on which every job always waits."""
     lane, had = Turns(policy, len(amounts)), [0.0] * len(amounts)
     for _ in range(turns):
         job = lane.next(range(len(amounts)))
@@ -45,7 +45,6 @@ def shares_of(policy, turns, amounts):
 
 
 def test_weighted_shares_ignore_the_size_of_turns():
-    """The policy `Weighted` gives each job its share, whatever the size of its turns."""
     assert shares_of(Weighted((1, 3)), 4000, (10.0, 1.0)) == pytest.approx([0.25, 0.75], abs=0.01)
     assert shares_of(Weighted((1, 1, 2)), 4000, (1.0, 5.0, 2.0)) == pytest.approx(
         [0.25, 0.25, 0.5], abs=0.01
@@ -106,7 +105,7 @@ def test_shares_that_are_equal_print_alike():
 
 
 def backward(pieces, nbytes):
-    """Backward pass in pieces, an exchange after each, an update."""
+    """Returns a backward pass in pieces, each followed by its exchange, and then an update."""
     kinds, needs = [], []
     for piece in range(pieces):
         kinds += ["compute", "collective"]
@@ -121,8 +120,9 @@ def backward(pieces, nbytes):
 
 
 def rates(policy, jobs, horizon_s=400.0):
-    """Steps a second of each job (compute seconds, exchange seconds, pieces) on two ranks, on a
-    virtual clock.
+    """Returns each job's steps per second on two ranks, on a virtual clock.
+
+    A job is given as (compute seconds, exchange seconds, pieces).
     """
     done = [[] for _ in jobs]
 
@@ -167,7 +167,9 @@ def test_a_job_ten_times_smaller_keeps_its_share(compute_s, exchange_s):
 
 
 def seconds_a_round(policy, jobs, steps=20):
-    """Until jobs of (compute, exchange, pieces) have made as many steps each, over those steps."""
+    """Returns the mean seconds per round, in which every (compute, exchange, pieces) job makes a
+    step.
+    """
 
     def loop(compute_s, exchange_s, pieces):
         graph = backward(pieces, round(exchange_s * 1e6))
@@ -189,8 +191,8 @@ def seconds_a_round(policy, jobs, steps=20):
 
 
 def test_larger_share_lets_a_large_job_hide_in_pieces():
-    """Uncut, its own c + m is the bound; in pieces that take turns with the other job's step, it
-    waits for that one.
+    """Uncut, the large job's bound is its own c + m. In pieces that take turns with the other job's
+    steps, it has to wait for that job.
     """
     large, small = (1.4, 1.25), (0.5, 0.7)
     uncut = seconds_a_round(RoundRobin(), [(*large, 1), (*small, 1)])

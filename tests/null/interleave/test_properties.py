@@ -1,9 +1,8 @@
-"""Invariant 4, and freedom from hangs: random programs, timings and failures on up to 4 ranks and 4
-jobs.
+"""Tests invariant 4 and that nothing hangs, for random programs on up to 4 ranks and 4 jobs.
 
-The simulator raises if ranks meet in different slots of the exchange lane, or hang, and the
-interleavers check themselves after every event (needs met, nothing before its commit, the compute
-lane never idle beside a ready segment).
+Timings and failures are random, too. The simulator raises if ranks hang or meet in different slots
+of the exchange lane. The interleavers check themselves after every event: all needs are met,
+nothing runs before its commit, and the compute lane is never idle while a segment is ready.
 """
 
 import random
@@ -24,8 +23,8 @@ PARTS = in_parts(6)
 
 
 def random_graph(rng: random.Random, signature: int) -> StepGraph:
-    """Exchanges that depend on each other through random compute segments, then an update after the
-    commit.
+    """Returns exchanges that depend on each other via random compute segments, then an update after
+    the commit.
     """
     kinds, needs = [], []
     for _ in range(rng.randint(1, 4)):
@@ -58,7 +57,7 @@ def local_graph(rng: random.Random) -> StepGraph:
 
 
 def random_case(rng: random.Random):
-    """Outlines by job and step: the same on all ranks, as a program is."""
+    """Returns outlines by job and step. They are the same on all ranks, just as programs are."""
     ranks, jobs = rng.randint(1, 4), rng.randint(1, 4)
     plans = []
     for job in range(jobs):
@@ -83,9 +82,11 @@ def script(
     how="dispatch",
     data=True,
 ):
-    """One rank's thread of one job. Only durations and the fault differ between ranks."""
+    """Yields the actions of one rank's thread of one job. Only durations and the fault are
+    rank-local.
+    """
     if data:
-        # The last batch is announced as the last; each becomes ready at this rank's own time.
+        # The last batch is marked as such. On each rank, batches become ready at different times.
         at = 0.0
         for n in range(len(plan)):
             at += duration(rng)
@@ -225,8 +226,8 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
             assert {t for rank, t in enumerate(texts) if rank != guilty_rank} == {
                 f"step\ncalled step {at + 1}\nx"
             }
-        # Nothing overwrote the state of a step that was not committed; a fault after the commit may
-        # cost one step.
+        # Nothing overwrote the state of an uncommitted step. A fault after the commit may lose one
+        # step.
         after = fault == "segment" and result.steps[guilty] > at
         assert result.steps[guilty] == at or after
 
@@ -235,7 +236,6 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
 @settings(max_examples=scaled(50), deadline=None)
 @given(seed=SEEDS)
 def test_data_ending_on_one_rank_ends_loop_everywhere(part, seed):
-    """Data that ends on one rank ends the loop on every rank."""
     rng = random.Random(seed)
     ranks, jobs = rng.randint(1, 4), rng.randint(1, 3)
     lengths = [[rng.randint(0, 5) for _ in range(jobs)] for _ in range(ranks)]

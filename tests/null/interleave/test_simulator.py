@@ -1,4 +1,4 @@
-"""The simulator itself: it must notice what it is there to notice."""
+"""Tests that the simulator itself detects what it's supposed to detect."""
 
 import pytest
 
@@ -26,14 +26,15 @@ def test_one_job_alone_takes_the_sum_of_its_parts():
     assert result.end_s == pytest.approx(4 * (1.0 + 2.0 + 0.5))
     spans = [(s.kind, s.start_ns / 1e9, s.end_ns / 1e9) for s in result.spans[:3]]
     assert spans == [("compute", 0.0, 1.0), ("collective", 1.0, 3.0), ("compute", 3.0, 3.5)]
-    assert [s.number for s in result.spans[:4]] == [1, 1, 1, 2]  # there are no calls but steps
+    assert [s.number for s in result.spans[:4]] == [1, 1, 1, 2]  # every call is a step
 
 
 def test_two_jobs_hide_each_others_exchanges():
     (result,) = Simulation(
         [[loop(50), loop(50)]], policy=RoundRobin(), exchange_s=lambda *slot: 1.5
     ).run()
-    assert result.end_s == pytest.approx(50 * 3.0, rel=0.05)  # alone it would be 300 s
+    # Without overlap it would take 300 s.
+    assert result.end_s == pytest.approx(50 * 3.0, rel=0.05)
 
 
 def test_ranks_wait_for_the_slowest():
@@ -43,7 +44,7 @@ def test_ranks_wait_for_the_slowest():
 
 
 def test_a_job_awaits_the_end_of_one_job():
-    """The end of any other job does not wake it."""
+    """The end of any other job doesn't wake it."""
 
     def waits():
         yield Await(2)
@@ -74,8 +75,7 @@ def test_a_job_that_never_returns_is_noticed():
 
 
 def test_ranks_meeting_in_different_slots_are_detected():
-    """Ranks that meet in different slots are detected."""
     simulation = Simulation([[loop(2)], [loop(2)]], policy=RoundRobin())
-    simulation._ranks[1].interleaver.shared.commit = 0  # as if this rank alone had made an exchange
+    simulation._ranks[1].interleaver.shared.commit = 0  # as if only this rank had made an exchange
     with pytest.raises((InternalError, AssertionError)):
         simulation.run()

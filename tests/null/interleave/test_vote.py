@@ -65,7 +65,9 @@ def test_one_rank_hears_what_it_said():
 
 
 def test_ballot_persists_and_a_cast_one_is_unchanged():
-    """A ballot persists from vote to vote, and one that was cast stays as it was."""
+    """A ballot keeps its contents from vote to vote. Later changes don't affect a copy already
+    cast.
+    """
     ballot = Ballot(3)
     before = ballot.cast()
     ballot.set_job(1, JobBallot(point=5))

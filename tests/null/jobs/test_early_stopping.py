@@ -1,4 +1,4 @@
-"""When a job stops early, and what is the best value so far: pure decisions."""
+"""Tests when a job stops early, and which value counts as the best so far. Pure decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAN, INF = math.nan, math.inf
 def stops_at(
     values: list[float], *, mode: Any = "max", min_delta: float = 0.0, **limits: int
 ) -> int | None:
-    """The number of the evaluation that stops the job; one every 10 steps."""
+    """Returns the number of the evaluation that stops the job. There's one every 10 steps."""
     early = EarlyStopping(best=Best(metric="m", mode=mode, min_delta=min_delta), **limits)
     for n, value in enumerate(values, 1):
         early = EarlyStopping(best=early.best.update(10 * n, value), **limits)
@@ -34,11 +34,8 @@ def stops_at(
         ([1, 2, 3, 4], {"patience": 1}, None),
         ([2, 1], {"patience": 1}, 2),
         ([2, 1, 0.5], {"mode": "min", "patience": 1}, None),
-        (
-            [1, 1.25, 1.25, 2],
-            {"min_delta": 0.25, "patience": 2},
-            3,
-        ),  # only 2 is better by more than that
+        # Only 2 improves by more than `min_delta`.
+        ([1, 1.25, 1.25, 2], {"min_delta": 0.25, "patience": 2}, 3),
         ([1, 2, 1, 1, 1], {"patience_steps": 20}, 4),
         ([1, 2, 1, 1, 1], {"patience_steps": 25}, 5),
         ([NAN, NAN], {"patience": 2}, 2),

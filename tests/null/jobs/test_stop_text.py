@@ -1,4 +1,4 @@
-"""What a stopped run says that it saved."""
+"""Tests what a stopped run reports as saved."""
 
 from jaxcross.jobs.stop_text import MAX_JOBS_SHOWN, StoppedJob, stop_text
 
@@ -7,9 +7,8 @@ def test_each_job_is_named_with_its_step_and_folder():
     jobs = [
         StoppedJob(name="a", status="stopped", step=120, begun=True, saved=120),
         StoppedJob(name="b", status="ended", step=40, begun=True, saved=40),
-        StoppedJob(
-            name="i", status="ended", step=40
-        ),  # a trial of a sweep, whose checkpoints may be deleted
+        # A trial of a sweep, whose checkpoints may be deleted.
+        StoppedJob(name="i", status="ended", step=40),
         StoppedJob(name="c", status="stopped", step=120, begun=True, saved=100),
         StoppedJob(name="d", status="stopped", step=0, begun=True),
         StoppedJob(name="e", status="failed", step=7, begun=True),

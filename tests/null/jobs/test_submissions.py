@@ -1,4 +1,4 @@
-"""Functions that jobs may be submitted of."""
+"""Tests the functions that jobs can be submitted with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.interleavings import interrupted
 
 
 def test_function_may_be_registered_during_a_refusal() -> None:
-    """Another thread may register one at any point: the error still says what there is."""
+    """Another thread may register a function at any point. The error still lists the others."""
     inside, at = True, 0
     while inside:
         at += 1

@@ -1,4 +1,6 @@
-"""A run against its prediction: each cause lands in its own part, and the parts add up exactly."""
+"""Compares runs with their predictions: each cause lands in its own part, and the parts add up
+exactly.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +39,7 @@ def _twin(jobs: tuple[Profile, ...] = JOBS, **options: Any) -> Prediction:
 
 
 def _report(made: Prediction, **changes: Any) -> Report:
-    """The report of a run that went as this prediction says."""
+    """Returns the report of a run that went exactly as predicted."""
     jobs = tuple(JobSummary(name=job.facts.name, steps=job.facts.steps) for job in made.rounds.jobs)
     options: dict[str, Any] = {
         "policy": "round-robin",
@@ -86,7 +88,7 @@ def test_a_planned_group_is_as_planned() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_cause_lands_in_its_own_part(part: str, changes: dict[str, Any]) -> None:
-    """Nine tenths of the longer round at least."""
+    """The part gets at least nine tenths of the extra time per round."""
     found = _report(_twin(**changes)).against(_twin())
     _adds_up(found)
     longer = found.achieved_ns - found.predicted_ns
@@ -106,7 +108,7 @@ def test_a_cause_lands_in_its_own_part(part: str, changes: dict[str, Any]) -> No
     ],
 )
 def test_what_the_report_lost_lands_in_its_part(part: str, cause: str) -> None:
-    """A round that is 10 ms longer, of which the report explains 15 ms by this cause, or 4 ms."""
+    """A round is 10 ms longer, and the report attributes 15 ms or 4 ms of loss to this cause."""
     for lost_s, found_ns in ((0.015, 10_000_000), (0.004, 4_000_000)):
         report = _report(_twin())
         rounds, period_s = report.rounds, (report.rounds.period_s or 0.0) + 0.01

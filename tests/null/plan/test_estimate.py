@@ -1,4 +1,4 @@
-"""The arithmetic of an estimate, against the kept race and against the simulator."""
+"""Tests the arithmetic of an estimate against the stored race and against the simulator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def profile(graph: StepGraph, *seconds: float) -> Profile:
 
 
 def cost(c: float = 0.875, m: float = 1.75, **changes: Any) -> StepCost:
-    """ResNet-50 at about 470 Mbit/s, unless told otherwise."""
+    """Returns the costs of ResNet-50 at about 470 Mbit/s, unless given otherwise."""
     made = StepCost(
         whole=profile(WHOLE, c - 0.0625 * c, m, 0.0625 * c),
         steps=3,
@@ -60,7 +60,7 @@ def race_rows(*cases: str) -> list[dict[str, Any]]:
 
 
 def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
-    """Predicted over measured seconds a job-step, less 1."""
+    """Returns the relative errors of the predicted seconds per job-step."""
     found = []
     for row in rows:
         factors = contention_at(row["rate_bits_per_s"] / 1e6) if contention else None
@@ -73,8 +73,8 @@ def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
 
 
 def test_equal_jobs_of_the_race_are_within_a_tenth() -> None:
-    """All 21 runs of two or three equal jobs, uncut, in 32 and 16 bits, at 305 to 2059 Mbit/s, in
-    steady state.
+    """Covers all 21 runs of two or three equal jobs in steady state: uncut, in 32 and 16 bits, at
+    305 to 2059 Mbit/s.
     """
     rows = race_rows("two", "three")
     assert len(rows) == 21
@@ -91,8 +91,8 @@ def test_the_bound_alone_is_further_off_and_below() -> None:
 
 
 def test_predicted_speed_is_near_that_of_the_race() -> None:
-    """Times as fast as one job after the other: what an estimate prints, over a whole run with its
-    filling.
+    """Compares the speed-up over running in turn, which is what an estimate prints, over a whole
+    run including the time to fill the lanes.
     """
     rows = json.loads((RESULTS / "race.json").read_text())["rows"]
     alone = {
@@ -118,7 +118,7 @@ def test_predicted_speed_is_near_that_of_the_race() -> None:
 
 
 def test_contention_is_what_was_measured() -> None:
-    """The table holds the kept medians, rounded."""
+    """The table holds the stored medians, rounded."""
     for mbps, contention in TWO_CORES.measured:
         kept = json.loads((RESULTS / f"exchange_cost_mpich_{mbps:.0f}mbit.json").read_text())
         exchange = kept["exchange"]
@@ -157,14 +157,16 @@ def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> No
 
 
 def test_under_contention_the_shorter_lane_is_always_next_to_the_other() -> None:
-    """Of 1.1 s with an exchange, in which 1.1 / 1.25 s of 2 s are computed, the rest alone."""
+    """The exchanges take 1.1 s under contention. Meanwhile 1.1 / 1.25 s of the 2 s of compute get
+    done; the rest runs alone.
+    """
     assert period_s([1.0, 1.0], [0.5, 0.5], CONTENTION) == pytest.approx(1.1 + 2 - 1.1 / 1.25)
     assert period_s([0.5, 0.5], [1.0, 1.0], CONTENTION) == pytest.approx(1.25 + 2 - 1.25 / 1.1)
     assert period_s([1.0], [0.5], CONTENTION) == 1.5, "one job alone has nothing next to it"
 
 
 def test_a_cut_job_hides_its_first_exchange() -> None:
-    """It computes 0.5 s, exchanges 2 s in a row, and updates for 0.1 s."""
+    """The job computes for 0.5 s, exchanges for 2 s without a break, and updates for 0.1 s."""
     cut = profile(IN_TWO, 0.5, 1.0, 0.4, 1.0, 0.1)
     assert estimate_of(cost(1.0, 2.0, cut=cut)).cut_alone == pytest.approx(3 / 2.6)
 
@@ -175,7 +177,9 @@ def test_a_cut_never_beats_the_busier_lane() -> None:
 
 
 def test_memory_of_jobs() -> None:
-    """One job at its peak, the others between segments, and one exchange's temporaries."""
+    """One job is at its peak, the others are between segments, and one exchange has its
+    temporaries.
+    """
     made = estimate_of(cost(limit_bytes=7 * GB))
     assert [p.memory_bytes / GB for p in made.gains] == [4.5, 5.5, 6.5, 7.5]
     assert [p.fits for p in made.gains] == [True, True, True, False]

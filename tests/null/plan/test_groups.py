@@ -1,4 +1,4 @@
-"""Groups of jobs against all groupings, against a linear program, and against the pooled bound."""
+"""Tests groups of jobs against all possible groupings, a linear program, and the pooled bound."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def _needed(members: tuple[Load, ...]) -> int:
 
 
 def _partitions(loads: list[Load], most: int) -> Iterator[list[tuple[Load, ...]]]:
-    """All ways to divide the jobs, by adding each to a group that is there or to one of its own."""
+    """Yields all ways to partition the jobs. A job joins an existing group or starts a new one."""
     if not loads:
         yield []
         return
@@ -67,8 +67,8 @@ def _loads(seed: int, count: int, ranks: tuple[int, ...] = (1,)) -> list[Load]:
 
 
 def _check(found: Grouping, loads: list[Load], most: int, memory: int | None) -> None:
-    """Every job is in one group, of jobs of equally many ranks that fit; the sums are those of the
-    groups.
+    """Checks that every job is in exactly one group, that a group's jobs fit and have equally many
+    ranks, and that the totals are the sums over the groups.
     """
     named = {load.name: load for load in loads}
     assert sorted(itertools.chain.from_iterable(found.groups)) == sorted(named)
@@ -99,7 +99,7 @@ def test_eight_jobs_are_grouped_best(seed: int, memory: int | None, most: int) -
 
 @pytest.mark.parametrize("seed", range(2))
 def test_pairs_are_near_the_best_matching(seed: int) -> None:
-    """Against the exact pairing of 40 jobs, by a linear program with whole numbers: within 2%."""
+    """Within 2% of the exact pairing of 40 jobs, which an integer linear program finds."""
     from scipy.optimize import LinearConstraint, milp
 
     loads = _loads(seed, 40)
@@ -118,7 +118,7 @@ def test_pairs_are_near_the_best_matching(seed: int) -> None:
 @pytest.mark.mostly_integration("None")
 @pytest.mark.parametrize("memory", [None, 45])
 def test_a_thousand_jobs_are_near_the_pooled_bound(memory: int | None) -> None:
-    """On 10,000 ranks, of jobs with 4, 8 and 16 ranks, with weights and a limit of memory."""
+    """The jobs have 4, 8 or 16 ranks each (over 9,000 in total), weights, and a memory limit."""
     loads = _loads(0, 1000, ranks=(4, 8, 16))
     assert sum(load.ranks for load in loads) > 9000
     found = group(loads, most=4, memory=memory)

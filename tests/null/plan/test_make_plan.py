@@ -1,4 +1,4 @@
-"""`of`: which jobs run together, and why others run alone."""
+"""Tests `of`: which jobs run together, and why others run alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -61,7 +61,9 @@ def test_the_prediction_of_a_group_is_the_plan_s() -> None:
 @pytest.mark.mostly_integration("1e-05")
 @pytest.mark.parametrize("step_s", [1e-300, 1e-5])
 def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
-    """A plan may be any file: its prediction takes no longer than those of `of`."""
+    """A plan may come from any file. Predicting it takes no longer than predicting a plan made by
+    `of`.
+    """
     (pair, _) = make(UNLIKE).groups
     loaded = replace(pair, jobs=(pair.jobs[0], replace(pair.jobs[1], step_s=step_s)))
     with pytest.raises(
@@ -72,7 +74,7 @@ def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
 
 @pytest.mark.integration
 def test_jobs_that_would_starve_run_alone() -> None:
-    """Two jobs that compute all the time, and more of them than either leaves room for."""
+    """Both jobs compute all the time, and need more than the other one leaves free."""
     plan = make([_profile("a", 0.613, 0.023), _profile("b", 0.731, 0.129)], floor=0.5)
     assert _groups(plan) == [("b",), ("a",)]
     assert "next to `a`, `b` would run at 0.4" in plan.groups[0].why
@@ -80,8 +82,8 @@ def test_jobs_that_would_starve_run_alone() -> None:
 
 
 def test_jobs_too_unlike_for_a_prediction_run_alone() -> None:
-    """They make the plan neither slow nor fail, and the job that is unlike the others goes
-    first.
+    """They neither slow the plan down nor make it fail. The job that's unlike the others is
+    separated first.
     """
     plan = make([_profile("a", 0.5, 0.5), _profile("b", 0.5, 0.5), _profile("tiny", 1e-5, 1e-5)])
     assert _groups(plan) == [("a", "b"), ("tiny",)]

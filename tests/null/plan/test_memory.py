@@ -1,4 +1,4 @@
-"""The memory of jobs next to each other, and the limits of a rank."""
+"""Tests the memory of jobs that run together, and the memory limits of a rank."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ def _job(peak: int, boundary: int, temporary: int = 0) -> JobMemory:
         ([], 0),
         ([_job(9, 4, 1)], 10),
         ([_job(9, 4, 1)] * 3, 18),
-        # The second job's peak stands out most from what it keeps; the first one has the longest
-        # exchange.
+        # The second job's peak exceeds what it keeps by the most. The first job has the exchange
+        # with the largest temporaries.
         ([_job(10, 8, 3), _job(9, 4, 1)], 8 + 9 + 3),
     ],
 )
@@ -65,7 +65,9 @@ def test_an_accelerator_states_its_own_limit() -> None:
 
 
 def test_a_group_around_the_process_limits_it(tmp_path: Path) -> None:
-    """Version 2 of control groups: the task's group has no limit, the job's around it has."""
+    """Version 2 of control groups. The task's group has no limit, but the job's group around it
+    does.
+    """
     job = tmp_path / "slurm" / "job_7"
     (job / "task_0").mkdir(parents=True)
     (job / "memory.max").write_text("4096\n")

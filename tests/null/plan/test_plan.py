@@ -1,4 +1,4 @@
-"""A plan as data and as a table."""
+"""Tests a plan as data and as a table."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_plan_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_read_from_toml(tmp_path: Path) -> None:
-    """What may be None is left out there: TOML has no word for it."""
+    """Fields that may be None are missing from the file, because TOML can't express None."""
     (tmp_path / "plan.toml").write_text(
         "format = 1\n[[groups]]\nranks = 2\n[[groups.jobs]]\nname = 'c'\npieces = 1\nshare = "
         "1\nalone_s = 0.1\n"
@@ -166,7 +166,7 @@ JSON = st.recursive(
 
 @given(st.data())
 def test_random_content_is_refused_or_read(data: st.DataObject) -> None:
-    """No other error than ValueError, wherever in the file something else stands."""
+    """The only error is ValueError, wherever in the file the content is replaced."""
     whole = PLAN.as_data()
     place: Any = data.draw(
         st.sampled_from([whole, whole["groups"][0], whole["groups"][0]["jobs"][0]])

@@ -1,4 +1,6 @@
-"""Profiles and contention as data: what is written is read back, anything else is refused."""
+"""Tests profiles and contention as data: what we write can be read back, and anything else is
+refused.
+"""
 
 import json
 from dataclasses import asdict
@@ -119,7 +121,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(list(PROFILE.as_data())), JSON))
 def test_random_content_is_refused_or_read(change: dict[str, Any]) -> None:
-    """No other error than ValueError, whatever the file says."""
+    """The only error is ValueError, whatever the file contains."""
     try:
         profile = Profile.from_data({**PROFILE.as_data(), **change})
     except ValueError:
@@ -172,7 +174,7 @@ def test_a_factor_of_contention_is_at_least_1(factor: float) -> None:
 def _report(
     profile: Profile, *, steps: int = 8, ran: int | None = None, others: tuple[str, ...] = ()
 ) -> Report:
-    """The report of a run of the job, made by the twin."""
+    """Returns the report of a run of the job, made by the twin."""
     spans = predict([profile], steps=steps, vote_s=0.0).spans
     program = {"graph": profile.graph.as_data(), "steps": steps if ran is None else ran}
     program["memory"] = asdict(profile.memory or JobMemory())

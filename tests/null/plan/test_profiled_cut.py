@@ -1,4 +1,4 @@
-"""The cut of a step that runs alone, from its profiles."""
+"""Tests the cut of a step that runs alone, chosen from the step's profiles."""
 
 from dataclasses import replace
 from typing import Any

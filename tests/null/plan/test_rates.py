@@ -1,4 +1,4 @@
-"""Pieces and shares: no job starves, or the plan refuses and says why."""
+"""Tests pieces and shares: either no job starves, or the plan refuses and says why."""
 
 from typing import Any
 
@@ -37,8 +37,8 @@ def _random(seed: int) -> list[Cuts]:
 
 
 def _bound(jobs: list[Cuts], found: Rates) -> float | None:
-    """The most progress that any order could give at this floor, by a linear program; None if none
-    could.
+    """Returns the most progress that any order could achieve at this floor, or None if no order
+    reaches it. Uses a linear program.
     """
     lanes = [[getattr(cuts[1], use) for cuts in jobs] for use in ("compute_s", "exchange_s")]
     use = [
@@ -96,7 +96,7 @@ def test_equal_jobs_run_whole_by_turns() -> None:
 
 @pytest.mark.integration
 def test_a_large_job_is_cut_for_a_small_one() -> None:
-    """Whole steps of the large job would leave the small one a tenth of its speed."""
+    """Whole steps of the large job would slow the small job down to a tenth of its speed."""
     large, small = _cuts("large", 1.0, 1.0), _cuts("small", 0.1, 0.1)
     whole = choose_rates([{1: large[1]}, {1: small[1]}])
     assert "`small` would run at" in whole.refusal and "below the floor of 0.500" in whole.refusal
@@ -106,8 +106,8 @@ def test_a_large_job_is_cut_for_a_small_one() -> None:
 
 
 def test_a_job_with_a_short_exchange_does_not_hold_the_lane() -> None:
-    """With equal shares the first job would take the turns of the others, which go at a tenth of
-    their speed.
+    """With equal shares, the first job would take up the turns of the others, one of which would
+    drop to less than a tenth of its speed.
     """
     costs = {"computes": (0.8, 0.011), "exchanges": (0.118, 0.373), "both": (0.523, 0.26)}
     jobs = [_cuts(name, *cost) for name, cost in costs.items()]
@@ -120,7 +120,7 @@ def test_a_job_with_a_short_exchange_does_not_hold_the_lane() -> None:
 
 @pytest.mark.integration
 def test_jobs_that_leave_no_room_are_refused() -> None:
-    """Two jobs that compute all the time alone: no order costs nothing."""
+    """Both jobs compute all the time when alone, so every order slows some job down."""
     found = choose_rates([_cuts("a", 0.6, 0.02), _cuts("b", 0.7, 0.13)])
     assert "below the floor of 0.500, in the fairest way that was found" in found.refusal
 
@@ -132,7 +132,7 @@ def test_contention_costs_speed() -> None:
 
 
 def test_contention_counts_for_a_job_alone_too() -> None:
-    """A job in pieces overlaps with itself, which slows it down."""
+    """A job in pieces overlaps with itself, so contention slows it down."""
     job = _cuts("a", 0.1, 0.1)
     (undisturbed,) = choose_rates([job]).alone_s
     (disturbed,) = choose_rates([job], contention=Contention(compute=1.3, exchange=1.2)).alone_s

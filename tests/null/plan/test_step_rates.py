@@ -1,4 +1,4 @@
-"""Rates of jobs while all of them go on."""
+"""Tests the jobs' rates while all of them are running."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_a_job_alone_goes_at_its_own_rate() -> None:
 
 
 def test_unlike_jobs_go_in_lock_step_by_turns() -> None:
-    """The small job does not get faster when the large one has ended: it never ends."""
+    """The large job never ends, so the small one can't speed up at the end."""
     jobs = [
         Profile.whole(name, compute_s=s, exchange_s=s)
         for name, s in (("large", 1.0), ("small", 0.01))

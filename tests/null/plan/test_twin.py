@@ -1,4 +1,4 @@
-"""The twin of a run, against runs that were measured and against itself."""
+"""Tests the twin of a run against measured runs and against itself."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,12 @@ RACE = Path(__file__).parents[3] / "benchmarks" / "results" / "race.json"
 
 
 def _rows() -> list[dict[str, Any]]:
-    """The rows of the kept race in which whole steps cross over."""
+    """Returns the stored race's rows for the crossover of whole steps."""
     return [row for row in json.loads(RACE.read_text())["rows"] if row["rival"] == "crossover"]
 
 
 def _error(row: dict[str, Any], *, contention: bool) -> float:
-    """The twin's seconds a job-step over the measured ones, minus 1."""
+    """Returns the relative error of the twin's seconds per job-step."""
     costs = zip(row["own_c_s"], row["m_s"], strict=True)
     jobs = [Profile.whole(f"job{i}", compute_s=c, exchange_s=m) for i, (c, m) in enumerate(costs)]
     there = TWO_CORES.at(row["rate_bits_per_s"] / 1e6) if contention else None
@@ -34,8 +34,8 @@ def _error(row: dict[str, Any], *, contention: bool) -> float:
 def test_the_kept_race_is_replayed() -> None:
     """The mean error is at most 3.5%, and four rows in five are within 5%.
 
-    The twin knows the solo cost of each job, and the contention that another benchmark measured.
-    Without contention it is off by at least 8%.
+    The twin knows each job's solo costs, and the contention measured by another benchmark. Without
+    contention, its mean error is at least 8%.
     """
     rows = _rows()
     assert len(rows) >= 17
@@ -46,7 +46,7 @@ def test_the_kept_race_is_replayed() -> None:
 
 
 def test_equal_jobs_reach_their_bound() -> None:
-    """Two jobs with c = m, without contention and votes: the round takes 2c."""
+    """Two jobs with c = m, without contention or votes, so a round takes 2c."""
     jobs = [Profile.whole(name, compute_s=0.1, exchange_s=0.1) for name in "ab"]
     rounds = predict(jobs, vote_s=0.0).rounds
     assert rounds.period_s == pytest.approx(0.2, rel=1e-6)
@@ -54,7 +54,7 @@ def test_equal_jobs_reach_their_bound() -> None:
 
 
 def test_the_slowest_job_makes_the_steps_asked_for() -> None:
-    """No step more by rounding: 6 * 0.1 / 0.1 is above 6."""
+    """Rounding doesn't add a step, although 6 * 0.1 / 0.1 is above 6 in floating point."""
     jobs = [
         Profile.whole(name, compute_s=seconds, exchange_s=seconds)
         for name, seconds in (("a", 0.05), ("b", 0.02))
@@ -77,7 +77,7 @@ def test_time_between_steps_is_in_the_period() -> None:
 
 
 def test_a_cut_step_overlaps_with_itself() -> None:
-    """Two halves of a backward pass: the first half's exchange runs while the second half
+    """The backward pass has two halves. The first half's exchange runs while the second half
     computes.
     """
     graph = StepGraph(
@@ -90,16 +90,17 @@ def test_a_cut_step_overlaps_with_itself() -> None:
 
 
 def test_contention_slows_both_lanes() -> None:
-    """Two jobs with c = m: while both lanes work all the time, the slower lane decides."""
+    """Two jobs with c = m keep both lanes busy all the time, so the slower lane sets the period."""
     jobs = [Profile.whole(name, compute_s=0.1, exchange_s=0.1) for name in "ab"]
     both = Contention(compute=1.3, exchange=1.1)
     period = predict(jobs, contention=both, vote_s=0.0, steps=200).rounds.period_s
-    # Computations are never alone but in the gaps that the slower lane leaves to the exchange lane.
+    # Compute always overlaps with an exchange, except in the gaps that the slower lane causes in
+    # the exchange lane.
     assert period == pytest.approx(2 * (0.1 * 1.3 - 0.3 * (0.1 * 1.3 - 0.1 * 1.1) / 1.3), rel=0.03)
 
 
 def test_depth_is_the_policys() -> None:
-    """More segments at once on the device change the order in which two jobs compute."""
+    """With more segments on the device at once, two jobs compute in a different order."""
     jobs = [Profile.whole(name, compute_s=0.1, exchange_s=0.3) for name in "ab"]
     found = [predict(jobs, policy=jaxcross.RoundRobin(depth=d), vote_s=0.0) for d in (1, 2)]
     assert found[0].spans != found[1].spans

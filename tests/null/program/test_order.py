@@ -1,4 +1,4 @@
-"""The order of a program's segments, and what they may overwrite. No arrays."""
+"""Tests the order of a program's segments, and what they may overwrite. Needs no arrays."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STATE, BATCH = 0, 1
 
 
 def program(*segments: tuple[Kind, tuple[int, ...]]) -> Program:
-    """Makes a program of `(kind, values it reads)`: segment n makes value n + 2, and the last one's
-    is returned.
+    """Makes a program of `(kind, values it reads)`. Segment n makes value n + 2, and the last
+    segment's value is returned.
     """
     last_reader = {v: n for n, (_, inputs) in enumerate(segments) for v in inputs}
     total = Exchange(op="psum", axes=("batch",), dtype="float32", shape=(4,))
@@ -56,7 +56,7 @@ def test_state_is_donated_only_after_the_last_exchange():
 
 
 def test_an_update_waits_for_all_exchanges():
-    """Also for one whose result it does not read."""
+    """Including an exchange whose result the update doesn't read."""
     unread = program(("collective", (BATCH,)), ("compute", (STATE,)))
     assert unread.order.needs == ((), ()) and unread.order.after == (0, 0b1)
 
@@ -88,7 +88,7 @@ def test_an_update_waits_for_what_reads_the_state_that_it_overwrites():
         ),
         ([("compute", (STATE, BATCH)), ("collective", (2,)), ("compute", (STATE, 3))], set()),
         ([("collective", (STATE,)), ("compute", (2,))], set()),
-        # Not the first one, and all computation comes after the commit.
+        # The first exchange isn't carried, and all computation comes after the commit.
         (
             [
                 ("compute", (BATCH,)),
@@ -108,7 +108,7 @@ def test_exchanges_of_what_the_step_got_are_carried(segments, carried):
 
 
 def test_what_waits_for_an_exchange_without_peers_is_not_carried():
-    """A plain loop makes such an exchange among its computation."""
+    """A plain loop runs such an exchange along with its computation."""
     made = program(
         ("compute", (BATCH,)), ("collective", (STATE,)), ("collective", (3,)), ("compute", (2, 4))
     )
@@ -139,7 +139,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 @given(programs(), st.randoms(use_true_random=False))
 def test_in_no_order_is_a_value_read_that_was_overwritten(made, random):
-    """Any order that `needs` and the commit allow."""
+    """Tries a random order among those that `needs` and the commit allow."""
     order, overwritten = made.order, set()
     to_run = list(made.segments)
     while to_run:

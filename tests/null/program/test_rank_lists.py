@@ -1,5 +1,5 @@
-"""Lists of mpi4jax calls, run against each other: what fits, what blocks, and what is said of
-it.
+"""Tests lists of mpi4jax calls against each other: which match, which deadlock, and what the errors
+say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORLD = (0, 1, 2, 3)
 def call(
     op: str, *, shape: tuple[int, ...] = (4,), dtype: str = "float32", **params: Any
 ) -> Exchange:
-    """A call of mpi4jax on a communicator of all ranks, unless `ranks` says otherwise."""
+    """Returns an mpi4jax call on a communicator of all ranks, unless `ranks` is given."""
     params = {"ranks": WORLD, **params}
     return Exchange(
         op=f"mpi.{op}",
@@ -161,7 +161,7 @@ def test_text_of_calls_is_read_back() -> None:
 def test_partners_are_peers_and_members() -> None:
     group = {"ranks": (3, 1)}
     assert partners([send(2), recv(None), recv("any")], 0) == {2}
-    assert partners([send(0, **group)], 1) == {3}  # a rank of the communicator, not of the world
+    assert partners([send(0, **group)], 1) == {3}  # the index is a rank of the communicator
     assert partners([call("barrier", **group)], 1) == {3}
     assert partners([sendrecv(0, 0)], 0) == set()
 
@@ -173,8 +173,8 @@ def test_receives_from_any_source_count_their_senders() -> None:
     assert all_senders_known({**calls, 2: [send(0)]}, 0)
 
 
-# Random schedules. Each event is valid by itself, and every rank has its part of the events in one
-# order: that fits.
+# Random schedules. Each event is valid by itself, and every rank makes its calls in the order of
+# the events, so the calls match.
 
 COMMS = (WORLD, (0, 1), (2, 3), (1, 2, 3), (3, 0))
 
@@ -213,7 +213,6 @@ def test_a_schedule_in_one_order_fits(calls: dict[int, list[Exchange]]) -> None:
 def test_swapping_two_calls_is_an_error_if_it_blocks(
     calls: dict[int, list[Exchange]], data: st.DataObject
 ) -> None:
-    """Two calls that are swapped are an error exactly where they block."""
     rank = data.draw(st.sampled_from([r for r in WORLD if len(calls[r]) > 1] or [0]))
     if len(calls[rank]) > 1:
         a, b = data.draw(st.permutations(range(len(calls[rank]))))[:2]
@@ -224,7 +223,9 @@ def test_swapping_two_calls_is_an_error_if_it_blocks(
 
 
 def terminal_states(calls: dict[int, list[Exchange]]) -> set[bool]:
-    """Whether everything was made, at the end of every order in which the ranks could go."""
+    """Returns whether all calls have completed at the end, for every order in which ranks can
+    proceed.
+    """
     ends, seen, queue = set(), set(), deque([(tuple(0 for _ in WORLD), frozenset[int](), ())])
     while queue:
         state = queue.popleft()
@@ -244,8 +245,8 @@ def moves(
     sent: frozenset[int],
     mail: tuple[Any, ...],
 ) -> Any:
-    """The states that one move of one rank leads to. `mail`: messages on their way, `(comm, source,
-    dest, tag)`.
+    """Yields the states reachable by one move of one rank. `mail` holds the messages in flight as
+    `(comm, source, dest, tag)`.
     """
     here = {r: calls[r][at[r]] for r in WORLD if at[r] < len(calls[r])}
     for r, x in here.items():

@@ -1,4 +1,4 @@
-"""Programs written by hand: printing, parsing, checking, hashing. No arrays."""
+"""Tests hand-written programs: printing, parsing, checking, hashing. Needs no arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUM = Exchange(op="psum", axes=("batch",), dtype="float32", shape=(4, 2), source
 
 
 def program(**changes: Any) -> Program:
-    """Gradient of 0 and 1 -> 2, its sum -> 3, a new 0 -> 4."""
+    """Returns a program: gradient of 0 and 1 -> 2, its sum -> 3, a new 0 -> 4."""
     plain = Program(
         name="step",
         axes=(("batch", 2),),
@@ -147,7 +147,7 @@ def test_verify_says_what_is_wrong(broken: Program, message: str) -> None:
 
 
 def test_verify_marks_the_invalid_segment_in_context() -> None:
-    """The error of `verify` marks the invalid segment among its neighbours."""
+    """The error shows the segment's neighbours as well."""
     with pytest.raises(InternalError) as error:
         verify(with_segment(1, inputs=(4,)))
     assert str(error.value).splitlines()[1:] == [
@@ -194,9 +194,7 @@ def test_digest_sees_structure_types_and_donation() -> None:
 
 
 def test_mismatch_of_widths_names_the_64_bit_types() -> None:
-    """Ranks whose exchanges differ in the width of their elements only are told of
-    `jax_enable_x64`.
-    """
+    """If only the widths of the elements differ, the message mentions `jax_enable_x64`."""
     mine = program().exchange_signature()
     theirs = with_segment(1, exchanges=(replace(SUM, dtype="float64"),)).exchange_signature()
     message = signature_mismatch("step", [mine, theirs])
@@ -211,7 +209,6 @@ def test_mismatch_of_widths_names_the_64_bit_types() -> None:
 
 
 def test_mismatch_names_both_ranks_and_the_first_line() -> None:
-    """The message about a mismatch names both ranks and the first line that differs."""
     mine = program().exchange_signature()
     theirs = with_segment(1, exchanges=(replace(SUM, shape=(8,)),)).exchange_signature()
     message = signature_mismatch("step", [mine, mine, theirs])

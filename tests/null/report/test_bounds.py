@@ -1,5 +1,5 @@
-"""No run is faster than its bound, and no part of what it lost is negative: whatever the simulator
-can make.
+"""Tests that no simulated run is faster than its bound, and that no part of its lost time is
+negative.
 """
 
 import json
@@ -30,14 +30,15 @@ POLICIES = ("round-robin", "weighted", "sequential")
 
 
 def random_graph(rng):
-    """A backward pass in pieces, each with its exchange, some beside the next piece, and an
-    update.
+    """Returns a backward pass in pieces, each with its exchange, and an update.
+
+    Some exchanges overlap with the next piece.
     """
     kinds, needs, pieces = [], [], rng.randint(1, 4)
     exchanges = []
-    if (
-        rng.random() < 0.5
-    ):  # all pieces before all exchanges: each travels while later ones of lower number compute
+    # All compute pieces have lower numbers than all exchanges, so an exchange runs while later
+    # pieces compute.
+    if rng.random() < 0.5:
         kinds = ["compute"] * pieces + ["collective"] * pieces
         needs = [(n - 1,) if n else () for n in range(pieces)] + [(n,) for n in range(pieces)]
         exchanges = list(range(pieces, 2 * pieces))
@@ -68,7 +69,7 @@ def loop(rng, graph, seconds, steps, *, jitter, think, fails_at=-1):
 
 
 def simulated(seed, kind):
-    """The spans of a random run, the ranks' own clocks, and how long it took."""
+    """Returns a random run's spans on each rank's own clock, its jobs, and each rank's end."""
     rng = random.Random(seed)
     ranks, jobs, pending = rng.randint(1, 3), rng.randint(1, 4), rng.randint(0, 2)
     scale, jitter = rng.choice((1e-5, 1e-2, 1.0)), rng.choice((0.0, 0.0, 0.1, 2.0))
@@ -119,17 +120,17 @@ def simulated(seed, kind):
     for rank, result in enumerate(results):
         clock, free = rng.randrange(100 * S), 0
         for span in sorted(result.spans, key=lambda span: span.start_ns):
-            if (
-                span.kind == "collective"
-            ):  # the simulator notes when the last rank came, a rank when it came itself
+            # A simulated exchange starts when the last rank arrives. On a real rank, it starts when
+            # the rank itself arrives.
+            if span.kind == "collective":
                 arrived = max(span.ready_ns, free)
                 span, free = replace(span, start_ns=min(arrived, span.start_ns)), span.end_ns
             times = {
                 name: getattr(span, name) + clock for name in ("start_ns", "end_ns", "ready_ns")
             }
             spans.append(replace(span, **times))
-        # The exchange lane is through at `end_s`; of a job that left, the device may still have a
-        # segment then.
+        # The exchange lane finishes at `end_s`, when the device may still be running a segment of a
+        # job that has left.
         wall_ns[rank] = max([round(result.end_s * 1e9), *(span.end_ns for span in result.spans)])
     names = sorted({span.job for span in spans} | {str(job) for job in range(jobs)})
     facts = [
@@ -149,7 +150,7 @@ def check_bound(result, rounding):
 
 
 def check_sums(result, *, served=False):
-    """What must hold of every account."""
+    """Checks what must hold for every breakdown."""
     assert 0 <= result.shared_share <= 1 + 1e-9
     if result.period_s is None:
         assert result.bound_s is result.efficiency is result.s_per_step is None
@@ -161,7 +162,7 @@ def check_sums(result, *, served=False):
         assert result.bound_s is result.efficiency is None and not result.lost_s
     else:
         check_bound(result, rounding)
-    # a round is as many steps as jobs, and what the rows say of it is what the last row says
+    # a round has as many steps as there are jobs, and the rows are consistent with the last row
     assert sum(job.steps_per_round for job in result.jobs) == pytest.approx(len(result.crossed))
     assert 0 <= result.hidden_share <= 1
     if not result.in_turn:
@@ -172,7 +173,7 @@ def check_sums(result, *, served=False):
 @PARTS
 @settings(max_examples=scaled(100), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
-@example(seed=5495493, kind="round-robin")  # computes until after its last exchange
+@example(seed=5495493, kind="round-robin")  # still computing after its last exchange
 def test_no_round_is_shorter_than_its_bound(part, seed, kind):
     spans, facts, wall_ns = simulated(seed, kind)
     check_sums(break_down(spans, facts, wall_ns, in_turn=kind == "sequential"))
@@ -182,8 +183,8 @@ def test_no_round_is_shorter_than_its_bound(part, seed, kind):
 @settings(max_examples=scaled(50), deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_exchanges_on_lanes_of_their_own_may_overlap(part, seed, kind):
-    """Parameter servers: each job has its own lane, and a rank's n-th step is not that of another
-    one.
+    """With parameter servers, each job has its own lane, and the n-th steps of two ranks are
+    unrelated.
     """
     rng = random.Random(seed)
     spans, facts, wall_ns = simulated(seed, kind)
@@ -199,8 +200,8 @@ def test_exchanges_on_lanes_of_their_own_may_overlap(part, seed, kind):
 @pytest.mark.parametrize("jobs", [2, 3, 4])
 @pytest.mark.parametrize("steps", [3, 4, 5, 8])
 def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
-    """Equal jobs in turn, one exchange-bound lane: every round takes `jobs` seconds, and no run
-    says less.
+    """Equal jobs take turns, and exchanges are the bottleneck. Every round takes `jobs` seconds,
+    and even the shortest run reports that.
     """
     graph = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
     scripts = [
@@ -214,7 +215,7 @@ def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
 
 
 def test_unequal_rates_share_a_round_of_as_many_steps():
-    """A job that makes three steps of 1 s while the other makes one of 3 s: four job-steps in 6
+    """One job makes three steps of 1 s while the other makes one of 3 s, i.e. four job-steps in 6
     s.
     """
 
@@ -259,7 +260,6 @@ def as_report(seed, kind):
 
 
 def test_in_turn_policy_is_recognised_by_its_name():
-    """The policy of runs in turn is recognised by its name."""
     assert Sequential().name == IN_TURN
     assert RoundRobin().name != IN_TURN != Weighted((1.0,)).name
 
@@ -275,7 +275,7 @@ def test_every_table_can_be_printed(part, seed, kind):
 
 
 def slices_of(events):
-    """Of each track, slices as whole nanoseconds."""
+    """Returns each track's slices in whole nanoseconds."""
     tracks = {}
     for event in events:
         if event["ph"] == "X":
@@ -287,7 +287,7 @@ def slices_of(events):
 
 
 def check_trace(events):
-    """What viewers demand: arrows go forward, from a slice to a slice, and slices of one track
+    """Checks what viewers require: arrows go forward from slice to slice, and a track's slices
     nest.
     """
     tracks = slices_of(events)
@@ -313,7 +313,7 @@ def check_trace(events):
 def test_traces_of_all_runs_are_well_formed(tmp_path_factory, part, seed, kind):
     report, rng = as_report(seed, kind), random.Random(seed)
     waits = []
-    for span in report.spans:  # what the jobs' threads do begins and ends anywhere
+    for span in report.spans:  # the activities of the jobs' threads begin and end anywhere
         if rng.random() < 0.3:
             start = span.start_ns + rng.randrange(-(10**6), 10**6)
             end = start + rng.randrange(1 + 2 * (span.end_ns - span.start_ns))
@@ -329,8 +329,8 @@ def test_traces_of_all_runs_are_well_formed(tmp_path_factory, part, seed, kind):
 
 
 def test_exchange_beside_backward_has_its_makers_arrow():
-    """Segment 2 computes while segment 1 travels, and is short: it ends first, and made nothing of
-    it.
+    """Segment 2 computes while segment 1 is in flight. It's short and ends first, but it produced
+    nothing that segment 1 exchanges.
     """
 
     def span(kind, segment, start, end, ready):

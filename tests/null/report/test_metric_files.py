@@ -1,4 +1,4 @@
-"""Files of metrics: what a line holds, what a restart keeps, and whose a folder is."""
+"""Tests files of metrics: what a line holds, what a restart keeps, and who owns a folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(folder: Path, job: str = "a") -> list[dict[str, str]]:
 def logged(
     folder: Path, *values: object, goes_on: Path | None = None, begin: int | None = None
 ) -> None:
-    """Logs values after the steps that follow `begin`."""
+    """Logs these values, one per step, starting after step `begin`."""
     files = MetricFiles(folder, goes_on)
     files.claim()
     if begin is not None:
@@ -74,7 +74,7 @@ def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
 
 
 def test_a_restart_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
-    """A killed run has logged more than its checkpoint holds, and was killed while it wrote."""
+    """The run had logged more than its checkpoint holds, and was killed while it wrote a line."""
     folder, checkpoints = tmp_path / "metrics", tmp_path / "checkpoints"
     logged(folder, *({"loss": float(n)} for n in range(5)), goes_on=checkpoints)
     with (folder / "a.jsonl").open("a") as file:
@@ -99,7 +99,7 @@ def test_another_run_cannot_have_the_folder(first: Path | None, tmp_path: Path) 
 
 
 def test_lines_of_a_run_whose_checkpoints_are_gone_stay(tmp_path: Path) -> None:
-    """It begins at step 0, in the folder of a run that has come further."""
+    """The new run begins at step 0, in the folder of a run that had come further."""
     folder, checkpoints = tmp_path / "metrics", tmp_path / "checkpoints"
     for n in range(3):
         logged(folder, {"loss": float(n)}, goes_on=checkpoints, begin=0)
@@ -109,8 +109,8 @@ def test_lines_of_a_run_whose_checkpoints_are_gone_stay(tmp_path: Path) -> None:
 
 
 def test_what_is_logged_before_the_state_is_restored(tmp_path: Path) -> None:
-    """It is not known yet where the files are to end: it waits, and a run that goes on has it
-    already.
+    """It isn't known yet where to truncate the files, so the line waits. If the run resumes, the
+    files already contain that line.
     """
     for begin, losses in ((0, [(0, 9.0), (1, 1.0)]), (1, [(0, 9.0), (1, 1.0), (2, 2.0)])):
         files = MetricFiles(tmp_path / "metrics", tmp_path / "checkpoints")
@@ -128,7 +128,7 @@ def test_a_job_that_restores_nothing_is_written_at_the_end(tmp_path: Path) -> No
 
 
 def test_a_late_line_is_no_error(tmp_path: Path) -> None:
-    """A thread that a broken run has left may still log."""
+    """A thread left over from a broken run may still log."""
     files = MetricFiles(tmp_path)
     files.claim()
     files.close()
@@ -164,7 +164,7 @@ def test_a_name_is_no_path(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = MetricFiles(tmp_path / "metrics")
     files.claim()
-    (tmp_path / "metrics" / "a.csv.new").mkdir()  # no file can be opened there
+    (tmp_path / "metrics" / "a.csv.new").mkdir()  # opening the file fails
     for step in (1, 2, 3):
         files.metrics(job="a", step=step, values={"loss": 1.0})
         files.metrics(job="b", step=step, values={"loss": 1.0})
@@ -176,7 +176,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_line_is_read_as_it_was_logged(tmp_path):
-    """But for the nesting of metrics: names are joined by slashes."""
+    """Except for nested metrics, whose names are joined by slashes."""
     files = MetricFiles(tmp_path, tmp_path / "checkpoints")
     files.claim()
     files.begin("a", 0)
@@ -203,7 +203,7 @@ def test_a_line_is_read_as_it_was_logged(tmp_path):
 @pytest.mark.parametrize("kind", ["done", "closed"])
 @pytest.mark.parametrize("restores", [True, False])
 def test_files_of_a_job_that_is_over_are_closed(restores: bool, kind: str, tmp_path: Path) -> None:
-    """A sweep of 600 trials would else need more open files than a process may have."""
+    """Otherwise, a sweep of 600 trials would need more open files than a process may have."""
     files = MetricFiles(tmp_path / "m", tmp_path / "checkpoints")
     files.claim()
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -224,7 +224,7 @@ def test_files_of_a_job_that_is_over_are_closed(restores: bool, kind: str, tmp_p
 
 
 def test_two_runs_at_once_need_two_folders(tmp_path):
-    """Also where both go on from the same checkpoints."""
+    """Even if both resume from the same checkpoints."""
     first, second = (MetricFiles(tmp_path, tmp_path / "checkpoints") for _ in range(2))
     first.claim()
     holder = rf"process {os.getpid()} on host `{os.uname().nodename}` \(started 2[\d: -]+\)"

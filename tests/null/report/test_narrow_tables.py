@@ -1,5 +1,6 @@
-"""Tables and the lines below them on a terminal of 80 columns: no line is longer, and no number is
-broken.
+"""Tests tables and the lines below them on a terminal of 80 columns.
+
+No line may be longer, and no number may be broken.
 """
 
 import pytest
@@ -80,7 +81,9 @@ def test_numbers_stay_whole(monkeypatch):
 
 
 def test_a_wide_table_becomes_several(monkeypatch):
-    """A number that is cut would be another number; each part names its rows."""
+    """A truncated number would read as a different number. Each of the tables repeats the row
+    names.
+    """
     monkeypatch.setenv("COLUMNS", "80")
     names = ("momentum", "weight_decay", "warmup_steps", "label_smoothing", "dropout")
     params = {name: 0.0001234 + n for n, name in enumerate(names)}

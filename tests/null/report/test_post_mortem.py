@@ -1,5 +1,6 @@
-"""What is told of ranks by the files that they left: by hand-made files, and by whatever else a
-folder may hold.
+"""Tests what we report about ranks from the files they left.
+
+The files are hand-made, or whatever else a folder may contain.
 """
 
 import json
@@ -84,7 +85,7 @@ def test_who_is_reported_gone_ended_first(tmp_path):
 
 
 def test_rank_that_did_not_arrive_is_named(tmp_path):
-    """If the launcher ends all ranks, the one that did not arrive is named."""
+    """The launcher has terminated all ranks."""
     for rank in range(4):
         late = rank == 2
         first = begin(1, 9, "vote", number=7), end(1, 9.1)
@@ -101,7 +102,7 @@ def test_rank_that_did_not_arrive_is_named(tmp_path):
 
 
 def test_heartbeats_tell_who_ended_first(tmp_path):
-    """Heartbeats tell which rank ended first in one exchange."""
+    """All ranks were in the same exchange."""
     for rank in range(4):
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(11 if rank == 3 else 20))
     assert verdict(read(tmp_path)).startswith("Rank 3 ended first, without a word")
@@ -160,7 +161,6 @@ def test_a_good_end_and_a_stop(tmp_path):
 
 
 def test_place_of_a_rank_between_segments(tmp_path):
-    """The place of a rank without a segment under way is reported."""
     write(
         tmp_path,
         0,
@@ -175,7 +175,6 @@ def test_place_of_a_rank_between_segments(tmp_path):
 
 
 def test_every_activity_of_a_dead_rank_is_named(tmp_path):
-    """All activities in which a dead rank was engaged are named."""
     exchange, write_out = (
         begin(1, 1, "exchange", "a", 4, 1, number=9),
         begin(2, 2, "checkpoint", "b", 3),
@@ -202,7 +201,7 @@ def test_every_activity_of_a_dead_rank_is_named(tmp_path):
 
 
 def test_a_job_in_its_own_code_is_named_next_to_the_exchange_of_another_one(tmp_path):
-    """A rank that was killed in the code of one job, say by the kernel, may have waited in another
+    """A rank that's killed in one job's code, e.g. by the kernel, may have been waiting in another
     job's exchange.
     """
     ended = [begin(n, n, "compute", job, 40 + n, 0) for n, job in enumerate("abc")]
@@ -218,7 +217,7 @@ def test_a_job_in_its_own_code_is_named_next_to_the_exchange_of_another_one(tmp_
 
 
 def test_torn_last_line_is_normal_others_are_counted(tmp_path):
-    """A torn last line is normal, and other unreadable lines are counted."""
+    """Unreadable lines are counted, but a torn last line is normal."""
     write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=8), size=1)
     with (tmp_path / "rank-0.jsonl").open("a") as stream:
         stream.write('nonsense\n[]\n{"begin":2,"at":"x"}\n{"begin":3,"at":1100')
@@ -344,7 +343,7 @@ def test_whatever_a_file_holds(tmp_path_factory, head, events):
     folder = tmp_path_factory.mktemp("fuzz")
     text = json.dumps({**header(0), **head}).encode()
     (folder / "rank-0.jsonl").write_bytes(b"\n".join([text, *events]))
-    with suppress(ValueError):  # a header that is none
+    with suppress(ValueError):  # the header may be invalid
         records = read(folder)
         assert verdict(records)
         assert missing(records) == list(range(1, min(records[0].size, event_files.MOST_RANKS)))

@@ -1,4 +1,4 @@
-"""Progress of a run: its rate, its lines and table, and the file that other processes read."""
+"""Tests the progress of a run: its rate, lines, table, and the file that other processes read."""
 
 import io
 import json
@@ -116,9 +116,8 @@ def test_the_table_fits_the_terminal(width):
     assert title.strip() == "2 ranks, 13 s"
     assert len(rows) == 4, text
     assert "40/100" in rows[1] and ("3.20" in rows[1]) == (width >= 80)
-    assert "123456/1000000" in rows[3] and ("0.123" in rows[3]) == (
-        width >= 80
-    )  # numbers are never cut
+    # Numbers are never truncated.
+    assert "123456/1000000" in rows[3] and ("0.123" in rows[3]) == (width >= 80)
     assert rows[2].split() == ["b", "0", "compiling,", "12", "s"]
 
 
@@ -135,7 +134,7 @@ def test_a_table_of_many_jobs_has_few_rows():
 def test_the_pace_leaves_out_the_first_step_and_old_times():
     pace = Pace()
     assert [pace.look(now, steps) for now, steps in ((0, 0), (5, 1), (6, 1))] == [None, None, None]
-    assert pace.look(7, 2) == 0.5  # one step in two seconds: not the five of the first one
+    assert pace.look(7, 2) == 0.5  # one step in two seconds, ignoring the 5 s of the first step
     assert pace.look(9, 6) == 1.25
     assert pace.look(19, 26) == 2.0  # 20 steps in the last 10 s
     assert pace.look(19.5, 26) == 2.0
@@ -219,9 +218,7 @@ def test_texts_of_the_file_cannot_move_the_cursor(tmp_path):
 
 
 class LoggedMeanwhile(list[tuple[int, object]]):
-    """A job's history. Each time that its end is read, the job logs or drops something right
-    afterwards.
-    """
+    """A job's history. Each time an item is read, the job then logs or drops something."""
 
     def __init__(self, *changes):
         super().__init__([(1, {"loss": 1.0})])
@@ -235,7 +232,7 @@ class LoggedMeanwhile(list[tuple[int, object]]):
 
 
 def test_metric_logged_during_a_look_is_in_the_next():
-    """No entry is lost: what the job logs while one look is at work is new to the next one."""
+    """No entry is lost: if the job logs something during a look, the next look finds it."""
     latest, history = (
         LatestMetric(),
         LoggedMeanwhile(lambda logged: logged.append((2, {"loss": 2.0}))),
@@ -244,7 +241,7 @@ def test_metric_logged_during_a_look_is_in_the_next():
 
 
 def test_metric_logged_after_a_drop_is_seen():
-    """An evaluation that is made again drops what it logged before: the history is shorter then."""
+    """A repeated evaluation drops what it had logged before, which makes the history shorter."""
     latest, history = LatestMetric(), LoggedMeanwhile(list[tuple[int, object]].clear)
     assert latest.look(history, "loss") == "loss 1.00"
     history.append((1, {"loss": 3.0}))

@@ -1,4 +1,4 @@
-"""The report: ranks joined on one clock, files, the table as text, and the Chrome trace."""
+"""Tests the report: ranks on a common clock, files, the table as text, and the Chrome trace."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ JOBS = [
 
 
 class Rehearsed:
-    """A control whose other ranks answer what they were told to."""
+    """A control plane whose other ranks give fixed answers."""
 
     def __init__(self, others):
         self.others = others
@@ -39,7 +39,7 @@ class Rehearsed:
 
 
 class Listener:
-    """A control that keeps what a rank tells the others."""
+    """A control plane that keeps what a rank sends to the others."""
 
     def __init__(self):
         self.sent = []
@@ -129,12 +129,12 @@ def test_numbers_that_are_not_finite_load_back(tmp_path):
     strict(path)
     strict(report.to_chrome_trace(tmp_path / "trace.json"))
     assert repr(Report.load(path)) == repr(report)
-    path.write_text(path.read_text().replace('"nan"', "NaN"))  # as earlier versions wrote it
+    path.write_text(path.read_text().replace('"nan"', "NaN"))  # the format of earlier versions
     assert repr(Report.load(path)) == repr(report)
 
 
 def strict(path):
-    """Reads JSON as parsers of other languages do."""
+    """Parses JSON as strictly as the parsers of other languages do."""
     return json.loads(
         path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON")
     )
@@ -192,7 +192,6 @@ def test_chrome_trace_has_the_events_that_viewers_read(tmp_path):
 
 
 def test_arrows_lead_from_compute_to_their_exchange():
-    """Every arrow starts in a compute slice and ends at its exchange."""
     from jaxcross.report.chrome import trace_events
 
     events = trace_events(two_ranks())["traceEvents"]
@@ -236,7 +235,7 @@ def test_a_part_of_a_step_behind_the_last_is_named_so():
 def test_slices_of_a_job_track_do_not_overlap():
     from jaxcross.report.chrome import trace_events
 
-    # the next step's first segment begins before this step's exchange has ended
+    # The next step's first segment begins before this step's exchange has ended.
     spans = [
         span("compute", "a", 0, 0, 1),
         span("collective", "a", 0, 1, 3),

@@ -1,4 +1,4 @@
-"""The table of a sweep: trials in order, the best marked, and why one failed."""
+"""Tests a sweep's table: trials are in order, the best is marked, and failures have a reason."""
 
 import pytest
 

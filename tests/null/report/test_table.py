@@ -1,4 +1,4 @@
-"""What the table says, of runs that are written down by hand."""
+"""Tests what the table says about hand-written runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ def report(spans, *jobs, **options):
 
 
 def cells(text, first):
-    """The cells of the row that begins so."""
+    """Returns the cells of the row that starts with this text."""
     (line,) = [line for line in str(text).splitlines() if line.startswith(f"│ {first} ")]
     return [cell.strip() for cell in line.strip("│").split("│")]
 
@@ -67,7 +67,6 @@ def test_jobs_that_never_ran_together_get_no_round():
 
 
 def test_jobs_run_in_turn_on_purpose_have_a_round():
-    """The same jobs run one after the other on purpose have a round."""
     spans = [*steps_of("a", 4), *steps_of("b", 4, begin=12)]
     text = str(
         report(
@@ -90,7 +89,6 @@ def test_a_job_that_resumed_is_at_its_own_step():
 
 
 def test_previously_ended_job_has_no_step_range():
-    """A job that had ended before has no range of steps."""
     spans = steps_of("a", 4, first=21)
     text = str(
         report(
@@ -112,7 +110,7 @@ def test_a_short_stretch_is_not_said_to_be_the_run(begin, warned):
 
 
 def test_rows_add_up_to_the_last_one():
-    """b goes on alone, and twice as fast; c came to nothing."""
+    """b continues alone, twice as fast. c never completes a step."""
     spans = [
         *steps_of("a", 6),
         *steps_of("b", 6, begin=1),
@@ -151,7 +149,7 @@ def test_only_images_are_called_so(units, heading, total):
 
 
 def test_jobs_too_small_to_gain_are_named():
-    """Each of two steps of 6 ms waits for 4 ms of votes."""
+    """Each job's 6 ms step waits 4 ms for votes."""
     spans = []
     for n in range(6):
         for j, job in enumerate("ab"):
@@ -204,7 +202,7 @@ def test_numbers_have_three_digits(value, text):
 
 
 def test_a_share_of_the_run_other_than_none_is_stated():
-    """a runs from 0 to 8 s, b from 7 to 15: 1 of 15 s."""
+    """a runs from 0 to 8 s and b from 7 to 15 s, so they share 1 s of 15 s."""
     spans = [*steps_of("a", 4), *steps_of("b", 4, begin=7)]
     text = str(
         report(
@@ -241,7 +239,7 @@ def test_jobs_of_parameter_servers_have_no_efficiency():
 
 
 def test_steps_without_spans_are_reported_as_uncounted():
-    """A job of a plain `jax.jit`, alone and next to another one."""
+    """The job uses a plain `jax.jit`. It's tested alone and along with another job."""
     plain = JobSummary(
         name="plain", steps=0, replicas="differ after batch 30, first `w` on ranks 0 and 1"
     )
@@ -254,7 +252,7 @@ def test_steps_without_spans_are_reported_as_uncounted():
 
 
 def test_other_exchanging_calls_are_not_called_steps():
-    """A job that evaluated before its first training step: its evaluations are its steps."""
+    """If a job evaluates before its first training step, its evaluations count as its steps."""
     spans = [*steps_of("a", 4), *steps_of("b", 4)]
     spans += [
         replace(s, step=4, other_calls=1, in_step=False, nbytes=9)
@@ -269,8 +267,8 @@ def test_other_exchanging_calls_are_not_called_steps():
 
 
 def test_the_input_row_names_the_level_that_waited():
-    """Batches of a job that waits 1 s before each step: 4 of 5 from a data cache's origin, 1 was
-    being decoded.
+    """The job waits 1 s for a batch before each step. 4 of 5 batches come from a data cache's
+    origin, and one was being decoded.
     """
     spans = steps_of("a", 6, every=3.0)
     waits = [
@@ -303,7 +301,7 @@ def test_the_input_row_names_the_level_that_waited():
 
 @pytest.mark.parametrize("carried", [True, False])
 def test_a_carried_exchange_is_named(carried):
-    """The report says which jobs exchange what the step before has left."""
+    """The report says which jobs exchange the results of the previous step."""
     graph = StepGraph(
         kinds=("compute", "collective", "compute"),
         needs=((), (), (0, 1)),

@@ -1,4 +1,4 @@
-"""TensorBoard's event files hold what jobs logged, one folder a job."""
+"""Tests that TensorBoard's event files hold what jobs logged, with one folder per job."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.support.interleavings import interrupted
 
 
 def points(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Reads the scalars of a folder's event files: records of a length, its checksum, an event, and
-    its checksum.
+    """Yields the scalars from a folder's event files.
+
+    A record is a length, the length's checksum, an event, and the event's checksum.
     """
     from tensorboardX.proto.event_pb2 import Event
 
@@ -35,7 +36,7 @@ def test_event_files_hold_the_numbers(tmp_path: Path) -> None:
             step=step,
             values={"loss": 0.5 / step, "eval": {"accuracy": 0.25}, "w": [1, 2]},
         )
-        sink.note(job="a/b", kind="status", step=step, value="paused")  # it goes on afterwards
+        sink.note(job="a/b", kind="status", step=step, value="paused")  # it resumes afterwards
     sink.metrics(job="other", step=7, values={"loss": 3.0})
     for job in ("a/b", "unknown"):
         sink.note(job=job, kind="done", step=2)
@@ -51,7 +52,7 @@ def test_event_files_hold_the_numbers(tmp_path: Path) -> None:
 
 
 class Writer:
-    """Counts how often it was closed."""
+    """Counts how often it is closed."""
 
     closed = 0
 
@@ -60,9 +61,7 @@ class Writer:
 
 
 def test_job_may_end_while_the_process_does(tmp_path: Path) -> None:
-    """A thread of a run that broke may be left, and note the end of its job, at any point of
-    `close`.
-    """
+    """A thread left over from a broken run may report its job's end at any point of `close`."""
     inside, at = True, 0
     while inside:
         at += 1

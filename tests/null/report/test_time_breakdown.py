@@ -1,4 +1,4 @@
-"""The breakdown of a run's time: its bound, and the cause of every second lost beyond it."""
+"""Tests the breakdown of a run's time: its bound, and the cause of every second lost beyond it."""
 
 from dataclasses import replace
 
@@ -24,18 +24,17 @@ def test_a_perfect_crossover_reaches_its_bound():
     assert (result.period_s, result.bound_s, result.efficiency) == (2.0, 2.0, 1.0)
     assert result.s_per_step == 1.0
     assert all(lost == 0 for lost in result.lost_s.values())
-    # b's last exchange has nothing to hide behind, but a has ended by then
+    # b's last exchange has nothing to hide behind, but a has already ended by then
     assert result.hidden_share == 1.0
     assert [job.hidden_share for job in result.jobs] == [1.0, 1.0]
     assert result.examples_per_s == 8.0
     assert (result.rounds, result.steady_share, result.shared_share) == (3, 0.5, 0.75)
     assert [job.steps_per_s for job in result.jobs] == [0.5, 0.5]
-    # the steady state runs from a's first step's end (2 s) to b's last (11 s)
+    # the steady state runs from the end of a's first step (2 s) to that of b's last step (11 s)
     assert result.start_up_s == 3.0
 
 
 def test_sequential_run_adds_periods_and_blames_order():
-    """A run of one job after the other adds the jobs' periods and blames the order."""
     spans = alone("a", 4) + alone("b", 4, begin=8)
     result = break_down(spans, facts("a", "b", steps=4), {0: 16 * S}, in_turn=True)
     assert (result.period_s, result.bound_s, result.efficiency) == (4.0, 2.0, 0.5)
@@ -55,7 +54,7 @@ def test_one_job_is_bound_by_its_own_chain():
 
 def test_a_gap_before_ready_work_is_dispatch():
     spans = alone("a", 5, gap=0.25)
-    # the next step's inputs are there when the exchange ends
+    # the next step's inputs exist as soon as the exchange ends
     spans = [
         piece("compute", "a", s.step, s.start_ns / S, s.end_ns / S, ready=s.start_ns / S - 0.25)
         if s.kind == "compute" and s.step
@@ -84,25 +83,23 @@ def test_waiting_for_a_batch_and_voting_are_named():
 
 
 def test_early_rank_waits_for_its_peer():
-    """The rank that arrives early waits for its peer."""
-    # rank 0 computes 1 s, rank 1 computes 1.5 s; the exchange itself takes 1 s; clocks differ by
-    # 100 s
+    # Rank 0 computes for 1 s and rank 1 for 1.5 s. The exchange itself takes 1 s. The clocks differ
+    # by 100 s.
     early = alone("a", 5, compute=1.0, exchange=1.5, rank=0)
     late = alone("a", 5, compute=1.5, exchange=1.0, rank=1, begin=100)
     result = break_down(early + late, facts("a"), {0: 13 * S, 1: 13 * S})
     assert result.jobs[0].exchange_s == 1.0
     assert result.jobs[0].compute_s == 1.25
     assert (result.period_s, result.bound_s) == (2.5, 2.25)
-    # the slower rank decides the period: what it computes beyond the mean is imbalance, and nothing
-    # else is lost
+    # The slower rank sets the period. The time that it computes beyond the mean is imbalance, and
+    # nothing else is lost.
     assert result.lost_s["imbalance"] == pytest.approx(0.25)
     assert result.lost_s["peer"] == result.lost_s["other"] == 0
 
 
 def test_jitter_between_equal_ranks_is_peer_waiting():
-    """Jitter between equal ranks is counted as waiting for a peer."""
-    # each rank is late in every other step by 0.5 s, so each computes 1.25 s on average, and the
-    # pair 1.5
+    # Each rank is 0.5 s late in every other step, so each computes for 1.25 s on average, but the
+    # pair takes 1.5 s.
     spans = []
     for step in range(5):
         begin = 2.5 * step
@@ -130,8 +127,8 @@ def test_an_exchange_bound_run():
 
 
 def test_votes_cost_only_what_they_hold_up():
-    # one job, c = 1, m = 1.5: a vote of 0.2 s delays each exchange by 0.1 s,
-    # and another one passes unnoticed beside the compute
+    # One job with c = 1 and m = 1.5. A vote of 0.2 s delays each exchange by 0.1 s; another vote
+    # overlaps with compute and costs nothing.
     spans = []
     for step in range(5):
         t = 2.6 * step
@@ -143,8 +140,8 @@ def test_votes_cost_only_what_they_hold_up():
     assert (result.bottleneck, result.period_s, result.bound_s) == ("chain", 2.6, 2.5)
     assert result.lost_s["votes"] == pytest.approx(0.1)
     assert result.lost_s["other"] == pytest.approx(0.0)
-    # exchange-bound, c = 0.5, m = 1: a vote of 0.1 s stands before each of the round's two
-    # exchanges
+    # Exchange-bound, with c = 0.5 and m = 1. A vote of 0.1 s precedes each of the round's two
+    # exchanges.
     spans = []
     for step in range(6):
         for j, job in enumerate("ab"):
@@ -160,8 +157,8 @@ def test_votes_cost_only_what_they_hold_up():
 
 @pytest.mark.parametrize("ready", [1.2, 1.1])
 def test_vote_waiting_for_a_late_rank_is_peer_waiting(ready):
-    """Rank 0 votes for 1 s, of which rank 1, whose batch is late, takes part in 0.1 s; there may be
-    ready work.
+    """Rank 0 votes for 1 s. Rank 1's batch is late, so it only takes part for the last 0.1 s. Other
+    work may be ready meanwhile.
     """
     early, late = [], []
     for step in range(5):
@@ -176,7 +173,7 @@ def test_vote_waiting_for_a_late_rank_is_peer_waiting(ready):
         ]
         early += [piece("compute", "a", step, t, t + 1.0), piece("vote", "", 0, t + 1.0, t + 2.0)]
         early.append(piece("collective", "a", step, t + 2.0, t + 3.0, ready=t + ready))
-    kept = [piece("vote", "", 0, -1.0, -0.5, rank=1)]  # an early one, which rank 0 has dropped
+    kept = [piece("vote", "", 0, -1.0, -0.5, rank=1)]  # an early vote that rank 0 has dropped
     result = break_down([*kept, *early, *late], facts("a"), {0: 16 * S, 1: 16 * S})
     assert (result.period_s, result.bound_s) == (3.0, 2.0)
     assert result.lost_s["peer"] == pytest.approx(0.9)
@@ -184,7 +181,6 @@ def test_vote_waiting_for_a_late_rank_is_peer_waiting(ready):
 
 
 def test_enqueued_compute_begins_when_previous_ends():
-    """Enqueued compute begins when the previous compute ends."""
     spans = [
         piece("compute", "a", 0, 0, 1),
         piece("compute", "a", 1, 0.1, 2),
@@ -196,8 +192,8 @@ def test_enqueued_compute_begins_when_previous_ends():
 
 
 def test_exchange_beside_own_backward_shortens_chain():
-    """An exchange beside its own backward pass shortens the chain."""
-    # segments 0, 1 (exchange of 0), 2: the exchange of 1 s runs beside the second compute of 2 s
+    # Segment 1 exchanges the result of segment 0. It takes 1 s and overlaps with segment 2, which
+    # computes for 2 s.
     spans = []
     for step in range(4):
         t = 4 * step
@@ -220,9 +216,9 @@ def test_nothing_ran():
 
 
 def test_exchanges_with_parameter_servers_overlap():
-    """Each job has a lane of its own, and a rank's n-th step has nothing to do with that of another
-    one. A step is one stretch of computing and waiting, its own bound, so that an efficiency would
-    say nothing.
+    """Each job has its own lane, and the n-th steps of two ranks are unrelated. A step is one
+    stretch of computing and waiting, which would be its own bound, so an efficiency would be
+    meaningless.
     """
     spans = []
     for rank, pace in ((0, 1), (1, 3)):
@@ -248,17 +244,15 @@ def test_bytes_per_step_are_those_of_training_steps():
 
 
 def test_two_of_three_jobs_share_a_part_of_the_run():
-    """The share of the run in which at least two are at work: a and b from 3 to 6 s, none with
-    c.
-    """
+    """The share is the time in which at least two jobs run: a and b from 3 to 6 s, never c."""
     spans = [*alone("a", 3), *alone("b", 3, begin=3), *alone("c", 2, begin=12)]
     assert break_down(spans, facts("a", "b", "c", steps=3), {0: 16 * S}).shared_share == 3 / 16
 
 
 @pytest.mark.parametrize("kind", ["compile", "host"])
 def test_compiling_in_the_steady_state_is_named(kind):
-    """A second program is compiled for 3 s, as that of a step that exchanges after steps that do
-    not.
+    """A second program compiles for 3 s, e.g. for the first step that exchanges after some that
+    don't.
     """
     spans = [
         *alone("a", 3),
@@ -277,7 +271,7 @@ def test_a_step_that_failed_hands_over_no_bytes():
 
 
 def test_idle_votes_beside_host_work_cost_nothing():
-    """Compiling for 3 s; meanwhile nothing is ready, and the exchange lane votes all the time."""
+    """A job compiles for 3 s. Meanwhile nothing is ready, and the exchange lane keeps voting."""
     spans = [
         *alone("a", 3),
         piece("compile", "a", 3, 6, 9),
@@ -290,7 +284,7 @@ def test_idle_votes_beside_host_work_cost_nothing():
 
 @pytest.mark.parametrize("ready", [6, 9])
 def test_work_on_all_ranks_at_once_is_no_vote(ready):
-    """Saving for 3 s on the exchange lane, whether or not an exchange is ready and waits for it."""
+    """The exchange lane saves for 3 s, whether or not an exchange is ready and waiting."""
     spans = [
         *alone("a", 3),
         *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9, compute=0)),
@@ -305,9 +299,8 @@ def test_work_on_all_ranks_at_once_is_no_vote(ready):
 
 
 def test_measured_time_and_the_rest_are_the_run():
-    """Ranks leave one after the other."""
+    """The ranks leave at different times."""
     result = break_down(crossed(5), facts("a", "b"), {0: 12 * S, 1: 15 * S})
     assert result.wall_s == 15.0
-    assert (
-        result.start_up_s == 15.0 - 9.0
-    )  # the first steps of a and b end after 2 and 3 s, the last after 10 and 11
+    # The first steps of a and b end at 2 and 3 s, their last steps at 10 and 11 s.
+    assert result.start_up_s == 15.0 - 9.0

@@ -1,4 +1,4 @@
-"""A run in which all jobs are paused: who says so, and when nobody is left who could resume
+"""Tests a run in which all jobs are paused: who reports it, and what happens if no one can resume
 them.
 """
 
@@ -12,7 +12,7 @@ from jaxcross.runtime.paused_run import PausedRun, can_resume
 
 @pytest.fixture
 def helpers(monkeypatch):
-    """The ranks that have a thread which could resume a job."""
+    """The ranks with a thread that could resume a job."""
     found = set()
     monkeypatch.setattr(paused_run, "can_resume", lambda: bool(found))
     return found
@@ -51,7 +51,7 @@ def test_a_rank_with_a_helper_does_not_vote_and_rank_0_says_that_it_waits(helper
     assert caplog.messages == [
         "All jobs that are left are paused: `a`. The run waits for `resume()`."
     ]
-    helpers.clear()  # its thread has ended
+    helpers.clear()  # the thread has ended
     assert run.look(6, ["a"]) == "nobody resumes 0 0"
 
 

@@ -1,4 +1,4 @@
-"""Which waits of jobs are watched, and for whom they are."""
+"""Tests which of the jobs' waits are watched, and which ranks they are attributed to."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from jaxcross.runtime.stall_watch import JobWaits, absent
 
 
 class Watching:
-    """A world that notes what is watched now, and what was renewed."""
+    """A world that records what is being watched, and which watches were renewed."""
 
     rank = 0
 
@@ -42,7 +42,6 @@ def world():
 
 
 def test_wait_is_watched_from_the_second_look(world):
-    """A wait is watched from the second look to its end."""
     waits = JobWaits(world)
     waits.look({"a": Wait(4, "batch 4 of data 1")})
     assert world.now == []
@@ -92,7 +91,7 @@ def test_for_whom_a_wait_is():
 
 
 def test_rank_waiting_locally_is_not_blamed():
-    """A rank that waits for something local to it is not blamed by others."""
+    """Other ranks don't blame a rank that waits for something local to it."""
     assert absent("a", "batch 4 of data 1", {1: status("batch 4 of data 1", local=True)}) == {}
     assert absent("a", "call of the step", {1: status("evaluation", local=True)}) == {}
     assert absent("a", "call of the step", {1: status("evaluation")}) == {
@@ -101,8 +100,8 @@ def test_rank_waiting_locally_is_not_blamed():
 
 
 def test_what_moves_on_stays_watched_and_begins_anew(world):
-    """A restart drops batch after batch: the others see all the while that this rank waits for its
-    data.
+    """After a restart, a job drops batch after batch. All the while, the other ranks see that this
+    rank is waiting for its data.
     """
     waits, wait = JobWaits(world), ("a", 4, "own batch 4 of data 1")
     for moved in range(4):
@@ -114,7 +113,7 @@ def test_what_moves_on_stays_watched_and_begins_anew(world):
 
 
 def test_rank_that_just_waited_locally_is_not_blamed():
-    """Evaluations one after the other, each shorter than the watchdog's time."""
+    """The rank runs several evaluations in a row, each shorter than the watchdog's time limit."""
     between = RankStatus(entered=9, waits=(), recent_local=frozenset({"a"}))
     assert absent("a", "call of the step", {1: between}) == {}
     assert absent("b", "call of the step", {1: between}) == {1: "its job 'b' has not come so far"}
@@ -134,4 +133,4 @@ def test_a_wait_for_all_ranks_says_who_is_missing():
     }
     assert patient("", "report", [1], answers) is None
     assert patient("a", "report", [1], answers) == {1: "it has not come so far"}
-    assert patient("", "report", [1], {1: None}) is None  # who does not answer is named as such
+    assert patient("", "report", [1], {1: None}) is None  # a silent rank is named as such

@@ -1,4 +1,4 @@
-"""One step without a runner: what becomes of its exchanges when something fails."""
+"""Tests a step without a runner: what happens to its exchanges when something fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def owner() -> ExchangeOwner:
 
 
 def check_goes_on(owner: ExchangeOwner, *, expected: bool, anew: bool = False) -> None:
-    """Whether this rank may still exchange, and if it is to agree with the others first."""
+    """Checks whether this rank may still exchange, and whether the ranks have to agree first."""
     assert owner.must_agree == anew
     refused = pytest.raises(
         ExchangeError, match="^`next` cannot exchange: `step` failed halfway on this rank."
@@ -32,14 +32,16 @@ def check_goes_on(owner: ExchangeOwner, *, expected: bool, anew: bool = False) -
 
 
 class Execution:
-    """Exchanges take a while; one segment fails, or what it waits for has failed."""
+    """Its exchanges take a while. One segment fails, or an input that a segment waits for has
+    failed.
+    """
 
     def __init__(self, fails: int, waits: int = -1) -> None:
         self.fails, self.waits, self.ended = fails, waits, list[int]()
 
     def run(self, index: int) -> None:
         if index in (1, 3):
-            time.sleep(0.2)  # still under way when a computation fails
+            time.sleep(0.2)  # still in flight when a computation fails
         if index == self.fails:
             raise RuntimeError("out of memory")
         if index in (1, 3):
@@ -56,9 +58,7 @@ class Execution:
 
 
 def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
-    """A step of three computations and two exchanges between them, on a single rank if
-    `is_single_rank`.
-    """
+    """Returns a step with three computations and an exchange after each of the first two."""
     kinds = ["compute", "collective", "compute", "collective", "compute"]
     psum = SimpleNamespace(op="psum")
     segments = [
@@ -91,9 +91,10 @@ def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
 def test_after_an_error_no_exchange_is_left_under_way(
     owner: ExchangeOwner, fails: int, waits: int, ended: list[int], goes_on: bool
 ) -> None:
-    """The caller may catch it and go on if all were made: what it exchanges next has the same
-    communicator. If none was begun, the ranks agree first. After an exchange that failed none is
-    made: the other ranks are still in that one.
+    """If all exchanges were made, the caller may catch the error and continue, since its next
+    exchange uses the same communicator. If none had begun, the ranks have to agree first. After a
+    failed exchange, no further exchange is made, because the other ranks are still in the failed
+    one.
     """
     execution = Execution(fails, waits)
     compiled = overlapped(execution)
@@ -116,8 +117,8 @@ def test_who_speaks_to_nobody_goes_on_after_any_error(owner: ExchangeOwner, fail
 
 
 class Interrupted(Execution):
-    """Ctrl-C comes in the last segment, while the first exchange is under way and the second one
-    waits for its turn.
+    """Ctrl-C arrives in the last segment, when the first exchange is in flight and the second is
+    queued.
     """
 
     def __init__(self) -> None:
@@ -137,8 +138,8 @@ class Interrupted(Execution):
 
 
 def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> None:
-    """The caller may catch it and save its state: not beside what was under way. The other ranks
-    have perhaps left the step elsewhere.
+    """The caller may catch the interrupt and save its state, so no exchange may still be in flight.
+    The other ranks may have left the step at a different point.
     """
     execution = Interrupted()
     with ThreadPoolExecutor(1) as exchanger:
@@ -154,9 +155,7 @@ def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> N
 
 
 class Carried(Execution):
-    """The first segment computes until the exchange behind it in the list is over; so do all that
-    read neither.
-    """
+    """The first segment's computation ends only once the exchange that follows it has run."""
 
     def __init__(self) -> None:
         super().__init__(fails=-1)
@@ -199,8 +198,8 @@ def test_carried_exchange_begins_before_the_computation(owner: ExchangeOwner) ->
 def test_ranks_compare_their_calls_once_before_the_first_exchange(
     owner: ExchangeOwner, error: BaseException | None, goes_on: bool, carried: frozenset[int]
 ) -> None:
-    """Steps that differ are an error on every rank before anything is exchanged. After an interrupt
-    there, the other ranks have perhaps gone on.
+    """If steps differ, every rank raises before anything is exchanged. If the comparison is
+    interrupted, the other ranks may already have continued.
     """
     execution: Any = Carried()
     compiled = overlapped(execution)

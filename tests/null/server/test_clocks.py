@@ -1,4 +1,4 @@
-"""The stale-synchronous rule: who may go on, whatever the order of events."""
+"""Tests the stale-synchronous rule: which workers may continue, whatever the order of events."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_with_staleness_0_all_go_on_together():
 
 
 def test_worker_waits_for_the_slowest_beyond_the_bound():
-    """A worker waits for the slowest one beyond the bound only."""
+    """Within the bound, it doesn't wait."""
     clocks = Clocks(2, 2)
     for _ in range(2):
         clocks.push(0)

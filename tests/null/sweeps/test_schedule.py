@@ -1,4 +1,6 @@
-"""In whatever order threads come, and whatever is killed: a search is asked and told the same."""
+"""Tests that a search makes the same decisions in whatever order threads arrive, and whatever is
+killed.
+"""
 
 import os
 import random
@@ -9,11 +11,11 @@ from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.log import TrialLog
 from jaxcross.sweeps.schedule import Pruned, Schedule, Started
 
-EVERY = 5  # steps from one report to the next
+EVERY = 5  # steps between reports
 
 
 class Adaptive:
-    """What it answers depends on all that it was told before, and on the order of that."""
+    """A search whose answers depend on everything that it received before, and on the order."""
 
     ordered = True
 
@@ -40,16 +42,16 @@ class Adaptive:
 
 
 class Machine:
-    """Runs trials in a random order of their steps, and may be killed. Jobs resume from their
+    """Runs trials, whose steps come in random order, and may be killed. Jobs resume from their
     latest checkpoint.
 
-    Every other time it is stopped rather than killed: then each job saves the step that it has
-    made.
+    Every other time, the machine is stopped instead of killed. Each job then saves its current
+    step.
     """
 
     def __init__(self, rng, folder, make, concurrent):
         self.rng, self.folder, self.make, self.concurrent = rng, folder, make, concurrent
-        self.saved = {}  # checkpoints: they outlive a kill
+        self.saved = {}  # checkpoints, which survive a kill
         self.start()
 
     def start(self):
@@ -182,7 +184,7 @@ def test_slot_is_filled_when_the_others_have_come_as_far():
     search.report = lambda *_: False
     schedule = Schedule(search, concurrent=2)
     assert [each.number for each in schedule.begin()] == [0, 1]
-    assert schedule.end(0, 4, "finished", 1.0) == []  # trial 1 might yet end before step 4
+    assert schedule.end(0, 4, "finished", 1.0) == []  # trial 1 may still end before step 4
     assert schedule.advance(1, 3) == []
     (started,) = schedule.advance(1, 4)
     assert started == Started(number=2, parameters={}, after=0, time=4)
@@ -196,7 +198,7 @@ def test_trial_is_pruned_where_it_reports():
     schedule.begin()
     assert schedule.report(1, 5, 2.0) == []
     assert schedule.waits(1)
-    assert schedule.advance(0, 5) == []  # it might yet report at step 5, and has the lower number
+    assert schedule.advance(0, 5) == []  # trial 0 has the lower number, and may report at 5
     assert schedule.advance(0, 6) == [Pruned(number=1, step=5, value=2.0, time=5)]
     assert schedule.decided(1, 5)
     assert schedule.running == [0]

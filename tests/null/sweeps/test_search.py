@@ -1,4 +1,4 @@
-"""Where trials come from: what each search has to offer, and the arguments that it refuses."""
+"""Tests where trials come from: what each search offers, and which arguments it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxcross.sweeps.search import known_trials, pruner_of
 
 
 def untyped(value: Any) -> Any:
-    """An argument that a type checker would refuse."""
+    """Hides an argument from the type checker, which would refuse it."""
     return value
 
 
@@ -52,7 +52,7 @@ def test_later_changes_of_the_argument_change_no_search() -> None:
 
 
 def test_draws_are_a_prefix_of_one_order() -> None:
-    """Each depends on the seed and its number alone; of the combinations none is drawn twice."""
+    """A draw depends only on the seed and its own number. No combination is drawn twice."""
     of_values = Draws({"a": range(4), "b": [True, False]}, seed=3)
     of_function = Draws(lambda rng: {"lr": rng.uniform()}, seed=3)
     for search in (of_values, of_function):

@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was killed continues, and its states can be loaded elsewhere."""
+"""Checkpoints: a killed run resumes, and its states can be loaded elsewhere."""
 
 from typing import NamedTuple, assert_type
 

@@ -1,4 +1,4 @@
-"""ImageNet records through a cache, decoded once for two jobs."""
+"""Reads ImageNet records through a cache, and decodes them once for two jobs."""
 
 from collections.abc import Iterator
 from typing import Any, assert_type

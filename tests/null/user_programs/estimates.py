@@ -1,4 +1,4 @@
-"""What a run would take: an estimate, profiles, a prediction, a plan, and the run it is for."""
+"""Predicts a run: an estimate, profiles, a prediction, a plan, and the run that it's for."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""An ordinary train step of a Flax Linen model, over MPI."""
+"""An ordinary training step of a Flax Linen model, over MPI."""
 
 from typing import Any, NamedTuple, assert_type
 
@@ -13,7 +13,7 @@ from jaxcross import exchange
 
 
 class State(NamedTuple):
-    params: Any  # Flax and optax name its type differently
+    params: Any  # Flax and optax annotate it with different types
     opt_state: optax.OptState
 
 

@@ -1,4 +1,4 @@
-"""A Flax NNX model that its step changes in place, and the same step over its state."""
+"""A Flax NNX model that is updated in place by its step, and the same step on its state."""
 
 from typing import assert_type
 

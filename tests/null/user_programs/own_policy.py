@@ -1,4 +1,4 @@
-"""A policy and an instrument of one's own."""
+"""A custom policy and a custom instrument."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ import jaxcross
 
 @dataclass(frozen=True)
 class Priority:
-    """The job that was added first gets each turn that it can use, up to twice its share."""
+    """Gives the job that was added first twice the share of any other job."""
 
     name: str = "priority"
 
@@ -27,7 +27,7 @@ class Priority:
 
 
 class Waits(jaxcross.Instrument):
-    """Seconds that each job has waited for its turns."""
+    """Records the seconds that each job has waited for its turns."""
 
     def __init__(self) -> None:
         self.waited_s: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Asynchronous training by a parameter server, alone and as a job."""
+"""Asynchronous training with a parameter server, both alone and as a job."""
 
 import math
 from typing import assert_type

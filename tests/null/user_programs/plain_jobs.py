@@ -1,4 +1,4 @@
-"""Plain loops by `run`, tiny ones fused, and two ways to run them compared."""
+"""Plain training loops under `run`, tiny jobs fused into one, and a comparison of two runs."""
 
 from collections.abc import Sequence
 from typing import assert_type

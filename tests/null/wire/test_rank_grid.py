@@ -1,4 +1,4 @@
-"""Axes over ranks, without MPI."""
+"""Tests axes over ranks, without MPI."""
 
 import re
 
@@ -28,10 +28,11 @@ def test_row_major_and_one_inferred_size():
 def test_groups_are_positions_within_the_axes():
     mesh = make_rank_grid({"a": 2, "b": 2}, rank=1, size=4)
     assert mesh.group(("a", "b"), [[0, 3], [1, 2]]) == (1, 2)
+    # Flattened with b as the major axis, rank 1 is at position 2.
     assert mesh.group(("b", "a"), [[0, 3], [1, 2]]) == (
         2,
         1,
-    )  # flattened b-major, rank 1 stands at 2
+    )
     with pytest.raises(
         ValueError, match=r"^No group of `axis_index_groups`=.* holds position 1 of \('a', 'b'\)\."
     ):

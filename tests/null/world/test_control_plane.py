@@ -1,4 +1,4 @@
-"""Small agreements of all ranks, over a control plane of threads."""
+"""Tests the control plane's agreements, with threads for ranks."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Who may exchange: one run, or one thread in a step."""
+"""Tests who may exchange: either one run, or one thread in a step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.interleavings import interrupted
 
 
 def test_run_is_rejected_while_a_thread_is_in_a_step() -> None:
-    """The run's first messages would be mixed with the step's exchanges. Once the step is over, it
-    may begin.
+    """The run's first messages would get mixed up with the step's exchanges. The run may begin once
+    the step has ended.
     """
     owner, name = ExchangeOwner(), threading.current_thread().name
     with owner.step("mine"):
@@ -30,9 +30,7 @@ def test_run_is_rejected_while_a_thread_is_in_a_step() -> None:
 
 
 def test_step_is_rejected_before_a_run_has_lanes() -> None:
-    """No thread of the run lives yet, or any more, while it makes its first messages and its last
-    ones.
-    """
+    """While a run sends its first and last messages, none of its threads is alive."""
     owner = ExchangeOwner()
     with owner.run():
         with pytest.raises(
@@ -47,8 +45,8 @@ def test_step_is_rejected_before_a_run_has_lanes() -> None:
 
 
 def test_no_step_begins_after_one_that_failed_halfway() -> None:
-    """A step of another thread may fail halfway, and give its turn back, at any point of this one's
-    beginning.
+    """Another thread's step may fail halfway and release its turn while this step is just
+    beginning, at any point.
     """
     inside, at, errors = True, 0, set[type[Exception]]()
     while inside:

@@ -1,4 +1,4 @@
-"""What the probe reads of a rank's connections."""
+"""Tests what the probe reads about a rank's connections."""
 
 from jaxcross.world.probe import connections, ends_of
 
@@ -7,7 +7,7 @@ ROW = (
     "0000 100 0 0 10 0"
 )
 A, B = "01004D0A:B3E1", "02004D0A:DD92"  # 10.77.0.1:46049, 10.77.0.2:56722
-MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address in a table of IPv6
+MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in an IPv6 table
 
 
 def row(own, other, *, state="01", socket=7):
@@ -17,8 +17,8 @@ def row(own, other, *, state="01", socket=7):
 def test_established_connections_of_this_process_are_read():
     table = [
         row(A, B),
-        row(A, B, socket=8),  # another process's
-        row(A, "00000000:0000", state="0A"),  # listens
+        row(A, B, socket=8),  # belongs to another process
+        row(A, "00000000:0000", state="0A"),  # a listening socket
         row(MAPPED + B, MAPPED + A, socket=9),
     ]
     assert ends_of(table, {"socket:[7]", "socket:[9]", "pipe:[8]"}) == [
@@ -28,8 +28,8 @@ def test_established_connections_of_this_process_are_read():
 
 
 def test_connection_counts_if_both_ends_are_ranks():
-    """The connection of a rank to the launcher has one end only in a rank, and one of a rank to
-    itself is inside.
+    """A connection to the launcher has only one end in a rank, and a rank's connection to itself is
+    internal.
     """
     first = [
         ("10.0.0.1:5", "10.0.0.2:6"),

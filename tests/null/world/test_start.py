@@ -1,5 +1,5 @@
-"""What start-up decides, without MPI: launcher variables, the thread pool, the device, the
-watchdog's report.
+"""Tests the decisions at start-up, without MPI: launcher variables, thread pool, device, watchdog
+report.
 """
 
 import re
@@ -97,7 +97,7 @@ FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
         ([{}] * 2, 1, 1, None),
         ([{}] * 2, 1, 0, None),
         ([{"CUDA_VISIBLE_DEVICES": "0,1,"}] * 4, 2, 8, 0),
-        ([FOUR] * 4, 2, 8, 2),  # as SLURM without --gpus-per-task
+        ([FOUR] * 4, 2, 8, 2),  # like SLURM without --gpus-per-task
         ([FOUR], 0, 8, None),
         ([{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}], 1, 8, None),
         ([{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}], 1, 8, None),
@@ -113,10 +113,8 @@ def test_a_rank_takes_the_device_of_its_local_rank(settings, local_rank, acceler
     ("accelerators", "said"), [(0, ""), (1, "1 accelerator."), (2, "2 accelerators."), (4, "")]
 )
 def test_ranks_sharing_an_accelerator_are_warned_once(caplog, monkeypatch, accelerators, said):
-    """Ranks that share an accelerator are warned once."""
-    monkeypatch.setattr(
-        start.compat, "backends_started", lambda: True
-    )  # this process keeps its devices
+    # So that this process keeps its devices.
+    monkeypatch.setattr(start.compat, "backends_started", lambda: True)
     for local_rank in range(4):
         start._take_device([{}] * 4, local_rank=local_rank, accelerators=accelerators)
     assert [record.getMessage() for record in caplog.records] == (
@@ -168,7 +166,6 @@ def test_the_report_of_a_wait_that_says_for_whom_it_is():
 
 
 def test_report_if_ranks_wait_for_different_things():
-    """The report covers ranks that wait for different things."""
     agreement = Activity(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
     answers = {
         1: RankStatus(entered=7, waits=(agreement,)),

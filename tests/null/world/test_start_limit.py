@@ -1,4 +1,4 @@
-"""The time limit of MPI's start holds although the process that waits there keeps Python's lock."""
+"""Tests that the time limit for starting MPI works even if the waiting process holds the GIL."""
 
 import math
 import signal
@@ -38,7 +38,7 @@ def test_a_start_in_time_leaves_no_process_behind(monkeypatch, limit_s):
     with limited_start(2, limit_s, {}):
         assert started[0].poll() is None
     assert started[0].returncode == 0
-    with limited_start(1, 0, {}):  # a rank that is alone waits for nobody
+    with limited_start(1, 0, {}):  # a single rank waits for nobody
         assert len(started) == 1
 
 

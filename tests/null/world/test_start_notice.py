@@ -1,4 +1,4 @@
-"""The lines of a log before any job begins: that the ranks start, and that they have joined."""
+"""Tests a log's lines before any job begins: that the ranks are starting, and that they joined."""
 
 import os
 import threading
@@ -55,7 +55,7 @@ def test_a_jobs_first_activity_is_work_a_vote_is_none():
 
 
 class Turns:
-    """An event that is set after so many waits."""
+    """An event that is set after this many waits."""
 
     def __init__(self, turns):
         self._left = turns
@@ -69,7 +69,7 @@ class Turns:
 
 
 def lines_of_a_launch(capsys, monkeypatch, events, *, environ=None):
-    """What `jaxcross launch` prints into a log in two turns before its ranks have joined."""
+    """Returns what `jaxcross launch` logs in two turns before its ranks have joined."""
     threads = set(threading.enumerate())
     monkeypatch.setattr(
         live_table, "threading", SimpleNamespace(Event=lambda: Turns(2), Thread=threading.Thread)
@@ -89,7 +89,7 @@ def test_a_log_is_told_that_ranks_start(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("age_s", "lines"), [(0, 0), (60, 2)])
 def test_ranks_that_have_joined_start_no_more(capsys, monkeypatch, tmp_path, age_s, lines):
-    """Files of an earlier run in the same folder do not count."""
+    """Files of an earlier run in the same folder don't count."""
     file = tmp_path / "rank-0.jsonl"
     file.touch()
     os.utime(file, (time.time() - age_s,) * 2)
