@@ -1,5 +1,5 @@
-"""Every rank: jobs that fail, differ between ranks or are interrupted, next to a job that goes
-on.
+"""Every rank: jobs that fail, differ between ranks or are interrupted, alongside a job that
+continues.
 """
 
 import os
@@ -39,9 +39,7 @@ def failure_of_one_job():
 
 
 def failure_of_a_job_that_saves_nothing():
-    """Its state was donated again and again; what the last committed step made of it is still
-    there.
-    """
+    """Every step donated the job's state, but that of the last committed step still exists."""
     step, last = make_step(), WORLD.size - 1
 
     def fn(job):
@@ -80,7 +78,7 @@ def unlike_exchanges():
 
 
 def unlike_exchanges_alone():
-    """Without a runner, too: the ranks compare before anything is compiled, and can go on
+    """Ranks compare their exchanges before compiling, even without a runner, and can continue
     afterwards.
     """
     if WORLD.size == 1:
@@ -96,8 +94,8 @@ def unlike_exchanges_alone():
 
 
 def unlike_shapes():
-    """A shorter batch on one rank, with the same exchanges: no one else need know, but where a cut
-    is to be chosen.
+    """A shorter batch on one rank, with the same exchanges, concerns no other rank, unless a cut
+    has to be chosen.
     """
     if WORLD.size == 1:
         return
@@ -135,8 +133,8 @@ def unlike_shapes():
 
 
 def failure_to_compile_on_one_rank():
-    """The compiler of one rank fails after all agreed: the job ends everywhere, the other one goes
-    on.
+    """One rank's compiler fails after all have agreed. The job ends on all ranks, and the other job
+    continues.
     """
     last = WORLD.size - 1
 
@@ -263,7 +261,7 @@ def interrupted(saves):
 
 
 def a_branch_at_different_calls():
-    """Alone an error of `agree_alone`; in a job the ranks find out where they would meet."""
+    """In a job, the ranks detect exchanges at different calls. Alone, `agree_alone` does."""
     if WORLD.size == 1:
         return
     every_third = jaxcross.crossover(

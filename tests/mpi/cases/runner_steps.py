@@ -1,4 +1,4 @@
-"""Every rank: the train step, data and loop of the runner's cases, and the same training without a
+"""Every rank: the step, data and loop of the runner's cases, and the same training without a
 runner.
 """
 
@@ -15,8 +15,8 @@ TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9)
 
 
 def make_step(cut="whole", explode_at=None):
-    """A small network, with synchronised statistics (an exchange that others depend on) and
-    averaged gradients.
+    """A small network with synchronized statistics, on which later exchanges depend, and averaged
+    gradients.
     """
 
     def step(state, batch):

@@ -1,5 +1,5 @@
-"""Ranks with several local devices each: a step whose arrays the user has laid out, alone and as
-jobs of a runner.
+"""Ranks with several local devices each: a step whose arrays the user has sharded, alone and in
+jobs.
 """
 
 import logging

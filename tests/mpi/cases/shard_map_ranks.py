@@ -1,4 +1,4 @@
-"""The named steps of `shard_map_table` on four ranks, held against four XLA devices of rank 0's own
+"""Compares named steps of `shard_map_table` on four ranks with four XLA devices in rank 0's
 process.
 """
 

@@ -1,5 +1,5 @@
-"""Both wires of a world: which one it has, and that what leaves a step isn't an arena's any
-more.
+"""Both wires: which one a world has, and that results that leave a step no longer belong to an
+arena.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""A warm process behaves as `python` would: arguments, files, exit codes, signals. Only JAX is
-imported already.
+"""A warm process behaves like `python`: arguments, files, exit codes and signals. The only
+difference is that JAX is already imported.
 """
 
 import os
@@ -22,8 +22,9 @@ IS_WARM = "import sys; print('jax' in sys.modules)"
 
 @pytest.fixture(autouse=True)
 def no_child_of_a_rank(monkeypatch):
-    """A test that called `initialize` in this process has made it a rank, whose children are never
-    warm.
+    """Makes processes warm even if a test has called `initialize` here.
+
+    That call makes this process a rank, and a rank's children are never warm.
     """
     monkeypatch.delenv(workers.VARIABLE, raising=False)
 
@@ -101,7 +102,7 @@ def test_signals_reach_the_program():
 
 
 def test_program_dies_with_its_client():
-    """`mpirun` kills the process that it has started, which is the client."""
+    """`mpirun` kills the process that it started, which is the client."""
     process, program = started()
     watched = os.pidfd_open(program)
     with process:
