@@ -127,9 +127,7 @@ def _accelerator() -> bool:
 
 @pytest.fixture(scope="session")
 def quick_compiler() -> dict[str, str]:
-    """Environment in which XLA compiles faster but optimizes less, for child processes that only
-    have to run.
-    """
+    """Environment for child processes in which XLA compiles faster but optimizes less."""
     return {"XLA_FLAGS": quick_compiler_options.FLAGS}
 
 

@@ -159,9 +159,7 @@ def handed_over(traced: Any, leaves: list[Any], host: Any) -> tuple[list[int], A
 
 
 def small_work(world: Any, device: Any, host: Any) -> None:
-    """Adasum moves its arrays to the host once and back once, with no hand-over between its
-    exchanges.
-    """
+    """Adasum moves its arrays to the host and back once, with no hand-over between exchanges."""
     tx = jaxcross.exchange.adasum("batch")
     weights = {
         "kernel": np.linspace(-1.0, 1.0, 64 * 32, dtype=np.float32).reshape(64, 32),
@@ -243,8 +241,9 @@ def crossover(world: Any, device: Any, host: Any) -> None:
 
 
 def sparse_step(work: Workload, tx: Any) -> Callable[..., Any]:
-    """Returns the workload's step with its gradients exchanged by `tx`. The step also takes and
-    returns the state of `tx`.
+    """Returns the workload's step with its gradients exchanged by `tx`.
+
+    The step also takes and returns the state of `tx`.
     """
 
     def step(state: Any, batch: Any, kept: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Jobs on ranks that are threads. All their arithmetic is exact, so what a checkpoint restores can
-be compared bit for bit.
+"""Jobs on ranks that are threads.
+
+All their arithmetic is exact, so what a checkpoint restores can be compared bit for bit.
 """
 
 import logging

@@ -1,6 +1,4 @@
-"""What the data cache's tests share: a small data set, caches in one folder, and hashes of
-batches.
-"""
+"""What the data cache's tests share: a small data set, caches in a folder, hashes of batches."""
 
 import hashlib
 from contextlib import contextmanager

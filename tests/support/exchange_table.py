@@ -1,5 +1,6 @@
-"""The table of all exchanges, and a training step around a row. Every test of exchanges reads it,
-so a new row is tested everywhere.
+"""The table of all exchanges, and a training step around a row.
+
+Every test of exchanges reads it, so a new row is tested everywhere.
 """
 
 from __future__ import annotations

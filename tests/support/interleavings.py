@@ -17,8 +17,7 @@ T = TypeVar("T")
 def interrupted(
     function: Callable[[], T], at: int, meanwhile: Callable[[], object], *, module: ModuleType
 ) -> tuple[T, bool]:
-    """Calls a function, and `meanwhile` just before bytecode number `at`, as if another thread ran
-    there.
+    """Calls a function, and `meanwhile` before bytecode `at`, as if another thread ran there.
 
     A test counts `at` up from 1 until the function has no such bytecode. Both calls run in this
     thread. So `meanwhile` may try to acquire a lock that the function holds, but it would
@@ -47,8 +46,7 @@ def interrupted(
 
 
 def watched(function: Callable[[], T], look: Callable[[], object], *, module: ModuleType) -> T:
-    """Calls a function, and `look` before each of its bytecodes, like a thread that looks all the
-    time.
+    """Calls a function, and `look` before each of its bytecodes, like a constantly reading thread.
 
     Args:
         function: The function to watch, called without arguments.

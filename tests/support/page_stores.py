@@ -1,6 +1,4 @@
-"""One level of the data cache on its own, and its records' bytes, for tests and their child
-processes.
-"""
+"""One level of the data cache and its records' bytes, for tests and their child processes."""
 
 import numpy as np
 

@@ -1,6 +1,4 @@
-"""An HTTP server for a folder that supports byte ranges, unlike Python's own, and counts what it
-sends.
-"""
+"""An HTTP server that supports byte ranges, unlike Python's own, and counts what it sends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One gradient as a plain function and as the body of a `jax.shard_map`, and runs of both on all
-ranks.
-"""
+"""One gradient as a plain function and as a `jax.shard_map`, and runs of both on all ranks."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ def gradient(w: Any, x: Any) -> Any:
 
 
 def body(cast: bool) -> Callable[..., Any]:
-    """The same gradient as `shard_map` maps it over rows. With `cast`, it marks the weights as
-    varying itself.
-    """
+    """The same gradient for `shard_map`. With `cast`, it marks the weights as varying itself."""
 
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:

@@ -42,9 +42,7 @@ def gradient(w: Any, x: Any) -> Any:
 
 
 def natural_gradient(w: Any, x: Any) -> Any:
-    """A solve as natural-gradient code writes it: `jvp` and `vjp` give the product with the Fisher
-    matrix.
-    """
+    """A solve as natural-gradient code does it: the Fisher product comes from `jvp` and `vjp`."""
 
     def product(v: Any) -> Any:
         model = lambda w: jnp.tanh(x @ w)  # noqa: E731

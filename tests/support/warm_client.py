@@ -28,9 +28,7 @@ TAKEN_OVER = (
 
 
 def fixed():
-    """Returns what a fork of a running process can't take over: variables, namespaces (a lab's) and
-    CPUs.
-    """
+    """Returns what a fork can't take over: variables, namespaces (a lab's) and CPUs."""
     own = {name: value for name, value in os.environ.items() if name.startswith(_FIXED)}
     for name in ("PYTHONPATH", *TAKEN_OVER):
         own.pop(name, None)

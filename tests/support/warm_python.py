@@ -155,8 +155,9 @@ class _Server:
         signal.set_wakeup_fd(self._wake.fileno())
 
     def serve(self) -> _Request | None:
-        """Serves until standard input is closed, then returns None. In a forked child, returns the
-        request to run.
+        """Serves until standard input is closed, then returns None.
+
+        In a forked child, returns the request to run.
         """
         for source in (self._listener, self._woken, sys.stdin):
             self._selector.register(source, selectors.EVENT_READ)

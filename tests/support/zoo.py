@@ -103,9 +103,7 @@ def cond_counter(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def cond_data(state: Any, batch: Any, ranks: int) -> Any:
-    """The host can't know the predicate, which comes from exchanged data and is the same on all
-    ranks.
-    """
+    """The predicate comes from exchanged data: equal on all ranks, but unknown to the host."""
     big = lax.pmax(batch.max(), "batch") > 7
 
     def yes(x: Any) -> Any:
@@ -209,9 +207,7 @@ def tensor_parallel(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def custom_derivatives(state: Any, batch: Any, ranks: int) -> Any:
-    """Exchanges in three places: only in the backward pass (`custom_vjp`), in a `custom_jvp`, and
-    under remat in a jit.
-    """
+    """Exchanges only in a backward pass (`custom_vjp`), in a `custom_jvp`, and under remat."""
 
     @jax.custom_vjp
     def copied(x: Any) -> Any:

@@ -108,9 +108,7 @@ def pmap_style(
 
 
 def batch_norm(*, averaged: bool = False, axis_name: str | None = None) -> Any:
-    """Statistics that are rank-local, averaged over ranks (`sync_batch_stats`), or synchronized in
-    the forward pass.
-    """
+    """Statistics: rank-local, averaged (`sync_batch_stats`), or synchronized in the forward pass."""
 
     def build(ranks: int) -> tuple[Any, Any]:
         state = linen_state(MLP(norm=True, axis_name=axis_name), momentum(), NormState)
@@ -156,8 +154,9 @@ def dropout(ranks: int) -> tuple[Any, Any]:
 
 
 def dynamic_scale(ranks: int) -> tuple[Any, Any]:
-    """fp16 with `DynamicScale(axis_name=...)`, as in Flax's ImageNet example. The initial scale
-    overflows.
+    """fp16 with `DynamicScale(axis_name=...)`, as in Flax's ImageNet example.
+
+    The initial scale overflows.
     """
     state = linen_state(
         MLP(), momentum(), ScaledState, dynamic_scale=dynamic_scale_lib.DynamicScale(scale=2.0**17)

@@ -1,5 +1,6 @@
-"""The race at toy size, with every byte on a real link. A team that fails reports why, and leaves
-nothing behind.
+"""The race at toy size, with every byte on a real link.
+
+A team that fails reports why, and leaves nothing behind.
 """
 
 import importlib.util

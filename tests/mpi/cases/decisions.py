@@ -1,5 +1,6 @@
-"""Conditionals that exchange, and whose branch depends on values. If ranks decide differently,
-every rank gets an error.
+"""Conditionals that exchange, and whose branch depends on values.
+
+If ranks decide differently, every rank gets an error.
 
 Prints `rank R: decisions done`.
 """

@@ -72,8 +72,9 @@ def the_same_on_every_rank():
 
 
 def a_profile_in_place_of_a_measurement():
-    """A profile gives the same c and m without any timing. A profile of another step is refused on
-    every rank.
+    """A profile gives the same c and m without any timing.
+
+    A profile of another step is refused on every rank.
     """
     first = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
     assert first.cut is not None

@@ -1,6 +1,4 @@
-"""Every rank: a real job that is evaluated on all ranks or on one, stops early, and keeps its best
-state.
-"""
+"""Every rank: a real job with evaluations on all ranks or one, early stopping, and a best state."""
 
 import sys
 

@@ -138,8 +138,9 @@ def expected(step, n, length):
 
 
 def one_ends_first():
-    """A job leaves as soon as its data has ended on any rank. Statistics are exchanged before
-    gradients.
+    """A job leaves as soon as its data has ended on any rank.
+
+    Statistics are exchanged before gradients.
     """
     step = make_step()
     found = jobs(step, (6, 3 + 2 * WORLD.rank, 6))
@@ -257,8 +258,9 @@ def unlike_jobs():
 
 
 def conditionals():
-    """A conditional on data may take a different branch in each job. One that the host decides
-    isn't fused.
+    """A conditional on data may take a different branch in each job.
+
+    One that the host decides isn't fused.
     """
 
     @jaxcross.crossover(axes="batch")

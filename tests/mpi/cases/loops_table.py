@@ -181,8 +181,9 @@ def callbacks():
 
 
 def an_inner_loop_that_no_rank_ends():
-    """A rank that has left the loop waits for more iterations than are tried. Its job fails on all
-    ranks, and another job continues.
+    """A rank that has left the loop waits for more iterations than are tried.
+
+    Its job fails on all ranks, and another job continues.
     """
     lockstep.FROZEN = 200  # for the duration of this test
 

@@ -92,8 +92,9 @@ def all_see(job, what):
 
 
 def jobs_join_and_leave():
-    """A job and a control thread add jobs, in a different order on each rank. The first job is
-    unaffected.
+    """A job and a control thread add jobs, in a different order on each rank.
+
+    The first job is unaffected.
     """
     step, begun = make_step(), threading.Event()
     runner = Runner(WORLD)
@@ -128,8 +129,9 @@ def jobs_join_and_leave():
 
 
 def jobs_begin_together():
-    """Neither job's first step starts before both have compiled. Either way, each job's result is
-    bit for bit that of the job alone.
+    """Neither job's first step starts before both have compiled.
+
+    Either way, each job's result is bit for bit that of the job alone.
     """
     expected = {}
     for start in ("together", "as_ready"):
@@ -204,8 +206,9 @@ def one_rests():
 
 
 def one_is_ejected():
-    """A NaN on the last rank ejects a job. The other job's state is bit for bit the same as if the
-    job had left by request.
+    """A NaN on the last rank ejects a job.
+
+    The other job's state is bit for bit the same as if the job had left by request.
     """
     step = make_step()
     runner = Runner(WORLD)

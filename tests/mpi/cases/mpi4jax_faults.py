@@ -163,8 +163,9 @@ def communicators_that_look_alike():
 
 
 def batches_of_other_shapes():
-    """A shorter batch on one rank is fine if all ranks make the same calls. So are different shapes
-    on all ranks if the calls differ.
+    """A shorter batch on one rank is fine if all ranks make the same calls.
+
+    So are different shapes on all ranks if the calls differ.
     """
 
     def mean(w, batch):

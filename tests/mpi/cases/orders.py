@@ -40,8 +40,9 @@ def same(got, want):
 
 
 def alone():
-    """Detected before anything is exchanged, even within a shared buffer and for each cut. All
-    ranks can continue.
+    """Detected before anything is exchanged, even within a shared buffer and for each cut.
+
+    All ranks can continue.
     """
     for options in ({}, {"bucket_bytes": 0}, {"cut": 2, "bucket_bytes": 0}, {"cut": "auto"}):
         with pytest.raises(jaxcross.ExchangeError, match=f"^{SWAPPED}") as error:
@@ -185,8 +186,9 @@ def steps_of_a_script():
 
 
 def after_an_error_before_the_exchange():
-    """Rank 0's computation fails. It catches the error and calls the step again, and the other
-    ranks have waited for that call.
+    """Rank 0's computation fails, and the other ranks wait until it calls the step again.
+
+    Rank 0 catches the error, so all ranks can continue with that call.
     """
     fails = []
 
@@ -311,9 +313,7 @@ def stages():
 
 
 def random_steps():
-    """Each rank exchanges random leaves in its own order. The results match `vmap`, or there's an
-    error.
-    """
+    """Each rank exchanges random leaves in its own order: equal to `vmap`, or an error."""
     found = {"errors": 0, "values": 0}
     for n in range(16):
         rng, own = random.Random(n), random.Random(1000 * n + RANK)

@@ -84,8 +84,9 @@ def a_short_run_is_not_searched_for():
 
 
 def joined_while_it_is_searched_for():
-    """Two jobs share a step, and the second one joins during the search. Each keeps the cut that it
-    started with.
+    """Two jobs share a step, and the second one joins during the search.
+
+    Each keeps the cut that it started with.
     """
     step, runner, begun, measure = (
         deep_step("auto"),
@@ -160,8 +161,9 @@ def never(*args):
 
 
 def a_trial_that_fails_on_one_rank():
-    """A copy, the compiler or a computation fails while cuts are tried. No rank hangs, and all
-    train uncut.
+    """A copy, the compiler or a computation fails while cuts are tried.
+
+    No rank hangs, and all train uncut.
     """
     if WORLD.size == 1:
         return

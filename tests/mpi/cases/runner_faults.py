@@ -1,6 +1,4 @@
-"""Every rank: jobs that fail, differ between ranks or are interrupted, alongside a job that
-continues.
-"""
+"""Every rank: jobs that fail, differ between ranks or are interrupted, while another continues."""
 
 import os
 import signal
@@ -78,9 +76,7 @@ def unlike_exchanges():
 
 
 def unlike_exchanges_alone():
-    """Ranks compare their exchanges before compiling, even without a runner, and can continue
-    afterwards.
-    """
+    """Even without a runner, ranks compare their exchanges before compiling, and can continue."""
     if WORLD.size == 1:
         return
     step = jaxcross.crossover(lambda b: jax.lax.pmean(b, "batch"), axes="batch")
@@ -133,8 +129,9 @@ def unlike_shapes():
 
 
 def failure_to_compile_on_one_rank():
-    """One rank's compiler fails after all have agreed. The job ends on all ranks, and the other job
-    continues.
+    """One rank's compiler fails after all have agreed.
+
+    The job ends on all ranks, and the other job continues.
     """
     last = WORLD.size - 1
 

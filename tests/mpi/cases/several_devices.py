@@ -1,6 +1,4 @@
-"""Ranks with several local devices each: a step whose arrays the user has sharded, alone and in
-jobs.
-"""
+"""Ranks with several local devices: a step whose arrays the user sharded, alone and in jobs."""
 
 import logging
 

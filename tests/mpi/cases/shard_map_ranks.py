@@ -1,6 +1,4 @@
-"""Compares named steps of `shard_map_table` on four ranks with four XLA devices in rank 0's
-process.
-"""
+"""Compares named steps of `shard_map_table` on four ranks with four XLA devices of rank 0."""
 
 import os
 import sys

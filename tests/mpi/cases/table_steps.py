@@ -28,9 +28,7 @@ NEW = 0.2  # share of steps that are made and compiled as new
 
 
 def make_steps(table, inputs, steps, seed):
-    """Makes that many steps. Returns the rows, the number of new steps, and the rows whose bits
-    changed.
-    """
+    """Makes `steps` steps. Returns the rows, how many were new, and the rows whose bits changed."""
     draw = random.Random(seed)
     known, first, wrong, made = {}, {}, [], 0
     for _ in range(steps):

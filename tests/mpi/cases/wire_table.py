@@ -1,6 +1,4 @@
-"""Compares every collective, element type and set of axes over MPI with XLA's own collectives in
-one process.
-"""
+"""Compares every collective, element type and set of axes over MPI with XLA's own collectives."""
 
 import json
 import os
@@ -25,8 +23,9 @@ INTEGERS = ("int8", "uint8", "int32", "int64", "uint32")
 
 
 def rows(n, axes, dtypes):
-    """Name -> function of one rank's array. `n` is the number of ranks over `axes`, and the array
-    has shape (2 n, 3).
+    """Name -> function of one rank's array.
+
+    `n` is the number of ranks over `axes`, and the array has shape (2 n, 3).
     """
     ring = [(i, (i + 1) % n) for i in range(n)]
     table = {

@@ -1,6 +1,4 @@
-"""Steps that call mpi4jax: all-reduce as in its manual, and point-to-point calls that differ by
-rank.
-"""
+"""Steps that call mpi4jax: all-reduce as in its manual, and messages that differ by rank."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,4 @@
-"""Training that is killed at random moments, and restarted until it's finished, ends in the same
-bits.
-"""
+"""Training that is killed at random and restarted until it's finished ends in the same bits."""
 
 import json
 import os
@@ -25,9 +23,7 @@ def killed(tmp_path, *options, timeout, env=()):
 
 
 def test_run_killed_at_four_moments_goes_on(mpirun, tmp_path, quick_compiler):
-    """The seed draws these moments: the first write, a step of the other rank, a later write, a
-    deletion.
-    """
+    """The seed draws the first write, a step of the other rank, a later write, and a deletion."""
     result = killed(
         tmp_path,
         "--trials",

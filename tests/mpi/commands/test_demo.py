@@ -99,8 +99,9 @@ def check_numbers(folder):
 
 
 def check_turns(folder):
-    """Sequential, crossover, then both again. On every rank, each run starts after the previous one
-    has ended.
+    """Sequential, crossover, then both again.
+
+    On every rank, each run starts after the previous one has ended.
     """
     runs = ("sequential", "crossover", "sequential-2", "crossover-2")
     reports = [Report.load(folder / "out" / f"{run}.json") for run in runs]

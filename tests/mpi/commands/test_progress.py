@@ -1,6 +1,4 @@
-"""Progress of real ranks: lines under `mpirun`, the table of `jaxcross launch` on a terminal, and
-`jaxcross top`.
-"""
+"""Progress of real ranks: under `mpirun`, in the table of `jaxcross launch`, in `jaxcross top`."""
 
 import os
 import pty

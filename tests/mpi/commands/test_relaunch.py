@@ -58,8 +58,9 @@ def undisturbed(tmp_path_factory, finish):
 
 
 def test_killed_ranks_end_in_the_same_bits(tmp_path, finish, undisturbed):
-    """Two kills in two runs. A budget of one restart is enough, because each run had made a
-    checkpoint.
+    """Two kills in two runs.
+
+    A budget of one restart is enough, because each run had made a checkpoint.
     """
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-12", "kill-0-27"])
     assert ended.returncode == 0, ended.stderr

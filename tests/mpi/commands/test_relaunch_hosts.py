@@ -1,5 +1,6 @@
-"""A run on two hosts, one of which goes down. The run waits for the host or continues without it,
-depending on its state.
+"""A run on two hosts, one of which goes down.
+
+The run waits for the host or continues without it, depending on its state.
 """
 
 import os

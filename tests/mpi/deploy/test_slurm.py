@@ -1,6 +1,4 @@
-"""The Slurm recipe on a one-node Slurm: it is accepted as it is, and its job is requeued until
-done.
-"""
+"""The Slurm recipe on a one-node Slurm: it is accepted, and its job is requeued until done."""
 
 import os
 import re

@@ -21,8 +21,9 @@ def code_of(page):
 
 
 def uses_jax_too_early(code):
-    """Whether a page uses JAX before `initialize`. If pages share a process, only the first page
-    would fail, so this checks the text.
+    """Whether a page uses JAX before `initialize`.
+
+    If pages share a process, only the first page would fail, so this checks the text.
     """
     before, start, _ = code.partition("world = jaxcross.initialize(")
     if not start:

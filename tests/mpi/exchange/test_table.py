@@ -31,7 +31,5 @@ def test_exchanges_equal_vmap_formulas_and_solo(
 
 @pytest.mark.exhaustive
 def test_all_at_full_optimisation(mpirun: Any) -> None:
-    """As users run it: XLA fuses and contracts, so different programs may round the same arithmetic
-    differently.
-    """
+    """As users run it: XLA fuses and contracts, so different programs may round differently."""
     check(mpirun, 3, env={"XLA_FLAGS": ""})

@@ -1,5 +1,6 @@
-"""Every fault of one rank ends as the table says. Every rank names the fault, and no checkpoint is
-damaged.
+"""Every fault of one rank ends as the table says.
+
+Every rank names the fault, and no checkpoint is damaged.
 """
 
 import re
@@ -23,8 +24,9 @@ THREE = faults.Case(fault="kill", point="exchange", ranks=3)
 
 @pytest.mark.integration
 def test_faults_at_points(monkeypatch, quick_compiler):
-    """Runs several cases at once, because they mostly wait. They get slack, because other tests may
-    leave a rank little CPU time.
+    """Runs several cases at once, because they mostly wait.
+
+    They get slack, because other tests may leave a rank little CPU time.
     """
     for name, value in quick_compiler.items():
         monkeypatch.setenv(name, value)

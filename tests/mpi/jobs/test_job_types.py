@@ -1,6 +1,4 @@
-"""A job under `jax.enable_x64(True)` over real exchanges: what it restores, how it is cut, and how
-it fails.
-"""
+"""A job under `jax.enable_x64(True)` over real exchanges: how it is restored, cut, and fails."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Several hosts on one machine: MPI really crosses the shaped link, and a lab leaves nothing
-behind.
-"""
+"""Several hosts on one machine: MPI really crosses the link, and a lab leaves nothing behind."""
 
 import json
 import os
@@ -233,9 +231,7 @@ def test_killing_the_driver_kills_everything_inside():
 
 @pytest.fixture
 def driven():
-    """Starts a driver whose command prints `up`, in its own process group, and terminates what is
-    left of it.
-    """
+    """Starts a driver whose command prints `up`, and terminates its process group at the end."""
     drivers: list[subprocess.Popen[str]] = []
 
     def start(script: str) -> subprocess.Popen[str]:

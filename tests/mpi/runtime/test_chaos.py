@@ -1,5 +1,6 @@
-"""Real runs whose threads are delayed at random. All comparisons of the tables are bit for bit and
-must still pass.
+"""Real runs whose threads are delayed at random.
+
+All comparisons of the tables are bit for bit and must still pass.
 """
 
 import pytest

@@ -1,6 +1,4 @@
-"""Steps outside a runner, on two ranks: which threads may call them, and when the ranks agree
-again.
-"""
+"""Steps outside a runner, on two ranks: who may call them, and when the ranks agree again."""
 
 import pytest
 

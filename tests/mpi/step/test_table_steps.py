@@ -1,5 +1,6 @@
-"""Every collective and element type as steps, in more processes than cores. Nothing may hang, and
-no bit may change.
+"""Every collective and element type as steps, in more processes than cores.
+
+Nothing may hang, and no bit may change.
 """
 
 import json

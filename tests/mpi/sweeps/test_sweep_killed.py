@@ -45,8 +45,9 @@ def test_eight_trials_killed_twice_end_alike(mpirun, tmp_path, quick_compiler):
 
 @pytest.mark.integration
 def test_trials_pruned_by_evaluations_end_alike(mpirun, tmp_path, quick_compiler):
-    """Some trials stop early. Rank 0 dies in an evaluation, whose batches and steps don't count as
-    training's.
+    """Some trials stop early.
+
+    Rank 0 dies in an evaluation, whose batches and steps don't count as training's.
     """
     compare(mpirun, tmp_path, 8, [(0, 20), (1, 16)], {**quick_compiler, "METRIC": "eval/loss"})
     for whole in (tmp_path / "whole" / "metrics").glob("*.jsonl"):

@@ -1,6 +1,4 @@
-"""Steps that call mpi4jax: each call as under `jit`, alone and in jobs, and errors when calls don't
-match.
-"""
+"""Steps that call mpi4jax: each call as under `jit`, alone and in jobs, and wrong calls."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def test_a_rank_that_fails_makes_its_calls(mpirun: Any, quick_compiler: dict[str
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", FAULTS)
 def test_faults(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
-    """Cases run in turn on the same ranks, so a failure must not affect the next step or the next
-    run.
-    """
+    """Cases run in turn on the same ranks, so a failure must not affect the next run."""
     check_faults(mpirun, quick_compiler, ranks, *FAULTS[ranks])
 
 

@@ -1,6 +1,4 @@
-"""Both wires: which one a world has, and that results that leave a step no longer belong to an
-arena.
-"""
+"""Both wires: which one a world has, and that a step's results don't belong to an arena."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""If all packets between two hosts are lost, as with a firewall, the start ends and says what to
-check.
-"""
+"""If all packets between two hosts are lost, as with a firewall, the start says what to check."""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
-"""A warm process behaves like `python`: arguments, files, exit codes and signals. The only
-difference is that JAX is already imported.
+"""A warm process behaves like `python`: arguments, files, exit codes and signals.
+
+The only difference is that JAX is already imported.
 """
 
 import os
@@ -36,8 +37,9 @@ def run(*words, **options):
 
 
 def test_ranks_are_warm(mpirun):
-    """If ranks weren't warm, each would import JAX again. All other tests would still pass, only
-    slower.
+    """If ranks weren't warm, each would import JAX again.
+
+    All other tests would still pass, only slower.
     """
     assert mpirun(2, IS_WARM).check().stdout == "True\nTrue\n"
     assert mpirun(2, IS_WARM, warm=False).check().stdout == "False\nFalse\n"

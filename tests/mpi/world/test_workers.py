@@ -12,9 +12,7 @@ import pytest
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are
-    signalled.
-    """
+    """Starts real processes, because these tests are about starts, exits and signals."""
     return partial(mpirun, warm=False)
 
 
@@ -36,8 +34,9 @@ def test_a_guarded_script_trains_with_workers(mpirun: Callable[..., Any], how: s
     "how", ["spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive), "grain"]
 )
 def test_workers_that_would_train_end_all_at_once(mpirun: Callable[..., Any], how: str) -> None:
-    """No worker starts MPI, and a pool doesn't keep starting workers. The time limit is far below
-    the watchdog's.
+    """No worker starts MPI, and a pool doesn't keep starting workers.
+
+    The time limit is far below the watchdog's.
     """
     done = mpirun(2, "workers.py", "--unguarded", how, timeout=200)
     assert done.returncode == 1

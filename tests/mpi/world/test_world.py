@@ -13,9 +13,7 @@ import pytest
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are
-    signalled.
-    """
+    """Starts real processes, because these tests are about starts, exits and signals."""
     return partial(mpirun, warm=False)
 
 
@@ -333,8 +331,9 @@ SCRIPT_RAISES = (
 
 
 def launched(tmp_path, code, **environ):
-    """Runs a script under `jaxcross launch`. Returns its lines, without MPI's own, and the folders
-    that it left.
+    """Runs a script under `jaxcross launch`.
+
+    Returns its lines, without MPI's own, and the folders that it left.
     """
     script, left = tmp_path / "train.py", tmp_path / "left"
     script.write_text(code)
