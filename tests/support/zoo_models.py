@@ -108,7 +108,7 @@ def pmap_style(
 
 
 def batch_norm(*, averaged: bool = False, axis_name: str | None = None) -> Any:
-    """Statistics: rank-local, averaged (`sync_batch_stats`), or synchronized in the forward pass."""
+    """Statistics: rank-local, averaged (`sync_batch_stats`), or synced in the forward pass."""
 
     def build(ranks: int) -> tuple[Any, Any]:
         state = linen_state(MLP(norm=True, axis_name=axis_name), momentum(), NormState)

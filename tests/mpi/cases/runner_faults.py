@@ -258,7 +258,7 @@ def interrupted(saves):
 
 
 def a_branch_at_different_calls():
-    """In a job, the ranks detect exchanges at different calls. Alone, `agree_alone` does."""
+    """In a job, the ranks detect that they take the exchanging branch at different calls."""
     if WORLD.size == 1:
         return
     every_third = jaxcross.crossover(

@@ -231,7 +231,7 @@ def test_killing_the_driver_kills_everything_inside():
 
 @pytest.fixture
 def driven():
-    """Starts a driver whose command prints `up`, and terminates its process group at the end."""
+    """Starts a driver in its own process group, whose command prints `up`. Kills it at the end."""
     drivers: list[subprocess.Popen[str]] = []
 
     def start(script: str) -> subprocess.Popen[str]:
