@@ -1,4 +1,4 @@
-"""For all tests: what needs an accelerator is skipped without one; a test that hangs says where."""
+"""Skips tests that need a missing accelerator, and prints the stacks of tests that hang."""
 
 from __future__ import annotations
 
@@ -23,41 +23,42 @@ from tests.support import warm_python
 TESTS = Path(__file__).parent
 
 
-# No time limit per example, since a slow machine is no failure. `--hypothesis-profile full` tries
-# more examples.
+# There's no time limit per example, because a slow machine isn't a failure.
+# `--hypothesis-profile full` tries more examples.
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=10)
 settings.load_profile("quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
+    if not hasattr(config, "workerinput"):  # not in a pytest-xdist worker
         keep_bytecode(config)
-    # Children of a test (mpirun and its ranks) print their stacks on a crash, too.
+    # A test's child processes (mpirun and its ranks) print their stacks on a crash, too.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     # Tests compare what processes print, and a slow machine prints more progress than a fast one.
     os.environ["JAXCROSS_PROGRESS"] = "0"
-    # Tables are printed as for a file: pytest-xdist gives its workers the size of a terminal.
+    # Print tables as for a file. Otherwise their width depends on pytest-xdist, which passes the
+    # terminal's size on to its workers.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
-    # Ranks are more than cores here. MPICH waits by polling; so it sleeps for a moment after each
-    # poll, instead of only offering the core to others: a fifth of the CPU time of two ranks that
-    # train eight small trials.
+    # There are more ranks than cores here, and MPICH waits by polling. With this setting it sleeps
+    # briefly after each poll instead of only yielding the core. Two ranks that train eight small
+    # trials then need a fifth of the CPU time.
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     os.environ.pop(
         "PYTHONUNBUFFERED", None
-    )  # a line is one write where Python buffers; else ranks' lines get mixed
+    )  # buffered, a line is a single write; otherwise the ranks' lines get mixed up
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
-    # Started in the background of a script: children would inherit it and be deaf to what tests
-    # send.
+    # A script that starts pytest in the background makes it ignore these signals. Children would
+    # inherit that and ignore the signals that tests send.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
-    # Last, since its forks inherit all of this.
+    # Last, because the server's forks inherit everything above.
     if not hasattr(config, "workerinput") and not os.environ.get("JAXCROSS_TESTS_COLD"):
         warm = warm_python.serving()
         warm.__enter__()
@@ -65,11 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def keep_bytecode(config: pytest.Config) -> None:
-    """Keeps compiled Python in pytest's cache where Python was told to keep none
-    (`PYTHONDONTWRITEBYTECODE`).
+    """Keeps bytecode in pytest's cache if `PYTHONDONTWRITEBYTECODE` is set.
 
-    Else every worker and every rank compiles JAX's source again: 1.6 s of CPU time instead of 0.7 s
-    to import it.
+    Otherwise every worker and every rank recompiles JAX's source, and importing JAX takes 1.6 s of
+    CPU time instead of 0.7 s.
     """
     if not sys.dont_write_bytecode:
         return
@@ -83,9 +83,9 @@ def keep_bytecode(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    unknown: dict[str, set[str]] = {}  # ids of `mostly_...` by test
+    unknown: dict[str, set[str]] = {}  # test -> ids in `mostly_...` that no case has had yet
     for item in items:
         for mark in ("exhaustive", "integration"):
             if (mostly := item.get_closest_marker(f"mostly_{mark}")) is None:
@@ -109,45 +109,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Lets a worker of pytest-xdist end soon, by collecting garbage before it reports that its
-    tests are over.
+    """Collects garbage before a pytest-xdist worker reports that its tests have ended.
 
-    After that report, execnet gives a worker 5 s to end, and then interrupts it with SIGINT. Within
-    this time, pytest collects garbage twice. At the end of a plain run a worker has a million
-    objects, and this took 8 s on a slow day.
+    After that report, execnet gives the worker 5 s to exit, then interrupts it with SIGINT. In this
+    time pytest collects garbage twice. At the end of a plain run a worker has a million objects,
+    and the two collections once took 8 s on a busy day.
     """
     if hasattr(session.config, "workerinput"):
         gc.collect()
-        gc.freeze()  # later collections pass over everything that is still alive
+        gc.freeze()  # later collections skip everything that is still alive
 
 
 def _accelerator() -> bool:
-    """Counted without starting JAX: tests choose how it starts."""
+    """Looks for device files rather than asking JAX, because tests choose how JAX starts."""
     return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 @pytest.fixture(scope="session")
 def quick_compiler() -> dict[str, str]:
-    """Environment in which XLA compiles faster and worse, for processes that are only to be seen
-    running.
-    """
+    """Environment for child processes in which XLA compiles faster but optimizes less."""
     return {"XLA_FLAGS": quick_compiler_options.FLAGS}
 
 
 @pytest.fixture(scope="module")
 def compiled_quickly() -> Iterator[None]:
-    """XLA compiles faster and worse in this process, too, for tests of values that do not depend on
-    how it compiles.
+    """Makes XLA compile faster but optimize less in this process, too.
 
-    What a test compares bit for bit with another executable is compiled as users have it. The
-    caches are cleared, so that a test compiles the same whichever ran before it.
+    Use it for tests whose values don't depend on the compiler's options. An executable whose
+    results are compared bit for bit with another one's must be compiled as users have it. The
+    caches are cleared, so that a test compiles the same whichever test ran before.
     """
     import jax
     from jax._src import compiler
 
-    # `jax_disable_most_optimizations` needs no patch, but jaxlib 0.10 still emits loops through
-    # MLIR then. CPU seconds of tensor/test_layers.py with 0.10: 27 with the option, 17 with the
-    # patch, 38 with neither; with 0.12: 28, 28, 33.
+    # `jax_disable_most_optimizations` needs no patch, but with it jaxlib 0.10 still emits loops
+    # through MLIR. CPU seconds of tensor/test_layers.py with jaxlib 0.10: 27 with the option, 17
+    # with the patch, 38 with neither; with jaxlib 0.12: 28, 28 and 33.
     as_users_have_it = compiler.get_compile_options
 
     def quick(
@@ -165,8 +162,9 @@ def compiled_quickly() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def on_four_devices(quick_compiler: dict[str, str]) -> Callable[..., str]:
-    """Runs a script, which may import `tests.support`, where JAX has four CPU devices: what it
-    printed.
+    """Runs a script in a process whose JAX has four CPU devices, and returns what it printed.
+
+    The script may import `tests.support`.
     """
 
     def call(script: str, *words: str, timeout: float = 240) -> str:

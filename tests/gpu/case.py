@@ -1,8 +1,9 @@
-"""What the tests of this folder run in processes of their own: `python case.py NAME [--stand-in]`,
-alone or by mpirun.
+"""The cases that this folder's tests run in separate processes, directly or under mpirun.
 
-With `--stand-in` a second CPU device stands for the accelerator, so that the code itself is tested
-everywhere.
+    python case.py NAME [--stand-in]
+
+With `--stand-in`, a second CPU device replaces the accelerator, so the cases themselves can be
+tested on every machine.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def bits(tree: Any) -> str:
 
 
 def step(world: Any, device: Any, host: Any) -> None:
-    """A cut step on the accelerator equals plain jit on the CPU within a tolerance."""
+    """A cut step on the accelerator matches plain jit on the CPU within a tolerance."""
     for name, work in workloads().items():
         plain = jax.jit(work.make(lambda tree: tree))
         state, batch = work.state(0), work.batch(0)
@@ -78,9 +79,7 @@ def step(world: Any, device: Any, host: Any) -> None:
 
 
 def placement(world: Any, device: Any, host: Any) -> None:
-    """Collective segments run on the host's CPU device; results come back with the sharding that
-    the user chose.
-    """
+    """Collective segments run on the host's CPU, and results get the user's sharding back."""
     work = workloads()["mlp"]
     chosen = NamedSharding(Mesh(np.array([device]), ("local",)), PartitionSpec())
     for sharding in (SingleDeviceSharding(device), chosen):
@@ -103,7 +102,7 @@ def placement(world: Any, device: Any, host: Any) -> None:
             execution.wait_outputs(segment.index)
             for value in (
                 segment.outputs
-            ):  # before the next segment reads them, which would fetch them by itself
+            ):  # before the next segment reads the outputs, which would move them anyway
                 assert execution._env[value].devices() == {device}, segment
         state, _ = execution.outputs()
         for before, after in zip(jax.tree.leaves(args[0]), jax.tree.leaves(state), strict=True):
@@ -113,8 +112,8 @@ def placement(world: Any, device: Any, host: Any) -> None:
 
 
 def dependent(world: Any, device: Any, host: Any) -> None:
-    """A segment may overwrite a value, and makes two of its shape: one to hand on, and one that is
-    only exchanged.
+    """A segment that may overwrite an input has two outputs of the input's shape: one that later
+    segments compute with, and one that is only exchanged.
     """
 
     def step(x: Any) -> Any:
@@ -135,7 +134,7 @@ def dependent(world: Any, device: Any, host: Any) -> None:
 
 
 def handed_over(traced: Any, leaves: list[Any], host: Any) -> tuple[list[int], Any]:
-    """Returns the bytes of each hand-over of a step, and its result."""
+    """Returns how many bytes each hand-over of a step moves, and the step's result."""
     found: list[int] = []
 
     def to_host(values: Any, where: Any, through: Any) -> Any:
@@ -160,9 +159,7 @@ def handed_over(traced: Any, leaves: list[Any], host: Any) -> tuple[list[int], A
 
 
 def small_work(world: Any, device: Any, host: Any) -> None:
-    """Arrays go to the host once for Adasum and come back once: nothing is handed over between its
-    exchanges.
-    """
+    """Adasum moves its arrays to the host and back once, with no hand-over between exchanges."""
     tx = jaxcross.exchange.adasum("batch")
     weights = {
         "kernel": np.linspace(-1.0, 1.0, 64 * 32, dtype=np.float32).reshape(64, 32),
@@ -188,14 +185,14 @@ def small_work(world: Any, device: Any, host: Any) -> None:
     assert all(leaf.devices() == {device} for leaf in jax.tree.leaves((expected, got)))
     close(got, expected, "kept on the host:")
     assert len(apart) > 6 and len(kept) == 2, (apart, kept)
-    # All gradients there and back, padded, and the rank's number; nothing else.
+    # All gradients go there and back, padded, plus the rank's number, and nothing else.
     nbytes = sum(x.nbytes for x in weights.values())
     assert sum(kept) < 2.2 * nbytes < sum(apart), (nbytes, apart, kept)
 
 
 def constants(world: Any, device: Any, host: Any) -> None:
-    """A constant that a computation and work between two exchanges read goes to the host once, not
-    in each step.
+    """A constant is moved to the host once rather than in each step, even if both a compute segment
+    and the small work between two exchanges read it.
     """
     table = jax.device_put(np.linspace(0.5, 1.5, 5000, dtype=np.float32), device)
 
@@ -214,13 +211,13 @@ def constants(world: Any, device: Any, host: Any) -> None:
         "compute",
         "collective",
     }
-    assert there == back == table.nbytes, (there, back)  # what is exchanged, and what comes of it
+    assert there == back == table.nbytes, (there, back)  # the exchanged array, and its result
     mean = np.sin(np.asarray(args[0]) * np.asarray(table))
     close(got, mean * np.asarray(table) + np.asarray(table), "constants:")
 
 
 def crossover(world: Any, device: Any, host: Any) -> None:
-    """Two jobs in turn end in the same bits as each of them alone."""
+    """Two jobs that cross over end bit for bit as each does alone."""
     for name, work in workloads().items():
         crossed = jaxcross.crossover(exchanged(work), axes="batch", donate_argnums=0)
 
@@ -244,7 +241,10 @@ def crossover(world: Any, device: Any, host: Any) -> None:
 
 
 def sparse_step(work: Workload, tx: Any) -> Callable[..., Any]:
-    """The workload's step, its gradients exchanged by `tx`; and what `tx` keeps for later."""
+    """Returns the workload's step with its gradients exchanged by `tx`.
+
+    The step also takes and returns the state of `tx`.
+    """
 
     def step(state: Any, batch: Any, kept: Any) -> Any:
         later = []
@@ -260,7 +260,7 @@ def sparse_step(work: Workload, tx: Any) -> Callable[..., Any]:
 
 
 def selection(world: Any, device: Any, host: Any) -> None:
-    """Both ways find the largest elements there, and a step of top-k ends as on the CPU."""
+    """Both selections find the largest elements there, and a top-k step ends as on the CPU."""
     x, k = np.random.default_rng(0).standard_normal(100_000, dtype=np.float32), 1000
     largest = set(np.argsort(-np.abs(x))[:k].tolist())
     work = mlp(width=32, batch_size=8)
@@ -283,9 +283,7 @@ def selection(world: Any, device: Any, host: Any) -> None:
 
 
 def ranks(world: Any, device: Any, host: Any) -> None:
-    """Two ranks share the accelerator, agree to the bit, and compute what `vmap` computes on the
-    CPU.
-    """
+    """Two ranks that share the accelerator end bit for bit alike, and match `vmap` on the CPU."""
     assert world.size == 2
     for name, work in workloads().items():
         state, batches = work.state(0), [work.batch(rank) for rank in range(world.size)]
@@ -295,7 +293,7 @@ def ranks(world: Any, device: Any, host: Any) -> None:
             everyone = [jax.device_put((state, batch), host) for batch in batches]
             expected = vmap_oracle(exchanged(work), {"batch": world.size}, everyone)[world.rank]
         close(got, expected, f"{name} on rank {world.rank}:")
-        # Statistics of BatchNorm are each rank's own; parameters and loss are everybody's.
+        # BatchNorm's statistics are rank-local; parameters and loss are identical across ranks.
         shared = (got[0][0], got[1])
         texts = world.control.allgather_text(f"{bits(shared)} {device.device_kind} {device.id}")
         assert len(set(texts)) == 1, texts
@@ -310,7 +308,7 @@ CASES = {
 
 if __name__ == "__main__":
     prepare(STAND_IN)
-    # Else an accelerator multiplies float32 with fewer bits than the CPU that it is compared with.
+    # Otherwise an accelerator multiplies float32 with less precision than the CPU.
     jax.config.update("jax_default_matmul_precision", "highest")
     the_world = jaxcross.initialize()
     CASES[sys.argv[1]](the_world, accelerator(STAND_IN), jax.local_devices(backend="cpu")[0])

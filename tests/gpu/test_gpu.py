@@ -1,6 +1,4 @@
-"""On an accelerator: a cut step computes what the CPU computes, hands over and back, and shares the
-device.
-"""
+"""On an accelerator, cut steps match the CPU's results, hand arrays over, and share the device."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def environment() -> dict[str, str]:
-    """Several processes share the device, the one of pytest among them; sums must not depend on
-    timing.
+    """Settings for several processes on one device, including pytest's own, and for sums that don't
+    depend on timing.
     """
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
@@ -70,7 +68,7 @@ def test_the_benchmark_runs_and_reads_the_profile(tmp_path: Path) -> None:
         row = result["profile"][case]
         assert row["overlap"]["kernels_s"] > 0, row
         assert 0 <= row["idleness"]["idle_share"] < 1
-    # A cut step hands its gradients to the host and back: the copies are in the profile, and the
-    # profile is understood.
+    # A cut step hands its gradients to the host and back. Both copies must be in the profile, and
+    # the benchmark must have recognized them.
     assert result["profile"]["2_jobs"]["overlap"]["to_host_s"] > 0
     assert result["profile"]["2_jobs"]["overlap"]["to_device_s"] > 0

@@ -1,4 +1,4 @@
-"""Run a case on several MPI ranks, in a process group of its own and with a time limit."""
+"""Runs a case on several MPI ranks, in its own process group and with a time limit."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What the ranks left: exit code of `mpirun`, everything that they printed."""
+    """What the ranks left: the exit code of `mpirun`, and all their output."""
 
     returncode: int
     stdout: str
     stderr: str
 
     def check(self) -> Finished:
-        """Fail the test, with the ranks' output, unless all ranks succeeded."""
+        """Fails the test, with the ranks' output, unless all ranks succeeded."""
         assert self.returncode == 0, f"exit code {self.returncode}\n{self.stdout}\n{self.stderr}"
         return self
 
 
 @pytest.fixture(scope="session")
 def mpirun() -> Callable[..., Finished]:
-    """`mpirun(n, case, *args, timeout=240, env={})`: `case` is a file (relative to `cases/`) or
-    Python source.
+    """`mpirun(n, case, *args, timeout=240, env={})`, where `case` is a file in `cases/` or Python
+    source.
 
-    Ranks are forks of a process that has imported JAX already (`tests/support/warm_python.py`).
-    `warm=False` starts an interpreter for each, for tests of real processes: how a rank starts,
-    dies, or is signalled. The limit is for hangs. 240 s is below the watchdog's default, which what
-    ends by itself shall not wait for; runs that do real work get 900 s, as a machine may be slow
-    and loaded.
+    Ranks are forks of a process that has already imported JAX (`tests/support/warm_python.py`).
+    `warm=False` starts an interpreter for each rank, for tests of real processes: how a rank
+    starts, dies, or is signalled. The time limit catches hangs. The default of 240 s is below the
+    watchdog's default, so a run that should end by itself can't wait for the watchdog. Runs that do
+    real work get 900 s, because a machine may be slow and loaded.
     """
     launcher = find_mpirun()
     if launcher is None:
@@ -64,7 +64,7 @@ def mpirun() -> Callable[..., Finished]:
         environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
         environ.pop(
             workers.VARIABLE, None
-        )  # a test that called `initialize` in this process has made it a rank
+        )  # set by a test that called `initialize` and thereby made this process a rank
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,
@@ -79,7 +79,7 @@ def mpirun() -> Callable[..., Finished]:
 
 
 def finish(line: Sequence[str], environ: dict[str, str], timeout: float) -> Finished:
-    """Run to the end, or end the whole process group and fail."""
+    """Runs to the end. On a timeout, terminates the whole process group and fails."""
     process = subprocess.Popen(
         line,
         env=environ,
@@ -91,7 +91,7 @@ def finish(line: Sequence[str], environ: dict[str, str], timeout: float) -> Fini
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        # mpirun passes SIGTERM on to ranks that are in process groups of their own.
+        # mpirun forwards SIGTERM to ranks that have their own process groups.
         os.killpg(process.pid, signal.SIGTERM)
         try:
             stdout, stderr = process.communicate(timeout=10)

@@ -1,4 +1,4 @@
-"""Adasum of float64 vectors in NumPy, and gradients of all ranks for it."""
+"""A float64 reference of Adasum in NumPy, and gradients of all ranks to test it with."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 
 def pair(a, b):
-    """One layer of two ranks, in float64."""
+    """Combines one layer of two ranks, in float64."""
     aa, bb, ab = np.vdot(a, a), np.vdot(b, b), np.vdot(a, b)
     return a * (1 - ab / (2 * aa) if aa else 1) + b * (1 - ab / (2 * bb) if bb else 1)
 
 
 def tree(layer):
-    """The ranks of one layer (first axis), as documented: beyond a power of two fold in, then
-    neighbours pair up.
+    """Combines one layer of all ranks (first axis) as documented: ranks beyond the largest power of
+    two are folded in first, then neighbours pair up.
     """
     vectors = [np.asarray(x, np.float64) for x in layer]
     base = 1 << (len(vectors).bit_length() - 1)
@@ -32,7 +32,7 @@ def tree(layer):
 
 def grads(ranks, seed=0, shapes=SHAPES):
     rng = np.random.default_rng(seed)
-    # A part in common, so that the dot products matter.
+    # All ranks share a common part, so that the dot products matter.
     return {
         name: np.asarray(rng.normal(size=(ranks, *shape)) + rng.normal(size=shape), np.float32)
         for name, shape in shapes.items()

@@ -1,4 +1,4 @@
-"""Runs benchmarks at toy size for tests, and skips tests where no lab can be made."""
+"""Fixtures that run benchmarks at toy size, and skip tests on machines that can't make a lab."""
 
 import json
 import os
@@ -15,14 +15,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="session")
 def lab():
-    """Skips the test on a machine that cannot make a lab."""
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")
 
 
 @pytest.fixture
 def smoke(tmp_path, quick_compiler):
-    """Runs a benchmark, and returns what it wrote; a later run finds that file."""
+    """Runs a benchmark and returns what it wrote. All runs of a test share the output file."""
 
     def run(name: str, *options: str) -> dict:
         out = tmp_path / "out.json"

@@ -1,5 +1,6 @@
-"""Spans of jobs whose steps follow one another or cross over, in seconds, so that every number is
-known.
+"""Hand-made spans of jobs that run alone or cross over, whose breakdown can be worked out by hand.
+
+All times are in seconds.
 """
 
 from jaxcross.interleave.instrument import Span
@@ -9,7 +10,7 @@ S = 1_000_000_000
 
 
 def piece(kind, job, step, start, end, *, rank=0, segment=None, ready=None, lane=0, nbytes=0):
-    """A span in seconds. Compute is segment 0, the exchange segment 1 unless said otherwise."""
+    """A span, in seconds. By default, compute is segment 0 and an exchange is segment 1."""
     if segment is None:
         segment = {"compute": 0, "collective": 1}.get(kind, -1)
     ready = start if ready is None else ready
@@ -20,7 +21,7 @@ def piece(kind, job, step, start, end, *, rank=0, segment=None, ready=None, lane
 
 
 def alone(job, steps, *, begin=0.0, compute=1.0, exchange=1.0, rank=0, gap=0.0, nbytes=0):
-    """A job whose steps follow one another."""
+    """A job whose steps run one after the other."""
     spans, now = [], begin
     for step in range(steps):
         spans.append(piece("compute", job, step, now, now + compute, rank=rank))
@@ -31,7 +32,7 @@ def alone(job, steps, *, begin=0.0, compute=1.0, exchange=1.0, rank=0, gap=0.0, 
 
 
 def crossed(steps, *, rank=0, begin=0.0):
-    """Two jobs, c = m = 1 s each: a computes while b exchanges."""
+    """Two jobs with c = m = 1 s each: `a` computes while `b` exchanges."""
     return alone("a", steps, rank=rank, begin=begin) + alone("b", steps, rank=rank, begin=begin + 1)
 
 

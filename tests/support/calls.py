@@ -1,4 +1,4 @@
-"""Work that is counted, not timed."""
+"""Measures work by counting calls, because times vary from run to run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 
 def count_calls(work: Callable[[], Any]) -> int:
-    """Counts the calls of Python's functions and of built-in ones, and the iterations of
-    generators, of `work()`.
-    """
+    """Counts the calls of Python and built-in functions in `work()`, and generators' iterations."""
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""Damage to checkpoints, files that cannot be written, and jobs that must refuse to resume."""
+"""Damages checkpoints, makes writes fail, and checks that jobs refuse to resume."""
 
 from unittest import mock
 
@@ -27,7 +27,7 @@ def names(folder, job="a"):
 
 
 def half_written(folder, **kwargs):
-    """The first write of job `a` fails on rank 1."""
+    """Makes rank 1's write of the first checkpoint of job `a` fail."""
     write = Folders.commit
 
     def commit(self, name, part):
@@ -40,7 +40,7 @@ def half_written(folder, **kwargs):
 
 
 def refused(ranks, folder, match, fn=loop, **kwargs):
-    """The job fails on every rank, with this text."""
+    """Checks that the job fails on every rank with a text that matches."""
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(folder))

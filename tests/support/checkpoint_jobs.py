@@ -1,5 +1,6 @@
-"""Jobs on ranks that are threads, whose whole arithmetic is exact: what a checkpoint brings back
-can be compared.
+"""Jobs on ranks that are threads.
+
+All their arithmetic is exact, so what a checkpoint restores can be compared bit for bit.
 """
 
 import logging
@@ -16,11 +17,11 @@ STEPS = 12
 
 
 class BrokenError(Exception):
-    """Raised by data, to end a job early."""
+    """Raised by a job's data, to end the job early."""
 
 
 def init(world, *, own):
-    """`w` is equal on all ranks; each rank has its own `residual`, if asked for."""
+    """`w` is identical on all ranks. With `own`, each rank also has a rank-local `residual`."""
     return {"w": np.arange(3.0), **({"residual": np.full(2, float(world.rank))} if own else {})}
 
 
@@ -45,7 +46,7 @@ def batches(world, seed=0):
 
 
 def ending(data, after):
-    """`data`, until it raises."""
+    """Yields `data`, and raises before batch number `after`."""
     for n, batch in enumerate(data):
         if n == after:
             raise BrokenError
@@ -78,12 +79,12 @@ def train(
     metrics=None,
     **kwargs,
 ):
-    """Runs the jobs on so many ranks. By rank: name -> (state, step, history, error).
+    """Runs the jobs on `ranks` ranks. Returns, by rank, name -> (state, step, history, error).
 
     Args:
-        after: Each job's data raises behind so many batches.
-        directory: None for no checkpoints, or rank -> folder.
-        metrics: A folder for what the jobs log.
+        after: Number of batches after which each job's data raises.
+        directory: Folder of the checkpoints, rank -> folder, or None for no checkpoints.
+        metrics: Folder for what the jobs log.
     """
 
     def work(world):
@@ -110,14 +111,14 @@ def train(
 
 
 def same(one, other):
-    """The states are equal, bit for bit."""
+    """Checks that two states are equal, bit for bit."""
     assert one.keys() == other.keys()
     for key in one:
         assert one[key].tobytes() == other[key].tobytes(), key
 
 
 def resumes(caplog):
-    """What was said about checkpoints that could not be used."""
+    """The warnings about checkpoints that couldn't be used."""
     return [
         r.getMessage()
         for r in caplog.records

@@ -18,7 +18,7 @@ N = 64
 
 
 def train_step(state: Any, x: Any) -> Any:
-    """Two dependent exchanges and a state with momentum."""
+    """A step with two dependent exchanges and a state with momentum."""
     w, m = state["w"], state["m"]
     grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
     grads = lax.pmean(grads, "batch")

@@ -1,6 +1,4 @@
-"""What the tests of the data cache share: a small data set, caches of one folder, and hashes of
-what comes out.
-"""
+"""What the data cache's tests share: a small data set, caches in a folder, hashes of batches."""
 
 import hashlib
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ def write_set(root):
 
 @contextmanager
 def caches_in(folder):
-    """Opens caches in one folder, whose memory lies next to it, and closes them."""
+    """Opens caches that share a folder, in-memory files included, and closes them at the end."""
     (folder / "memory").mkdir()
     opened = []
 
@@ -38,14 +36,14 @@ def digest(batch):
 
 
 def digests(batches):
-    """Hashes of all bits, batch by batch."""
+    """One hash per batch, over all of its bits."""
     found = [digest(batch) for batch in batches]
     batches.close()
     return found
 
 
 def tree(folder):
-    """Names, times and hashes of all files."""
+    """Names, modification times and hashes of all files."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return [
         (str(path), path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
@@ -54,5 +52,5 @@ def tree(folder):
 
 
 def records_of(cache):
-    """Records that each level has given."""
+    """The number of records that each level has delivered."""
     return {name: level.records for name, level in cache.statistics().items()}

@@ -1,6 +1,4 @@
-"""Training of another quadratic on each rank, all ranks in one process, each with parameters of its
-own.
-"""
+"""Trains all ranks in one process. Each rank has its own quadratic and its own parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def starts(ranks, equal=True, seed=0):
 
 
 def grads(params, step):
-    """Each rank's gradient of its own quadratic, of all ranks at once."""
+    """Every rank's gradient of its own quadratic, stacked along the first axis."""
     return {
         k: per_rank(p, lambda r: 1 + r) * (p - per_rank(p, lambda r: step + (r - 1) ** 2))
         for k, p in params.items()
@@ -34,12 +32,12 @@ def grads(params, step):
 
 
 def per_rank(like, number):
-    """A number a rank, with as many dimensions as `like`."""
+    """One number per rank, reshaped to as many dimensions as `like`."""
     return np.asarray(number(np.arange(len(like))), np.float32).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def train(tx: Any, params: Any, steps: int, gradients: Any = grads) -> tuple[Any, Any]:
-    """Parameters after each step, of all ranks at once, and the last state."""
+    """Returns the parameters of all ranks after each step, and the final state."""
     init = jax.vmap(tx.init, axis_name="batch")
 
     @jax.jit

@@ -1,6 +1,4 @@
-"""Jobs that are evaluated, on ranks that are threads: the loop, what it logged, and what is on
-disk.
-"""
+"""Jobs with evaluations, on ranks that are threads: the loop, its log, and the files it leaves."""
 
 import json
 
@@ -18,7 +16,7 @@ SCORES = {2: 0.5, 4: 0.25, 6: 0.875, 8: 0.5, 10: 0.75, 12: 0.625}
 
 
 def scores(step):
-    """The metrics of an evaluation; `w` is of the state."""
+    """The metrics of the evaluation at a step."""
     return {"score": SCORES[step]}
 
 
@@ -39,15 +37,15 @@ def train(
     steps=STEPS,
     own=False,
 ):
-    """Runs job `a`. By rank: its context, and the steps after which `fn` was called there.
+    """Runs job `a`. Returns, by rank, its context and the steps that were evaluated there.
 
     Args:
-        after: The data raises after so many batches.
-        fails_at: The evaluation of this step raises, on the last rank that makes it.
+        after: Number of batches after which the data raises.
+        fails_at: Step whose evaluation raises, on the last rank that evaluates.
         early: Arguments of `stop_early`.
-        best: The mode in which the best state is kept.
-        evaluate: The metrics at a step.
-        rank: The only rank that evaluates.
+        best: Mode in which the best state is kept.
+        evaluate: Step -> metrics.
+        rank: The only rank that evaluates; None for all.
     """
 
     def work(world):
@@ -96,12 +94,12 @@ def train(
 
 
 def evaluations(job):
-    """The evaluations that a job logged: `(step, metrics)`."""
+    """The evaluations that a job logged, as `(step, metrics)`."""
     return [(step, values["eval"]) for step, values in job.history if "eval" in values]
 
 
 def lines(folder):
-    """Every line of metrics on disk, less the time."""
+    """Every line of metrics on disk, without its time."""
     found = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
     return sorted(
         ((line["step"], {k: v for k, v in line.items() if k != "time"}) for line in found), key=str

@@ -1,5 +1,6 @@
-"""How many examples a Hypothesis test tries: 10 in the quick tier, all of them with
-`--hypothesis-profile full`.
+"""Scales down the number of examples that a Hypothesis test tries.
+
+The quick tier tries at most 10; `--hypothesis-profile full` tries all of them.
 """
 
 from hypothesis import settings

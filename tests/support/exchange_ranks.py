@@ -1,4 +1,4 @@
-"""All ranks of an exchange in one process, for tests of what it promises."""
+"""Runs an exchange on all ranks in one process, to test what its docstring promises."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ RANKS = 4
 def on_ranks(
     tx: optax.GradientTransformation, axes: dict[str, int] | None = None
 ) -> Callable[..., Any]:
-    """`tx.update(grads, state)` on all ranks, whose arrays have one first axis for each of
-    `axes`.
-    """
+    """`tx.update(grads, state)` on all ranks. Arrays have one leading dimension per axis."""
     return jax.jit(vmapped(lambda grads, state: tx.update(grads, state), axes or {"batch": RANKS}))
 
 
 def states(tx: optax.GradientTransformation, grads: Any, axes: int = 1) -> Any:
-    """The first state of every rank."""
+    """The initial state of every rank."""
     shape = jax.tree.leaves(grads)[0].shape[:axes]
     state = tx.init(jax.tree.map(lambda g: g[(0,) * axes], grads))
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), state)

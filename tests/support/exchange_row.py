@@ -1,4 +1,4 @@
-"""One row of the table of exchanges, and the formulas its byte counts are made of."""
+"""One row of the table of exchanges, and the formulas that its byte counts are made of."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ Formula = Callable[[Shapes, int], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One exchange, made for a table that every test reads.
+    """One exchange of the table that every test of exchanges reads.
 
     Attributes:
-        name: The strategy and what is particular of it here.
-        make: Axis names, in the order of `axes` -> the transformation; also `sizes=`, name ->
-            ranks, if `sized`.
-        lossless: The same in the setting in which it loses nothing and must equal `reference`, or
-            None.
-        reference: What `lossless` must equal: `mean` over all axes for exchanges of gradients.
+        name: The strategy, and what is particular about it in this row.
+        make: Axis names, in the order of `axes` -> the transformation. If `sized`, also gets
+            `sizes=`, name -> ranks.
+        lossless: Like `make`, for the setting in which the strategy loses nothing and must equal
+            `reference`; None if it has no such setting.
+        reference: What `lossless` must equal. For exchanges of gradients, `mean` over all axes.
         axes: Ranks -> axis name -> size.
-        identical: Whether updates (kind `gradient`, `delta`) or parameters (kind `parameter`) are
-            the same bits on every rank, while every rank starts from the same parameters.
+        identical: Whether updates (kinds `gradient` and `delta`) or parameters (kind `parameter`)
+            are bit for bit identical across ranks, given that all ranks start from the same
+            parameters.
         kind: What is exchanged.
         worlds: Ranks -> whether the strategy is defined for them.
-        bytes: (leaf shapes, ranks) -> bytes that one rank receives in step 0 for float32 leaves, by
-            the formula of its docstring.
-        later: A step of another phase, and the bytes of that step; None where all steps are alike.
-        rtol: Of MPI against `vmap`, and of `lossless` against `reference`.
-        steps: How many steps are run: enough for counters to come round.
+        bytes: (leaf shapes, ranks) -> bytes that one rank receives in step 0 for float32 leaves,
+            by the formula in the strategy's docstring.
+        later: A step that exchanges something else, and its bytes; None if all steps are alike.
+        rtol: Tolerance of MPI against `vmap`, and of `lossless` against `reference`.
+        steps: Number of steps to run, enough for counters to wrap around.
         deterministic: Whether two runs give the same bits.
-        spreads: Ranks -> steps after which all ranks have seen a NaN of one rank's gradient, its
-            own step included.
-        spoils: For how many steps that gradient is spoiled: one that a round did not choose is not
-            looked at.
-        rests: Whether zero gradients give updates of exactly zero. A mean of equal parameters is
-            rounded.
-        sized: Whether `make` and `lossless` must be told the sizes of the axes.
-        shared: State -> what of it is the same bits on every rank.
+        spreads: Ranks -> number of steps after which a NaN in one rank's gradient has reached all
+            ranks, including the step of the NaN.
+        spoils: Number of steps for which that gradient has a NaN. More than one if a round chooses
+            whose gradients it reads.
+        rests: Whether zero gradients give updates of exactly zero. The mean of equal parameters
+            is rounded, so exchanges of parameters may not.
+        sized: Whether `make` and `lossless` need the sizes of the axes.
+        shared: State -> the part of it that is bit for bit identical across ranks.
     """
 
     name: str
@@ -68,13 +69,13 @@ class Row:
     shared: Callable[[Any], Any] = lambda state: ()
 
     def made(self, ranks: int, *, lossless: bool = False) -> optax.GradientTransformation:
-        """The transformation for this many ranks."""
+        """The transformation for `ranks` ranks."""
         make = self.lossless if lossless else self.make
         assert make is not None, self.name
         return self._call(make, ranks)
 
     def referred(self, ranks: int) -> optax.GradientTransformation:
-        """What `lossless` must equal."""
+        """What `lossless` must equal on `ranks` ranks."""
         return self.reference(*self.axes(ranks))
 
     def _call(self, make: Make, ranks: int) -> optax.GradientTransformation:
@@ -83,42 +84,40 @@ class Row:
 
 
 def nodes_of(local: int) -> Callable[[int], dict[str, int]]:
-    """Two axes, the inner one of so many ranks."""
+    """Two axes, the inner one with `local` ranks."""
     return lambda ranks: {"node": ranks // local, "local": local}
 
 
 def node_and_local(ranks: int) -> dict[str, int]:
-    """Two axes, the inner one as large as two where that divides."""
+    """Two axes, the inner one of size 2 if the number of ranks is even, and else of size 1."""
     return {"node": ranks // 2, "local": 2} if ranks % 2 == 0 else {"node": ranks, "local": 1}
 
 
 def count(shapes: Shapes) -> int:
-    """Elements of all leaves."""
+    """The number of elements of all leaves."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def padded(elements: int, ranks: int) -> int:
-    """The next multiple of `ranks`."""
+    """`elements`, rounded up to a multiple of `ranks`."""
     return -(-elements // ranks) * ranks
 
 
 def all_reduce(nbytes: int, ranks: int) -> int:
-    """Bytes a rank receives in an all-reduce of `nbytes`, rounded up."""
+    """Bytes that a rank receives in an all-reduce of `nbytes`, rounded up."""
     return -(-2 * (ranks - 1) * nbytes // ranks)
 
 
 def all_gather(nbytes: int, ranks: int) -> int:
-    """Bytes a rank receives if every rank brings `nbytes`."""
+    """Bytes that a rank receives in an all-gather of `nbytes` per rank."""
     return (ranks - 1) * nbytes
 
 
 def blocks(nbytes: int, ranks: int) -> int:
-    """Bytes a rank receives in an all-to-all or reduce-scatter of an operand of `nbytes`, rounded
-    up.
-    """
+    """Bytes that a rank receives in an all-to-all or reduce-scatter of `nbytes`, rounded up."""
     return -(-(ranks - 1) * nbytes // ranks)
 
 
 def permute(nbytes: int, ranks: int) -> int:
-    """Bytes a rank receives in a permutation that moves everything."""
+    """Bytes that a rank receives in a permutation in which every rank receives."""
     return nbytes if ranks > 1 else 0

@@ -1,4 +1,4 @@
-"""Steps of an exchange on all ranks in one process, compiled quickly."""
+"""Runs steps of an exchange on all ranks in one process, compiled quickly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.quick_compiler import OPTIONS
 
 @functools.cache
 def compiled(row: Row, ranks: int, which: str) -> tuple[Any, Any]:
-    """One step of a row for all ranks, ranks along the first axis; and the first carry."""
+    """One step of a row for all ranks, which are the first dimension, and the initial carry."""
     tx = (
         row.referred(ranks)
         if which == "reference"
@@ -31,7 +31,7 @@ def compiled(row: Row, ranks: int, which: str) -> tuple[Any, Any]:
 
 
 def flat_ranks(function: Any, axes: dict[str, int]) -> Any:
-    """`function` on all ranks, whose arrays have one first axis over all ranks."""
+    """`function` on all ranks. Arrays have a single leading dimension for all ranks."""
     over, sizes = vmapped(function, axes), tuple(axes.values())
 
     def call(*args: Any) -> Any:
@@ -58,7 +58,7 @@ def run(
     change: Any = lambda step, grads: grads,
     steps: int | None = None,
 ) -> tuple[Any, list[Any]]:
-    """All steps, or so many: the last carry, and each step's updates."""
+    """Runs `steps` steps, or all. Returns the final carry and each step's updates."""
     step, carry = compiled(row, ranks, which)
     told = []
     for n in range(row.steps if steps is None else steps):

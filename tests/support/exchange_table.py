@@ -1,5 +1,6 @@
-"""The one table of exchanges, and one step of training around a row of it. A new row is at once
-tested everywhere.
+"""The table of all exchanges, and a training step around a row.
+
+Every test of exchanges reads it, so a new row is tested everywhere.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ from tests.support.exchange_row import (
     permute,
 )
 
-# A kernel, a convolution, a matrix smaller than most worlds, a bias and a scalar.
+# A bias, a convolution, a kernel, a scalar, and a matrix smaller than most worlds.
 SHAPES = {"bias": (5,), "conv": (2, 2, 3, 4), "kernel": (8, 6), "scale": (), "tiny": (1, 2)}
-RTOL16 = 5e-2  # bfloat16 has eight bits, and a ring or a tree rounds at every hop
-# a density that rounds to every element of the leaves above, by the way of sparse messages
+RTOL16 = 5e-2  # bfloat16 has 8 significant bits, and a ring or a tree rounds at every hop
+# Sends sparse messages, but its density rounds up to every element of the leaves above.
 EVERYTHING = 0.9999
 SGD = optax.sgd(0.1)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def params() -> dict[str, jax.Array]:
-    """What every rank starts from."""
+    """The parameters that every rank starts from."""
     rng = np.random.default_rng(7)
     return {
         name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
@@ -70,7 +71,7 @@ def params() -> dict[str, jax.Array]:
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    """A rank's own: what all have in common, and noise of different size in different leaves."""
+    """A rank's gradients: a common part plus the rank's noise, at a different scale per leaf."""
     common, own = np.random.default_rng((step, 10**6)), np.random.default_rng((step, rank))
     return {
         name: np.asarray(
@@ -81,7 +82,7 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
 
 
 def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """`(params, state), gradients -> (params, state), updates`, the updates applied."""
+    """`(params, state), gradients -> (params, state), updates`, with the updates applied."""
 
     def step(carry: Any, grads: Any) -> Any:
         values, state = carry
@@ -92,7 +93,7 @@ def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def start(tx: optax.GradientTransformation) -> Any:
-    """The first carry of `step_of`, the same on every rank."""
+    """The initial carry of `step_of`, identical on every rank."""
     return params(), tx.init(params())
 
 
@@ -107,7 +108,7 @@ def _nothing(shapes: Shapes, ranks: int) -> int:
 def _two_bytes(shapes: Shapes, ranks: int) -> int:
     return sum(
         all_gather(2 * math.prod(s), ranks) for s in shapes
-    )  # few bytes: one all-gather makes the sum
+    )  # for this few bytes, one all-gather computes the sum
 
 
 def _hierarchical(axes: Callable[[int], dict[str, int]], itemsize: int = 4) -> Formula:
@@ -116,7 +117,7 @@ def _hierarchical(axes: Callable[[int], dict[str, int]], itemsize: int = 4) -> F
         whole = itemsize * padded(count(shapes), ranks)
         between = (
             all_reduce if itemsize == 4 else all_gather
-        )  # few bytes of 16-bit values: one all-gather
+        )  # 16-bit values and few bytes, so one all-gather
         return 2 * blocks(whole, local) + between(whole // local, node)
 
     return nbytes
@@ -240,8 +241,8 @@ def _complete(shapes: Shapes, ranks: int) -> int:
     return all_reduce(4 * count(shapes), ranks)
 
 
-# The most square grids: ranks -> sides. Along a side of two there is one neighbour, along a longer
-# one there are two.
+# The most square grids: ranks -> sides. A rank has one neighbour along a side of length 2, and two
+# neighbours along a longer side.
 _GRIDS = {
     1: (1, 1),
     4: (2, 2),
@@ -262,7 +263,7 @@ def _sharded(shapes: Shapes, ranks: int) -> int:
 
 
 def _slice(fragments: int, slices: int, bits: int = 32) -> Formula:
-    """One slice of one fragment."""
+    """Bytes of one slice of one fragment."""
 
     def nbytes(shapes: Shapes, ranks: int) -> int:
         elements = (
@@ -280,7 +281,7 @@ def _anchor(state: Any) -> Any:
 
 
 def _part(side: int, most: int) -> tuple[int, int]:
-    """How many equal parts a side is cut into, and how long they are."""
+    """The number of equal parts that a side is cut into, and their length."""
     parts = math.ceil(side / most)
     return parts, math.ceil(side / parts)
 
@@ -316,10 +317,10 @@ def _pair(times: int = 1) -> Formula:
 
 
 def exchanges_until_all_heard(ranks: int, seed: int = 0) -> int:
-    """Exchanges of `no_loco` after which what any rank held before any of the first three has
-    reached every rank.
+    """Number of `no_loco` exchanges until every rank has received what any rank held before any of
+    the first three.
     """
-    meetings, most = pairings(ranks), 1  # one rank sees its own in the step of an exchange
+    meetings, most = pairings(ranks), 1  # a rank has its own value from the step of the exchange on
     for first in range(3):
         for source in range(ranks):
             heard, number = {source}, first
@@ -340,7 +341,7 @@ def _synchronous(*axes: str) -> optax.GradientTransformation:
 
 
 TABLE: tuple[Row, ...] = (
-    # Sums, and gradients in fewer bytes.
+    # Sums, and compressed gradients.
     Row(name="mean", make=mean, lossless=mean, bytes=_dense),
     Row(
         name="mean, two axes",
@@ -569,8 +570,8 @@ TABLE: tuple[Row, ...] = (
         lossless=lambda a: federated_average(SGD, a, every=1),
         reference=_synchronous,
         identical=False,
-        # On 16 ranks the ninth is first chosen in the eleventh round of two steps; on fewer all are
-        # earlier.
+        # On 16 ranks, the ninth is first chosen in round 11, and each round has two steps. With
+        # fewer ranks, all are chosen earlier.
         kind="parameter",
         bytes=_nothing,
         later=(1, _dense),
@@ -652,7 +653,7 @@ TABLE: tuple[Row, ...] = (
         spreads=lambda ranks: 2,
         steps=5,
     ),
-    # Rounds of local steps with an outer optimizer, and exchanges that are carried.
+    # Rounds of local steps with an outer optimizer, and exchanges carried over to the next step.
     Row(
         name="delayed_mean",
         make=lambda a: delayed_mean(optax.sgd(0.1, momentum=0.9), a),

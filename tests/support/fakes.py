@@ -1,7 +1,6 @@
-"""Fakes for tests: ranks as threads of one process, a clock by hand, programs without a compiler,
-the simulator.
+"""Fakes for tests: ranks that are threads, a manual clock, and programs that need no compiler.
 
-Nothing here needs MPI, and what runs on it is the real runner, driver and interleaver.
+Nothing here needs MPI, but the runner, driver and interleaver that run on these fakes are real.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = [
 
 
 class ManualClock:
-    """A clock that moves when told to."""
+    """A clock that only moves when a test moves it."""
 
     def __init__(self, now_ns: int = 0) -> None:
         self.now_ns = now_ns
@@ -54,7 +53,7 @@ class ManualClock:
 
 
 class _Table:
-    """Where ranks that are threads meet."""
+    """The shared memory through which ranks that are threads exchange values."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -62,8 +61,9 @@ class _Table:
 
 
 class FakeControl:
-    """`Control` between threads. Also carries the exchanges of a `FakeCompiled`; ranks that meet in
-    different ones get an error.
+    """`Control` between threads. Also carries a `FakeCompiled`'s exchanges.
+
+    If ranks arrive for different collectives, all of them get an error.
     """
 
     def __init__(self, rank: int, table: _Table) -> None:
@@ -72,13 +72,14 @@ class FakeControl:
 
     @staticmethod
     def group(size: int) -> list[FakeControl]:
-        """One control a rank, joined."""
+        """One joined control per rank."""
         table = _Table(size)
         return [FakeControl(rank, table) for rank in range(size)]
 
     def meet(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Waits for all ranks; raises if they have come for different
-        things.
+        """Returns every rank's value, by rank. Waits for all ranks.
+
+        Raises an error on all ranks if they have called it for different things.
         """
         table = self._table
         table.values[self.rank] = (what, value)
@@ -90,7 +91,7 @@ class FakeControl:
         return [v for _, v in met]
 
     def leave(self) -> None:
-        """Whoever waits for this rank gets an error."""
+        """Raises an error in all ranks that wait for this one."""
         self._table.barrier.abort()
 
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
@@ -102,11 +103,11 @@ class FakeControl:
 
 
 class Aborted(BaseException):
-    """A `FakeWorld` was told to abort."""
+    """Raised by a `FakeWorld` that has to abort."""
 
 
 class FakeMailbox:
-    """`jaxcross.world.mailbox.Mailbox` between threads, from every rank's box."""
+    """`jaxcross.world.mailbox.Mailbox` between threads, with all ranks' boxes."""
 
     def __init__(
         self, rank: int, boxes: Sequence[SimpleQueue[tuple[int, int, np.ndarray]]]
@@ -131,14 +132,14 @@ class FakeMailbox:
 
 
 class Unwatched(nullcontext[None]):
-    """A wait that no one watches."""
+    """A wait without a watchdog."""
 
     def renew(self) -> None:
-        """No one counts its time."""
+        """A no-op: there's no timeout to restart."""
 
 
 class FakeWorld:
-    """What a runner needs of a world, for one of several ranks that are threads."""
+    """The parts of a world that a runner needs, for one of several ranks that are threads."""
 
     def __init__(self, control: FakeControl) -> None:
         self.control, self.rank, self.size = control, control.rank, control.size
@@ -148,7 +149,7 @@ class FakeWorld:
         from jaxcross.health import (
             flight_recorder,
             process,
-        )  # the world needs JAX, and much of this kit does not
+        )  # imported late, because the world needs JAX, and most users of this file don't
         from jaxcross.world.exchange_owner import ExchangeOwner
 
         self.exchange_owner = ExchangeOwner()
@@ -157,7 +158,7 @@ class FakeWorld:
         )
 
     def mailbox(self) -> FakeMailbox:
-        """Messages between all ranks, apart from all others. Waits for all ranks."""
+        """A mailbox between all ranks, separate from all other mailboxes. Waits for all ranks."""
         return FakeMailbox(self.rank, self.control.meet("mailbox", SimpleQueue()))
 
     def monitor(
@@ -195,8 +196,9 @@ class FakeWorld:
 
 
 def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
-    """`work(world)` on `size` ranks, each a thread: what they returned, by rank. Raises what one of
-    them did.
+    """Runs `work(world)` on `size` ranks that are threads. Returns the results, by rank.
+
+    Raises what a rank raised.
     """
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
@@ -220,7 +222,7 @@ def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
         thread.join(60)
     if stuck := [thread.name for thread in threads if thread.is_alive()]:
         raise TimeoutError(f"{stuck} did not end")
-    # A rank that was left alone at the barrier is not the culprit.
+    # A rank whose barrier broke only waited for the rank that failed, so its error comes last.
     raised = [error for error in errors if error is not None]
     for error in sorted(raised, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
@@ -230,8 +232,9 @@ def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
 def plain_program(
     name: str = "step", *, exchanges: int = 1, shape: tuple[int, ...] = ()
 ) -> Program:
-    """compute, exchange, ..., compute: a program of scalars that passes one value along, and the
-    step's input to its end. `exchanges=0` is a single compute segment.
+    """compute, exchange, ..., compute: passes a value along, and the step's input to its end.
+
+    With `exchanges=0`, the program is a single compute segment.
     """
     aval = Aval(shape=shape, dtype="float32")
     segments: list[Segment] = []
@@ -279,7 +282,7 @@ def plain_program(
 
 
 def carried_program(name: str) -> Program:
-    """compute, an exchange of the batch, compute: the exchange waits for nothing."""
+    """compute, an exchange of the batch, compute: the exchange depends on no compute segment."""
     plain = plain_program(name)
     compute, exchange, update = plain.segments
     exchange = replace(exchange, inputs=(1,), last_uses=())
@@ -288,13 +291,14 @@ def carried_program(name: str) -> Program:
 
 
 class FakeCompiled:
-    """Runs a program with a Python function a compute segment; exchanges are sums over a
-    `FakeWorld`'s ranks.
+    """Runs a program whose compute segments are calls of a Python function.
+
+    Exchanges are sums over a `FakeWorld`'s ranks.
 
     Args:
-        program: What is to be run.
+        program: The program to run.
         world: This rank.
-        compute: Called with (segment, inputs); returns the segment's only output, or raises.
+        compute: Called with (segment, inputs). Returns the segment's only output, or raises.
     """
 
     def __init__(
@@ -319,7 +323,7 @@ class FakeCompiled:
 
 
 class FakeExecution:
-    """One step in flight of a `FakeCompiled`."""
+    """One step of a `FakeCompiled` in flight."""
 
     def __init__(self, compiled: FakeCompiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -343,10 +347,10 @@ class FakeExecution:
         self._env[out] = result
 
     def wait_inputs(self, index: int) -> None:
-        """Everything here is computed when it is dispatched."""
+        """A no-op, because `run` computes at once."""
 
     def wait_outputs(self, index: int) -> None:
-        """Everything here is computed when it is dispatched."""
+        """A no-op, because `run` computes at once."""
 
     def watch(self) -> FakeExecution:
         self._watches = True
@@ -359,14 +363,14 @@ class FakeExecution:
         return f"`{segment.exchanges[0].line()}` made values that are not finite"
 
     def branch_mismatch(self, index: int) -> str | None:
-        """Its programs have no conditionals."""
+        """Always None, because these programs have no conditionals."""
 
     @property
     def skippable(self) -> bool:
         return True
 
     def skip(self) -> None:
-        """The step's first input comes back."""
+        """Makes the step return its first input."""
         state = self._env[self._compiled.program.inputs[0]]
         self.outputs = lambda: state
 

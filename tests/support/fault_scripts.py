@@ -1,4 +1,4 @@
-"""Scripts in which one rank is killed, stopped or asked to end while another one waits for it."""
+"""Scripts in which one rank is killed, stopped or asked to exit while another waits for it."""
 
 START = (
     "import os, signal, sys, threading\nfrom jaxcross.world import initialize\nworld = "

@@ -1,4 +1,4 @@
-"""An interleaver that a test feeds with events one by one, as if its rank were alone."""
+"""An interleaver that gets its events from the test one by one, as if its rank were alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def vote(interleaver, instructions):
 
 
 def failed_elsewhere(instructions, jobs=1):
-    """The verdict on the vote among `instructions` and that of a rank on which job 0 has failed."""
+    """The verdict on the vote among `instructions` if job 0 has failed on another rank."""
     other = Ballot(jobs)
     other.set_job(0, JobBallot(good=False))
     mine = next(i.ballot for i in instructions if isinstance(i, m.CastVote))

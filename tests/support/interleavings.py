@@ -1,5 +1,6 @@
-"""Other threads at every point of a function, one point at a time, so that what a race breaks is
-broken every time.
+"""Runs another thread's work at every point of a function, one point at a time.
+
+If a race can break something, one of these points breaks it, in every run.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ T = TypeVar("T")
 def interrupted(
     function: Callable[[], T], at: int, meanwhile: Callable[[], object], *, module: ModuleType
 ) -> tuple[T, bool]:
-    """Calls a function, and `meanwhile` before its bytecode number `at`, as if another thread ran
-    there.
+    """Calls a function, and `meanwhile` before bytecode `at`, as if another thread ran there.
 
-    A caller counts `at` up from 1 until the function has no such bytecode. Both run in the calling
-    thread, and hence `meanwhile` may try to acquire a lock that the function holds, but would wait
-    for it forever.
+    A test counts `at` up from 1 until the function has no such bytecode. Both calls run in this
+    thread. So `meanwhile` may try to acquire a lock that the function holds, but it would
+    deadlock if it waited for the lock.
 
     Args:
-        function: What is interrupted, called without arguments.
-        at: The number of the bytecode, from 1 on. Only those of functions that are defined in
-            `module` count.
-        meanwhile: What the other thread does. It is not interrupted itself.
-        module: The module that is tested.
+        function: The function to interrupt, called without arguments.
+        at: Number of the bytecode, from 1. Counts only bytecodes of functions that `module`
+            defines.
+        meanwhile: The other thread's work. It isn't interrupted itself.
+        module: The module under test.
 
     Returns:
-        The function's result, and whether it has that many bytecodes.
+        The function's result, and whether it has at least `at` bytecodes.
     """
     passed = 0
 
@@ -46,13 +46,12 @@ def interrupted(
 
 
 def watched(function: Callable[[], T], look: Callable[[], object], *, module: ModuleType) -> T:
-    """Calls a function, and `look` before each of its bytecodes, as another thread that looks all
-    the time.
+    """Calls a function, and `look` before each of its bytecodes, like a constantly reading thread.
 
     Args:
-        function: What is watched, called without arguments.
-        look: What the other thread does. It must change nothing.
-        module: The module that is tested; only bytecodes of functions that are defined there count.
+        function: The function to watch, called without arguments.
+        look: The other thread's work. It must change nothing.
+        module: The module under test. Only bytecodes of functions that it defines count.
 
     Returns:
         The function's result.
@@ -70,8 +69,8 @@ def _traced(function: Callable[[], T], before: Callable[[], object], module: Mod
             before()
         return trace
 
-    # Python 3.12 traces bytecodes only if some frame has asked for them before the trace function
-    # is set.
+    # Python 3.12 traces bytecodes only if some frame has requested it before the trace function is
+    # set.
     sys._getframe().f_trace_opcodes = True
     earlier = sys.gettrace()
     sys.settrace(trace)
@@ -82,10 +81,10 @@ def _traced(function: Callable[[], T], before: Callable[[], object], module: Mod
 
 
 class WatchedLock:
-    """A lock that says when a thread waits for it.
+    """A lock that reports when a thread starts to wait for it.
 
     Attributes:
-        awaited: Set once a thread begins to wait for the lock, which may be free.
+        awaited: Set when a thread calls a blocking `acquire`, even if the lock is free.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,4 @@
-"""Ranks that trace one step each in its own way, and what they say of the order of their
-exchanges.
-"""
+"""Ranks that each trace a step differently, and the error they raise about the exchanges' order."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def program_of(
 
 
 def verdict(programs: Sequence[Program]) -> str:
-    """The error of ranks with these programs, the same on all of them; empty without one."""
+    """The error of ranks with these programs, identical on all of them; empty if there's none."""
     assert len({program.exchange_signature() for program in programs}) == 1, (
         "the signatures differ already"
     )

@@ -1,6 +1,4 @@
-"""A step of as many layers as it is given, each with an exchange of its own: what there is to
-cut.
-"""
+"""A step with as many layers as requested and one exchange per layer, for tests of cuts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The one table of loops that exchange and end after another number of iterations on each rank. A
-new row is at once tested in lock step, over MPI, and next to another job.
+"""The table of loops that exchange, and whose number of iterations differs between ranks.
 
-Each row is a step `(t, x)`: a counter, equal on all ranks, and the rank's own array.
+Each row is a step `(t, x)`, with a counter that is identical across ranks and a rank-local array.
+A new row is tested in lock step, over MPI, and alongside another job.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class Row:
     Attributes:
         step: `(t, x)` -> results.
         axes: Ranks -> axis name -> size.
-        votes: How many votes the program shows; -1: not compared.
-        oracle: The step that `vmap` is given in its place, and its axes, where it has no rule for
-            the step.
-        rtol: Against `vmap`; 0 where all sums are exact.
-        calls: How many times it is called, t counting.
+        votes: Number of votes in the program, or -1 if that isn't compared.
+        oracle: If `vmap` has no rule for the step: the step that it runs instead, and its axes.
+        rtol: Tolerance against `vmap`; 0 if all sums are exact.
+        calls: How many times the step is called, with t = 0, 1, ...
     """
 
     step: Callable[..., Any]
@@ -58,7 +57,7 @@ def loops(program: Program) -> list[str]:
 
 
 def own(rank: int) -> Any:
-    """A rank's array: whole numbers, whose sums are exact."""
+    """A rank's array. Holds whole numbers, whose sums are exact."""
     return np.asarray(
         [1, 2, 3 + 2 * rank], np.result_type(float if jax.config.jax_enable_x64 else np.float32)
     )
@@ -69,12 +68,12 @@ def grid(n: int) -> dict[str, int]:
 
 
 def number(t: Any, axis: Any = "batch") -> Any:
-    """Another number on each rank and at each call."""
+    """A number that differs between ranks and between calls."""
     return 1 + (2 * lax.axis_index(axis) + t) % 4
 
 
 def micro_batches(t: Any, x: Any) -> Any:
-    """Each rank has its own number of them; the mean is over those that there are."""
+    """Each rank has its own number of micro-batches. The mean is over those that exist."""
     n = number(t)
 
     def body(i: Any, c: Any) -> Any:
@@ -87,7 +86,7 @@ def micro_batches(t: Any, x: Any) -> Any:
 
 
 def frozen_carry(t: Any, x: Any) -> Any:
-    """What a rank that is through contributes comes from the carry that it stopped with."""
+    """A rank that has left the loop contributes what its final carry gives."""
     return lax.fori_loop(0, number(t), lambda i, c: c + lax.psum(c[::-1] + i, "batch"), x)
 
 
@@ -96,7 +95,7 @@ def equal_counts(t: Any, x: Any) -> Any:
 
 
 def zero_iterations(t: Any, x: Any) -> Any:
-    """Rank 0 makes none, and at the first call no rank makes any."""
+    """Rank 0 makes no iteration, and in the first call no rank makes any."""
     return lax.fori_loop(
         0, t * lax.axis_index("batch"), lambda i, c: c + lax.psum(c - i, "batch"), x
     )
@@ -120,9 +119,7 @@ def line_search(_: Any, x: Any) -> Any:
 
 
 def early_stop(t: Any, x: Any) -> Any:
-    """Stops by a rank's own value or after a number of iterations, with other types in the
-    carry.
-    """
+    """Stops by a rank-local value or by a limit; the carry has several types."""
     key = jax.random.key(3)
 
     def body(c: Any) -> Any:
@@ -136,7 +133,7 @@ def early_stop(t: Any, x: Any) -> Any:
 
 
 def nested(t: Any, x: Any) -> Any:
-    """Both loops by rank, and an exchange of what the inner one made."""
+    """The iterations of both loops depend on the rank, and the inner loop's result is exchanged."""
     index = lax.axis_index("batch")
 
     def outer(i: Any, c: Any) -> Any:
@@ -147,13 +144,13 @@ def nested(t: Any, x: Any) -> Any:
 
 
 def nested_local(t: Any, x: Any) -> Any:
-    """The inner loop exchanges nothing; the outer one exchanges what it made."""
+    """The inner loop exchanges nothing; the outer loop exchanges the inner loop's result."""
     shrink = lambda d: lax.while_loop(lambda e: e.sum() > 5, lambda e: jnp.floor(e / 2), d)  # noqa: E731
     return lax.fori_loop(0, number(t), lambda i, c: c + lax.psum(shrink(c) + i, "batch"), x)
 
 
 def predicate_exchanges(t: Any, x: Any) -> Any:
-    """The predicate sums over ranks, and a rank that was through may go on."""
+    """The predicate sums over ranks, so a rank whose predicate was false may have to continue."""
 
     def cond(c: Any) -> Any:
         i, v = c
@@ -168,7 +165,7 @@ def two_axes(t: Any, x: Any) -> Any:
 
 
 def one_of_two_axes(t: Any, x: Any) -> Any:
-    """Rows end apart: what one exchanges is no affair of the other."""
+    """Each row of ranks ends by itself, because rows exchange nothing with each other."""
     n = number(t, ("row", "col")) + 2 * lax.axis_index("row")
     return lax.fori_loop(0, n, lambda i, c: c + lax.psum(c % 5 + i, "col"), x)
 
@@ -181,7 +178,7 @@ def in_groups(t: Any, x: Any) -> Any:
 
 
 def gathers(t: Any, x: Any) -> Any:
-    """Exchanges that are no reductions."""
+    """Exchanges that aren't reductions."""
     p = lax.psum(1, "batch")
     ring = [(i, (i + 1) % p) for i in range(p)]
     body = lambda i, c: lax.ppermute(c, "batch", ring) + lax.all_gather(c % 5, "batch").sum(0) + i  # noqa: E731
@@ -199,7 +196,7 @@ def in_long_scan(t: Any, x: Any) -> Any:
 
 
 def in_cond(t: Any, x: Any) -> Any:
-    """All ranks take one branch, by a value that they exchanged."""
+    """All ranks take the same branch, because they exchanged the predicate's value."""
     most = lax.pmax(x.sum(), "batch") * (1 - 2 * (t % 2))
     return lax.cond(most > 0, lambda v: frozen_carry(t, v) + 1, lambda v: v - 1, x)
 
@@ -217,7 +214,7 @@ def scan_inside(t: Any, x: Any) -> Any:
 
 
 def equal_inside(t: Any, x: Any) -> Any:
-    """The inner loop ends by what is exchanged: no vote there."""
+    """The inner loop ends by an exchanged value, so it needs no vote."""
 
     def body(i: Any, c: Any) -> Any:
         inner = lax.while_loop(
@@ -231,7 +228,9 @@ def equal_inside(t: Any, x: Any) -> Any:
 
 
 def cond_inside(t: Any, x: Any) -> Any:
-    """By a rank's own counter: a rank that is through would take another branch than the others."""
+    """The branch depends on a rank-local counter, so a rank that has left the loop would take a
+    different branch than the others.
+    """
 
     def body(i: Any, c: Any) -> Any:
         ways = [
@@ -245,19 +244,19 @@ def cond_inside(t: Any, x: Any) -> Any:
 
 
 def mapped_inside(t: Any, x: Any) -> Any:
-    """A `vmap` of the step's own: each of its elements ends by itself, too."""
+    """The step contains a `vmap`, whose elements end at different iterations, too."""
     one = lambda n, v: lax.fori_loop(0, n, lambda i, c: c + lax.psum(c % 5 + i, "batch"), v)  # noqa: E731
     return jax.vmap(one)(number(t) + jnp.arange(3) % 2, x)
 
 
 def mapped_equal(_: Any, x: Any) -> Any:
-    """Its elements end by themselves, as they do on every rank."""
+    """The elements end at different iterations, but at the same ones on every rank."""
     one = lambda n: lax.fori_loop(0, n, lambda i, c: c + lax.psum(c % 5 + i, "batch"), x)  # noqa: E731
     return jax.vmap(one)(jnp.arange(4))
 
 
 def in_gradient(t: Any, x: Any) -> Any:
-    """Forward mode through the loop."""
+    """Forward-mode differentiation through the loop."""
     step = lambda v: lax.fori_loop(0, number(t), lambda i, c: c + lax.psum(c * v, "batch"), v)  # noqa: E731
     return jax.jvp(step, (x,), (jnp.ones_like(x),))
 
@@ -279,7 +278,7 @@ def solved(tx: Any, loss: Callable[..., Any], params: Any) -> Any:
 
 
 def mean_loss(x: Any) -> tuple[Any, Callable[..., Any]]:
-    """A loss whose gradient is the mean of the ranks' own, as a line search wants it."""
+    """A loss whose gradient is the mean of the ranks' gradients, as a line search needs it."""
     params, loss = least_squares(x)
 
     @jax.custom_vjp
@@ -300,14 +299,14 @@ def lbfgs(_: Any, x: Any) -> Any:
 
 
 def backtracking(_: Any, x: Any) -> Any:
-    """A gradient that is stored at the end alone: an exchange behind a conditional in the loop."""
+    """The gradient is stored only at the end: an exchange after a conditional in the loop."""
     params, loss = least_squares(x)
     tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15, store_grad=True))
     return solved(tx, lambda p: lax.pmean(loss(p), "batch"), params)
 
 
 def zoom(_: Any, x: Any) -> Any:
-    """Each rank searches along its own gradient: ranks need other numbers of iterations."""
+    """Each rank searches along its own gradient, so ranks need different numbers of iterations."""
     params, loss = least_squares(x)
     coupled = lambda p: loss(p) + 0 * lax.pmean(loss(lax.stop_gradient(p)), "batch")  # noqa: E731
     tx = optax.chain(

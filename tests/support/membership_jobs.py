@@ -1,6 +1,4 @@
-"""Jobs that join and leave a run, on ranks that are threads, and the result of a job that runs
-alone.
-"""
+"""Jobs on ranks that are threads, which join and leave a run, and their results without others."""
 
 import numpy as np
 
@@ -25,7 +23,7 @@ def endless(job, step):
 
 
 def all_see(job, what):
-    """Whether something is so on all ranks: the same answer on all."""
+    """Whether `what()` holds on all ranks; identical across ranks."""
     return bool(
         job.run_on_all_ranks(
             "all", lambda control: control.allreduce_min(np.array([what()], np.int64))
@@ -34,6 +32,6 @@ def all_see(job, what):
 
 
 def until(job, step, what):
-    """Steps until something is so on all ranks."""
+    """Steps until `what()` holds on all ranks."""
     while not all_see(job, what):
         step(0.0, 1e-3)

@@ -1,6 +1,4 @@
-"""Step graphs, scripts and small cases for the model checker, and how the jobs of a case can
-end.
-"""
+"""Step graphs, scripts and small cases for the model checker, and how a case's jobs can end."""
 
 from dataclasses import replace
 
@@ -42,7 +40,7 @@ def step(graph, **fails):
 
 
 def fed(batches, graph=PLAIN):
-    """A loop over so many batches, prepared while it runs."""
+    """A loop over `batches` batches, which are prepared while the loop runs."""
     loop = [action for n in range(batches) for action in (Batch(0, n), step(graph))]
     prepared = [Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches)] or [
         Prepare(0, 0, 0, True)
@@ -51,9 +49,7 @@ def fed(batches, graph=PLAIN):
 
 
 def loops(*reads):
-    """Batches of several loops, of which all but the first begin when they are read: two batches in
-    each.
-    """
+    """Two batches from each of several loops. All but the first start when they are first read."""
     script, index = [], {}
     for stream in reads:
         if stream not in index:
@@ -68,12 +64,12 @@ def alike(ranks, *jobs, **options):
 
 
 def unlike(*ranks, **options):
-    """One job, another script on each rank."""
+    """One job with a different script on each rank."""
     return Case(scripts=tuple((script,) for script in ranks), **options)
 
 
 def ends(case):
-    """How the jobs can end: (steps, how) of each. Who said what is asked elsewhere."""
+    """The ways the jobs can end, as (steps, how) per job. Who reported what is tested elsewhere."""
     return {
         tuple((steps, left[0]) for _, steps, left in jobs) for jobs, _ in explore(case).outcomes
     }

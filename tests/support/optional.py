@@ -1,4 +1,4 @@
-"""Marks of tests that need what not every installation has."""
+"""Markers for tests that need an optional package."""
 
 from importlib.util import find_spec
 

@@ -1,6 +1,4 @@
-"""A level of the data cache on its own, and the bytes of its records: for tests, and the processes
-that they start.
-"""
+"""One level of the data cache and its records' bytes, for tests and their child processes."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The README, the changelog and the docs, and their fenced blocks."""
+"""The README, the changelog and the docs, and their fenced code blocks."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,7 @@ FENCED = re.compile(r"^(`{3,})([^`\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language and options, the number of the line before its first, its
-    text.
-    """
+    """A fenced block: its language and options, the line number of its fence, and its text."""
 
     info: str
     line: int

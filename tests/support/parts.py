@@ -1,11 +1,12 @@
-"""Random tests in parts: the usual run makes one, and a release all of them."""
+"""Splits random tests into parts: the usual run makes one part, a release makes all of them."""
 
 import pytest
 
 
 def in_parts(number: int) -> pytest.MarkDecorator:
-    """Runs a test so often, as its argument `part`. Each part draws its own examples; all but one
-    are `exhaustive`.
+    """Runs a test `number` times, passing `part`, and marks all parts but the first `exhaustive`.
+
+    Each part draws its own examples.
     """
     exhaustive = (pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, number))
     return pytest.mark.parametrize("part", [0, *exhaustive])

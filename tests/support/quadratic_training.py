@@ -1,4 +1,4 @@
-"""Training of a quadratic for each rank, all ranks in one process, and comparisons of results."""
+"""Trains one quadratic per rank, with all ranks in one process, and compares the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parameters(seed=0):
 
 
 def quadratic(params, step):
-    """Each rank's gradient; parameters of all ranks at once."""
+    """Every rank's gradient. Parameters are stacked by rank."""
 
     def one(x):
         rank = np.arange(len(x), dtype=np.float32).reshape(-1, *[1] * (x.ndim - 1))
@@ -31,7 +31,7 @@ def zero(params, step):
 
 
 def train(tx, params, steps, ranks=RANKS, gradients=quadratic, state=None):
-    """Parameters of all ranks after each step, and the last state."""
+    """Returns all ranks' parameters after each step, and the final state."""
     params = jax.tree.map(lambda x: np.stack([x] * ranks), params)
     state = jax.vmap(lambda p: tx.init(p), axis_name="batch")(params) if state is None else state
 

@@ -1,11 +1,12 @@
-"""Options with which XLA compiles faster and worse: compiling is nearly all of the time of most
-tests.
+"""Options that make XLA compile faster but optimize less.
+
+Most tests spend nearly all of their time on compiling.
 """
 
 from importlib.metadata import version
 
-# On the CPU, jaxlib 0.10 emits its loops through MLIR, or in half of the time without it; later
-# versions cannot choose.
+# On the CPU, jaxlib 0.10 emits loops through MLIR, and takes half as long without it. Later
+# versions don't have the choice.
 _WITHOUT_MLIR = (
     {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
 )
@@ -17,8 +18,8 @@ OPTIONS = {
 }
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 
-# XLA's defaults, for single executables of a process that compiles quickly: those whose bits or
-# text are looked at.
+# XLA's defaults, for executables whose bits or text a test examines, in a process that otherwise
+# compiles quickly.
 AS_USERS_HAVE_IT = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,

@@ -1,4 +1,4 @@
-"""Entrants of the race on a stage where nothing runs, and a race between them."""
+"""Entrants of a race on a stage where nothing runs, and the race between them."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ def cost(c: float, m: float, tax: float = 0.0) -> Cost:
 
 
 def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
-    """A case on a stage where nothing runs and every command moves so many bytes."""
+    """A case on a stage where nothing runs, and where every command moves `crossed_bytes`."""
     told: list = []
     counter = iter(range(0, 1 << 60, crossed_bytes)) if crossed_bytes else iter(lambda: 0, 1)
 
@@ -38,7 +38,7 @@ def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
 
 
 def raced(made, rates, result, monkeypatch, *, repeats=2):
-    """Lets a case race at rates where nothing can be measured but who comes to it."""
+    """Runs a case's race. The lab is a stub, so the race only shows which entrants took part."""
     made.case, made.stage.lab.rate = "two", "500mbit"
     made.stage.lab.set_rate, made.stage.lab.measure_rate = (
         (lambda rate: None),

@@ -1,5 +1,6 @@
-"""Random train steps for the cutter's fuzzer: a recipe is data (hypothesis shrinks it), `build`
-makes a function.
+"""Random train steps for the cutter's fuzzer.
+
+A recipe is plain data, so Hypothesis can shrink it. `build` turns it into a function.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-# A few shapes only: XLA compiles each primitive once for each of them.
+# Few shapes, because XLA compiles each primitive once per shape.
 SHAPES = ((), (5,), (4, 6))
 DTYPES = ("float32", "float32", "int32", "bfloat16", "bool")
 AXES = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2})
@@ -72,8 +73,8 @@ NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: what, on which earlier values (modulo their number), over which axes, and what
-    stands inside.
+    """One operation: its kind, operands (numbers of earlier values, modulo their count), axes and
+    nested bodies.
     """
 
     kind: str
@@ -86,7 +87,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A step: types of its inputs, operations, and which values it returns."""
+    """A step: its input types, its operations, and the values it returns."""
 
     axes: int
     inputs: tuple[tuple[int, int], ...]
@@ -141,7 +142,7 @@ RECIPES = st.builds(
 
 
 def arguments(recipe: Recipe, rank: int) -> list[Any]:
-    """This rank's arguments: a counter that is the same everywhere, then arrays that differ."""
+    """A rank's arguments: a counter that is identical across ranks, then arrays that differ."""
     rng = np.random.default_rng((recipe.counter, rank))
     arrays = [
         jnp.asarray(
@@ -153,7 +154,7 @@ def arguments(recipe: Recipe, rank: int) -> list[Any]:
 
 
 def build(recipe: Recipe) -> Callable[..., Any]:
-    """The recipe as a function of a counter and arrays."""
+    """Turns the recipe into a function of a counter and arrays."""
     sizes = recipe.sizes
 
     def random_step(counter: Any, *arrays: Any) -> Any:
@@ -162,7 +163,7 @@ def build(recipe: Recipe) -> Callable[..., Any]:
             counter,
             2.5,
             jnp.float32(1),
-        )  # passed through, and results that no equation makes
+        )  # passed through, or results that no equation computes
         return [
             special[o - 13] if o >= 13 else values[-1 - o % len(values)] for o in recipe.outputs
         ]
@@ -237,7 +238,7 @@ def _exchange(op: Op, x: Any, y: Any, sizes: dict[str, int]) -> Any:
         case "pmean":
             return lax.pmean(x.astype(jnp.float32), axes)
         case "pmax":
-            return lax.pmax(lax.stop_gradient(x), axes)  # JAX cannot differentiate it
+            return lax.pmax(lax.stop_gradient(x), axes)  # JAX can't differentiate pmax
         case "pmin":
             return lax.pmin(lax.stop_gradient(x), axes)
         case "all_gather":
@@ -257,12 +258,12 @@ def _exchange(op: Op, x: Any, y: Any, sizes: dict[str, int]) -> Any:
             m = sizes[name]
             ring = [(i, (i + 1) % m) for i in range(m)]
             return lax.ppermute(x, name, ring if op.flag else ring[:-1])
-        case "psum_tree":  # one primitive call each, but one bucket
+        case "psum_tree":  # one primitive call per array, but one bucket
             a, b, c = lax.psum(
                 (x.astype(jnp.float32), y.astype(jnp.float32), 2 * x.astype(jnp.float32)), axes
             )
             return a + _fit(b, a.shape) * c
-        case "vmapped_psum":  # `psum` that also names an array dimension
+        case "vmapped_psum":  # a `psum` that also sums over an array dimension
             over = (*names, "local") if op.axes == 3 else (axes, "local")
             return jax.vmap(lambda v: lax.psum(v, over), axis_name="local")(
                 jnp.stack([x.astype(jnp.float32)] * 2)
@@ -281,7 +282,7 @@ def _nested(op: Op, x: Any, counter: Any, sizes: dict[str, int]) -> Any:
     match op.kind:
         case "cond_counter":
             return lax.cond(counter % 2 == op.flag % 2, partial(body, 0), partial(body, 1), f)
-        case "cond_data":  # the same on every rank, but not known to the host
+        case "cond_data":  # identical across ranks, but unknown to the host
             agreed = lax.pmax(lax.stop_gradient(jnp.max(f, initial=-1.0)), (*sizes,)) > 0.25
             return lax.cond(
                 agreed, partial(body, 0), (lambda v: v) if op.flag else partial(body, 1), f
@@ -313,7 +314,7 @@ def _nested(op: Op, x: Any, counter: Any, sizes: dict[str, int]) -> Any:
 
 
 def _fit(x: Any, shape: tuple[int, ...]) -> Any:
-    """`x` in another shape, repeated or cut."""
+    """Repeats or cuts `x` to fill another shape."""
     size = math.prod(shape)
     flat = jnp.ravel(x)
     return jnp.tile(flat, -(-size // flat.size))[:size].reshape(shape)

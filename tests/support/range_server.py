@@ -1,6 +1,4 @@
-"""An HTTP server with byte ranges over a folder, which counts what it sends. Python's own has no
-ranges.
-"""
+"""An HTTP server that supports byte ranges, unlike Python's own, and counts what it sends."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ from urllib.parse import unquote
 
 @dataclass
 class Sent:
-    """What a server has sent: by file and first byte, and in all."""
+    """What a server has sent: each request, and the total."""
 
     url: str = ""
     nbytes: int = 0
-    requests: list[tuple[str, int, int]] = field(default_factory=list)  # file, first byte, bytes
-    failures: int = 0  # requests that are still to be refused with an error of the server
-    stopped: bool = False  # connections that a client keeps are then cut at its next request
+    requests: list[tuple[str, int, int]] = field(default_factory=list)  # (file, first byte, bytes)
+    failures: int = 0  # how many more requests to refuse with a server error
+    stopped: bool = False  # if set, a kept connection is cut at its next request
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -69,7 +67,7 @@ def handler(root: Path, sent: Sent, *, ranges: bool) -> type[BaseHTTPRequestHand
                 with (
                     path.open("rb") as file,
                     suppress(ConnectionError),
-                ):  # a client may want the beginning only
+                ):  # a client may read only the beginning
                     file.seek(start)
                     self.wfile.write(file.read(end - start))
                 with sent.lock:
@@ -81,7 +79,7 @@ def handler(root: Path, sent: Sent, *, ranges: bool) -> type[BaseHTTPRequestHand
 
 @contextmanager
 def range_server(root: Path, *, ranges: bool = True, host: str = "127.0.0.1", port: int = 0):
-    """Serves a folder until the block ends; yields what it has sent, with its address."""
+    """Serves a folder until the block ends. Yields the server's address and counters."""
     sent = Sent()
     server = ThreadingHTTPServer((host, port), handler(root, sent, ranges=ranges))
     server.daemon_threads = True
@@ -98,8 +96,8 @@ def range_server(root: Path, *, ranges: bool = True, host: str = "127.0.0.1", po
 
 
 def main() -> None:
-    """`python range_server.py FOLDER HOST`: prints its address, then at each line of its input the
-    bytes sent.
+    """`python range_server.py FOLDER HOST` prints its address, and then, for each input line, the
+    number of bytes it has sent.
     """
     with range_server(Path(sys.argv[1]), host=sys.argv[2]) as sent:
         print(sent.url, flush=True)

@@ -1,4 +1,4 @@
-"""Spans of runs that are written down by hand, in seconds."""
+"""Spans of hand-written runs, in seconds."""
 
 from jaxcross.interleave.instrument import Span
 

@@ -1,6 +1,4 @@
-"""Jobs of a runner on ranks that are threads: steps without a compiler, and the loop that trains
-with them.
-"""
+"""Jobs of a runner on ranks that are threads: steps that need no compiler, and a training loop."""
 
 import pytest
 
@@ -11,12 +9,12 @@ from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 
 def add(segment, values):
-    """Compute: first segment state + batch, last one state + what was exchanged."""
+    """Computes state + batch in the first segment, and state + the exchanged sum in the last."""
     return sum(values)
 
 
 def make_step(world, name="step", *, exchanges=1, compute=add, shape=(), program=None):
-    """A step as `crossover` would hand it to the job: `step(state, batch) -> state`."""
+    """A step like the one `crossover` makes for a job: `step(state, batch) -> state`."""
     compiled = FakeCompiled(
         program or plain_program(name, exchanges=exchanges, shape=shape), world, compute
     )
@@ -37,14 +35,14 @@ def loop(job, step, data, state=0.0, steps=None):
 
 
 def solo(data_by_rank, state=0.0):
-    """What a data-parallel loop of `make_step` computes."""
+    """What a data-parallel loop over `make_step` must compute."""
     for batches in zip(*data_by_rank, strict=False):
         state = state + sum(state + batch for batch in batches)
     return state
 
 
 def failing_loop_results(ranks, guilty, start):
-    """Job `bad` is made by `start(world)`; job `good` must not notice."""
+    """Runs job `bad`, made by `start(world)`, alongside job `good`, which must be unaffected."""
 
     def work(world):
         runner = Runner(world)

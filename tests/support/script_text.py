@@ -1,4 +1,4 @@
-"""What the scripts have in common that tests run in processes of their own."""
+"""Code shared by the scripts that tests run in separate processes."""
 
 RAISED = """
 def raised(call):

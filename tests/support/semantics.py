@@ -1,6 +1,4 @@
-"""One gradient as a bare function and as the body of a `jax.shard_map`, and how to run both on all
-ranks.
-"""
+"""One gradient as a plain function and as a `jax.shard_map`, and runs of both on all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +22,12 @@ X = np.random.default_rng(0).normal(size=(RANKS, 3)).astype(np.float32)
 
 
 def gradient(w: Any, x: Any) -> Any:
-    """Of a loss that is summed over ranks, in what all hold alike."""
+    """The gradient of a loss that is summed over ranks, for weights that are identical on all."""
     return jax.grad(lambda w: lax.psum(jnp.sum(jnp.sin(w * x)), "batch"))(w)
 
 
 def body(cast: bool) -> Callable[..., Any]:
-    """The same, as `shard_map` maps it over rows; it may say by itself that the weights go on
-    differently.
-    """
+    """The same gradient for `shard_map`. With `cast`, it marks the weights as varying itself."""
 
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A job that trains by a parameter server, on ranks that are threads, and what it must come to."""
+"""A job that trains through a parameter server, on ranks that are threads, and its result."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def train(job, world, optimizer, staleness, steps=4, gradient=gradient):
 
 
 def run(ranks, **jobs):
-    """Final states of the jobs, each given as the arguments of `train`, by rank."""
+    """Runs the jobs, each with its arguments of `train`. Returns their final states, by rank."""
 
     def work(world):
         runner = Runner(world)

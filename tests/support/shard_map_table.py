@@ -1,7 +1,7 @@
-"""Steps that are a `jax.shard_map`, with global arguments: every test holds them against JAX's own
-devices.
+"""The table of steps that are a `jax.shard_map` of global arguments.
 
-A row is written as for a mesh of devices: 2 along `data`, 2 along `tensor`.
+Every test compares them with JAX on real devices. Rows are written for a mesh of four devices: 2
+along `data`, 2 along `tensor`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLOSED_OVER = np.linspace(-1, 1, 4, dtype=np.float32)
 
 @dataclass(frozen=True)
 class Row:
-    """A function of one rank's shards, and how the global arrays are cut."""
+    """A function of one rank's shards, and how the global arrays are sharded."""
 
     body: Callable[..., Any]
     in_specs: tuple[Any, ...]
@@ -49,13 +49,13 @@ PARAMS, PARAM_SPECS = (array(4, 6), array(6, 4), array(4)), (W1, W2, P())
 
 
 def inserted(params: Any, x: jax.Array) -> Any:
-    """JAX inserts the exchanges of the gradients: over `data` for all, over both for the bias."""
+    """JAX inserts the gradients' exchanges: over `data` for all, over both axes for the bias."""
     value, grads = jax.value_and_grad(loss)(params, x)
     return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
 def written(params: Any, x: jax.Array) -> Any:
-    """The exchanges are the user's."""
+    """The user writes the exchanges."""
     w1, w2, _ = params
     grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]))((w1, w2))
     return lax.pmean(grads, "data")
@@ -74,7 +74,7 @@ def looped(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def local_loop(w: jax.Array, x: jax.Array) -> jax.Array:
-    """A loop, a branch and a `jit` without exchange, over values whose types speak of the mesh."""
+    """A loop, a branch and a `jit` without exchanges, over values whose types refer to the mesh."""
     y, _ = lax.scan(lambda c, row: (c + jnp.sum(row), None), jnp.sum(x) * 0, x)
     y = lax.cond(jnp.sum(x) > 0, lambda v: v + 1, lambda v: v - 1, y)
     y = jax.jit(lambda v: jnp.where(v > 0, v, jnp.exp(v)))(y)
@@ -82,8 +82,8 @@ def local_loop(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def fully_sharded(w: jax.Array, x: jax.Array) -> Any:
-    """Parameters cut over `data`: gathered forward, and the gradient is scattered by the
-    transpose.
+    """Parameters are sharded over `data`: gathered in the forward pass, and the transpose scatters
+    their gradient.
     """
 
     def objective(w: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ ROWS: dict[str, Row] = {
 
 
 def part(x: Any, spec: Any, rank: int, axes: Mapping[str, int] = AXES) -> Any:
-    """What `rank` holds of a global array."""
+    """The shard of a global array that `rank` holds."""
     where = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
     for dim, named in enumerate(spec):
         for axis in () if named is None else named if isinstance(named, tuple) else (named,):
@@ -144,7 +144,7 @@ def part(x: Any, spec: Any, rank: int, axes: Mapping[str, int] = AXES) -> Any:
 
 
 def parts(tree: Any, specs: Any, rank: int) -> Any:
-    """`part` of every leaf; a spec stands for all leaves below it."""
+    """`part` of every leaf. A spec applies to all leaves below it."""
     return jax.tree.map(
         lambda s, t: jax.tree.map(lambda x: part(x, s, rank), t),
         specs,
@@ -168,7 +168,7 @@ def mapped(row: Row, check: bool, mesh: Any) -> Callable[..., Any]:
 
 
 def wanted(row: Row, check: bool) -> Any:
-    """The global results on four of this process's XLA devices."""
+    """The global results of four XLA devices in this process."""
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     devices = jax.make_mesh(
         tuple(AXES.values()), tuple(AXES), axis_types=kinds, devices=jax.devices()[:4]
@@ -177,7 +177,7 @@ def wanted(row: Row, check: bool) -> Any:
 
 
 def assert_part(got: Any, want: Any, row: Row, rank: int, what: str) -> None:
-    """One rank's results are its part of the global ones."""
+    """Checks that a rank's results are its shards of the global results."""
     mine = parts(want, row.out_specs, rank)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(mine), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, (

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs a command next to a Slurm of one node, in namespaces that end with it: slurm_box.sh FOLDER COMMAND ...
-# Needs root, slurmctld, slurmd and munged. FOLDER keeps the logs.
+# slurm_box.sh FOLDER COMMAND ... runs a command alongside a one-node Slurm, in namespaces that end
+# with the command. Needs root, slurmctld, slurmd and munged. FOLDER keeps the logs.
 set -e
 folder=$1
 shift
@@ -8,7 +8,7 @@ if [ "$SLURM_BOX" != inside ]; then
   exec env SLURM_BOX=inside unshare --net --uts --pid --mount --fork --kill-child --mount-proc "$0" "$folder" "$@"
 fi
 
-# Slurm listens on an interface other than loopback only.
+# Slurm only listens on an interface other than loopback.
 hostname box
 ip link set lo up
 ip link add eth0 type veth peer name eth1
@@ -18,7 +18,7 @@ ip link set eth0 up
 printf '127.0.0.1 localhost\n10.78.0.1 box\n' > "$folder/hosts"
 mount --bind "$folder/hosts" /etc/hosts
 mount -t tmpfs tmpfs /run
-mount -t tmpfs tmpfs /dev/shm # where MPICH of another box may have left what it shared
+mount -t tmpfs tmpfs /dev/shm # another box's MPICH may have left shared memory there
 mkdir -p /run/munge "$folder/state" "$folder/spool"
 
 head -c 1024 /dev/urandom > "$folder/munge.key"
@@ -26,7 +26,7 @@ chmod 400 "$folder/munge.key"
 munged --force --key-file="$folder/munge.key" --socket=/run/munge/munge.socket.2 \
   --log-file="$folder/munged.log" --pid-file=/run/munge.pid --seed-file="$folder/seed"
 
-# cred_expire: a job that is requeued may start again after so many seconds (default 120).
+# cred_expire: a requeued job may restart after this many seconds (default 120).
 cat > "$folder/slurm.conf" << CONF
 ClusterName=box
 SlurmctldHost=box

@@ -1,4 +1,4 @@
-"""Steps that solve with an operator which exchanges: a table, read here and over MPI."""
+"""The table of steps that solve with an operator that exchanges, for tests with and without MPI."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SIZE, ROWS = 6, 8
 
 
 def rows(rank: int) -> np.ndarray:
-    """A rank's own data, of which the matrix of all ranks is made."""
+    """A rank's own data. The matrix is made from all ranks' data."""
     return np.random.default_rng(rank).normal(size=(ROWS, SIZE)).astype(np.float32)
 
 
 def weights() -> np.ndarray:
-    """What all ranks hold alike."""
+    """Weights that are identical across ranks."""
     return np.linspace(-1, 1, SIZE, dtype=np.float32)
 
 
@@ -28,12 +28,12 @@ def mean(x: Any) -> Any:
 
 
 def fisher(x: Any, damping: Any = 0.1) -> Any:
-    """`v -> (mean over ranks of X'X / n + damping) v`: symmetric and positive."""
+    """`v -> (mean over ranks of X'X / n + damping) v`: symmetric and positive definite."""
     return lambda v: mean(x.T @ (x @ v)) / ROWS + damping * v
 
 
 def skew(x: Any) -> Any:
-    """One that is not symmetric."""
+    """An operator that isn't symmetric."""
     return lambda v: fisher(x, 1.0)(v) + 0.3 * mean(jnp.tanh(x[:SIZE])) @ v
 
 
@@ -42,9 +42,7 @@ def gradient(w: Any, x: Any) -> Any:
 
 
 def natural_gradient(w: Any, x: Any) -> Any:
-    """As natural-gradient codes write it: the product with the Fisher matrix by `jvp` and `vjp`,
-    then a solve.
-    """
+    """A solve as natural-gradient code does it: the Fisher product comes from `jvp` and `vjp`."""
 
     def product(v: Any) -> Any:
         model = lambda w: jnp.tanh(x @ w)  # noqa: E731
@@ -59,9 +57,7 @@ def with_a_guess(w: Any, x: Any) -> Any:
 
 
 def through_cg(w: Any, x: Any) -> Any:
-    """The gradient of a loss of the solution, in what the operator and the right side are made
-    of.
-    """
+    """The gradient of a loss of the solution, through the operator and the right-hand side."""
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(cg(fisher(x * (1 + w**2)), mean(x.T @ jnp.tanh(x @ w)))[0] ** 2)
@@ -70,7 +66,7 @@ def through_cg(w: Any, x: Any) -> Any:
 
 
 def by_hand(w: Any, x: Any) -> Any:
-    """`custom_linear_solve` by a series of a set length, whose right side is each rank's own."""
+    """`custom_linear_solve` by a series of fixed length, whose right-hand side is rank-local."""
 
     def series(product: Any, b: Any) -> Any:
         v = b
@@ -85,7 +81,7 @@ def by_hand(w: Any, x: Any) -> Any:
 
 
 def solver_alone(w: Any, x: Any) -> Any:
-    """The exchange is in the operator, and what is called as the solver does not use it."""
+    """Only the operator exchanges, and the function passed as the solver doesn't call it."""
     return lax.custom_linear_solve(fisher(x), w + x[0], lambda _, b: b / 2, symmetric=True)
 
 
@@ -98,7 +94,7 @@ def in_a_loop(w: Any, x: Any) -> Any:
 
 
 def in_a_longer_loop(w: Any, x: Any) -> Any:
-    """Not unrolled."""
+    """A loop that is too long to be unrolled."""
     return lax.fori_loop(0, 70, lambda _, w: 0.5 * w + 0.01 * by_hand(w, x)[1], w)
 
 
@@ -107,14 +103,14 @@ def in_a_conditional(w: Any, x: Any) -> Any:
 
 
 def in_a_jitted_function(w: Any, x: Any) -> Any:
-    """Called twice: the two share one jaxpr."""
+    """The two calls share one jaxpr."""
     step = jax.jit(jax.checkpoint(natural_gradient))
     return step(step(w, x), x)
 
 
 def root(w: Any, x: Any) -> Any:
-    """`custom_root`: Newton's steps towards a root of an equation over all ranks, differentiated in
-    its data.
+    """`custom_root`: Newton steps towards the root of an equation over all ranks, differentiated
+    with respect to the equation's data.
     """
 
     def step(f: Any, z: Any) -> Any:
@@ -132,7 +128,7 @@ def root(w: Any, x: Any) -> Any:
 
 
 def iterations_by_rank(w: Any, x: Any) -> Any:
-    """One iteration on rank 0, and more on every other rank, which solves for another matrix."""
+    """One iteration on rank 0, and more on every other rank, each of which has another matrix."""
     spread = 1 + lax.axis_index("batch") * jnp.arange(SIZE, dtype=w.dtype)
     return cg(lambda v: spread * v + 0 * mean(v), x[0] + w, tol=1e-6)[0]
 
@@ -155,6 +151,6 @@ STEPS: dict[str, Any] = {
     "a root": root,
     "iterations by rank": iterations_by_rank,
 }
-# Solvers stop where their residual is 1e-5 of the right side, so that a rounding may cost an
-# iteration; in a gradient two of them stand one after another.
+# Solvers stop when their residual is 1e-5 of the right-hand side, so rounding may cost an
+# iteration. A gradient has two solves in a row.
 RTOL = 2e-4

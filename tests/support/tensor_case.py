@@ -1,6 +1,4 @@
-"""One table of meshes, one model, one train step: what every test of tensor parallelism reads, here
-and under MPI.
-"""
+"""The meshes, model and train step of all tests of tensor parallelism, with and without MPI."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ GRIDS = {
 LINES = {f"1-D on {p}": Mesh(tensor=p) for p in (1, 2, 4)}
 BESIDE = {"data 2 x 1-D on 2": Mesh(data=2, tensor=2), "data 3 x [2,2,1]": Mesh(data=3, side=2)}
 MESHES = {**GRIDS, **LINES, **BESIDE}
-# What the usual run takes of them.
+# The meshes of the usual run.
 QUICK = {"[2,2,2]", "1-D on 4", "data 2 x 1-D on 2"}
 
-# Every mesh of the table divides these.
+# Divisible by every mesh of the table.
 FEATURES, HEADS, VOCABULARY, LENGTH, BATCH = 24, 12, 24, 5, 12
 
 
 def over(meshes: dict[str, Mesh]) -> Any:
-    """Runs a test on each of these meshes; in the usual run on the quick ones."""
-    import pytest  # ranks that train the table over MPI need none
+    """Runs a test on each of these meshes; all but the quick ones are `exhaustive`."""
+    import pytest  # ranks that train the table over MPI don't need pytest
 
     params = [
         pytest.param(m, id=n, marks=[] if n in QUICK else pytest.mark.exhaustive)
@@ -42,7 +40,7 @@ def over(meshes: dict[str, Mesh]) -> Any:
 
 
 def transformer(mesh: Mesh, **options: Any) -> tensor.Transformer:
-    """The table's model."""
+    """The table's model on a mesh."""
     options = {"layers": 2, "heads": HEADS, "tied": True, **options}
     return tensor.Transformer(
         vocabulary=VOCABULARY, features=FEATURES, positions=LENGTH, mesh=mesh, **options
@@ -50,7 +48,7 @@ def transformer(mesh: Mesh, **options: Any) -> tensor.Transformer:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """A global batch: other tokens in every row, so that no rank's data equal another's."""
+    """A global batch. Every row has different tokens, so no two ranks have the same data."""
     tokens = (
         np.random.default_rng(step).integers(0, VOCABULARY, (BATCH, LENGTH + 1)).astype(np.int32)
     )
@@ -58,17 +56,17 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 
 def optimizer(specs: Any, mesh: Mesh) -> optax.GradientTransformation:
-    """Clipping that bites, and an Adam that does not divide rounding errors by themselves.
+    """Clipping that takes effect, and an Adam whose epsilon is larger than rounding errors.
 
-    The gradient of a key's bias is zero but for rounding; Adam's usual epsilon would make steps of
-    full length of it.
+    The gradient of a key's bias is zero except for rounding. With Adam's usual epsilon, rounding
+    errors would become full-size steps.
     """
     return optax.chain(tensor.clip_by_global_norm(0.5, specs, mesh), optax.adamw(1e-2, eps=1e-3))
 
 
 @cache
 def serial_params(**options: Any) -> Any:
-    """The serial model's first parameters, which every mesh's are cut from."""
+    """The serial model's initial parameters, from which every mesh's shards are cut."""
     model = transformer(Mesh(), **options)
     params = tensor.init(model, jax.random.key(3), jax.ShapeDtypeStruct((1, LENGTH), jnp.int32))
     return jax.tree.map(np.asarray, params)
@@ -114,7 +112,7 @@ class Training:
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss, "norm": norm}
 
     def run(self, steps: int) -> tuple[list[Any], list[Any]]:
-        """Every rank's state after `steps` under `vmap`, and every rank's metrics of each step."""
+        """Runs `steps` under `vmap`. Returns all ranks' states, and their metrics per step."""
         states, told, call = self.states(), [], over_ranks(self.step, self.mesh.axes)
         for n in range(steps):
             results = call([(s, self.mesh.local_batch(batch(n), r)) for r, s in enumerate(states)])
@@ -126,13 +124,14 @@ class Training:
 def on_ranks(
     function: Callable[..., Any], mesh: Mesh, args: Callable[[int], Sequence[Any]]
 ) -> list[Any]:
-    """`function(*args(rank))` on every rank of the mesh, under nested `vmap`."""
+    """`function(*args(rank))` on every rank of the mesh, under nested `vmap`s."""
     return over_ranks(function, mesh.axes)([tuple(args(rank)) for rank in range(mesh.ranks)])
 
 
 def close(got: Any, want: Any, rtol: float, what: str = "") -> None:
-    """Every leaf equal up to `rtol` of its own largest element, however small that is: Adam's
-    moments are small.
+    """Compares leaves up to `rtol` of each leaf's largest element.
+
+    The scale is per leaf because Adam's moments are small.
     """
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         scale = float(np.max(np.abs(np.asarray(b, np.float64)), initial=0))

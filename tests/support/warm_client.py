@@ -1,10 +1,10 @@
-"""Stands in for `python`: `python -IS warm_client.py ARGUMENTS` runs what `python ARGUMENTS` would,
-in a warm process.
+"""A substitute for `python`: `python -IS warm_client.py ARGUMENTS` runs what `python ARGUMENTS`
+would, in a warm process.
 
-The head of `warm_python.py` tells the story. This half is what a launcher starts, once per rank, so
-it imports next to nothing: it hands its arguments, environment, folder and open files to the
-server, passes signals on, and ends as the program ends. A program that needs an interpreter of its
-own gets one.
+The head of `warm_python.py` explains why. A launcher starts this client once per rank, so the
+client imports almost nothing. It sends its arguments, environment, folder and open files to the
+server, forwards signals, and exits the way the program exits. A program that can't run in a fork
+gets its own interpreter.
 """
 
 import marshal
@@ -28,9 +28,7 @@ TAKEN_OVER = (
 
 
 def fixed():
-    """Returns what a fork of a running process can't take over: variables, namespaces (a lab's) and
-    CPUs.
-    """
+    """Returns what a fork can't take over: variables, namespaces (a lab's) and CPUs."""
     own = {name: value for name, value in os.environ.items() if name.startswith(_FIXED)}
     for name in ("PYTHONPATH", *TAKEN_OVER):
         own.pop(name, None)
@@ -45,7 +43,7 @@ def main():
     if connection is None:
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     files = [0, 1, 2]
-    if os.environ.get("PMI_FD", "").isdecimal():  # the way to MPICH's launcher
+    if os.environ.get("PMI_FD", "").isdecimal():  # the connection to MPICH's launcher
         files.append(int(os.environ["PMI_FD"]))
     request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd(), files))
     socket.send_fds(connection, [len(request).to_bytes(4, "little")], files)
@@ -58,21 +56,19 @@ def main():
         signal.SIGUSR2,
     ):
         signal.signal(passed_on, lambda number, _: connection.sendall(bytes([number])))
-    for file in files:  # else a reader at the other end waits for this process, too
+    for file in files:  # otherwise a reader at the other end would wait for this process, too
         if file != 2:
             os.close(file)
     status = int.from_bytes(received(connection, 4), "little", signed=True)
     if status < 0:
-        if -status != signal.SIGKILL:  # whose effect can't be set
+        if -status != signal.SIGKILL:  # SIGKILL's effect can't be set
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
 
 def _connect():
-    """Returns a connection to the server, or None if this program needs an interpreter of its
-    own.
-    """
+    """Returns a connection to the server, or None if this program needs its own interpreter."""
     address = os.environ.get(VARIABLE)
     options = [word for word in sys.argv[1:2] if word.startswith("-") and word not in ("-c", "-m")]
     if (
@@ -90,7 +86,7 @@ def _connect():
 
 
 def received(connection, size):
-    """Returns so many bytes. Raises ConnectionError if the other end is gone before."""
+    """Returns `size` bytes. Raises ConnectionError if the other end closes before that."""
     data = b""
     while len(data) < size:
         if not (more := connection.recv(size - len(data))):

@@ -88,12 +88,12 @@ _IMPORTS = (
     "numpy",
     "rich.console",
 )
-_PATIENCE_S = 20.0  # a client that is stopped while it connects must not hold up the others
+_PATIENCE_S = 20.0  # a client that is stopped while it connects must not block the others
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Serves warm processes to this process's children. The first of them waits for the imports."""
+    """Serves warm processes to this process's children. The first one waits for the imports."""
     with tempfile.TemporaryDirectory(prefix="jaxcross-warm-") as folder:
         address = str(Path(folder, "socket"))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -125,10 +125,10 @@ def serving() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What a client sent: the program's arguments, its environment and folder, and its open files.
+    """What a client sent: the program's arguments, environment, folder and open files.
 
     Attributes:
-        there: The numbers of the files in the client, which the program needs.
+        there: The files' numbers in the client, which the program needs.
         here: Their numbers in this process.
     """
 
@@ -140,7 +140,7 @@ class _Request:
 
 
 class _Server:
-    """Forks a child for each client, passes on its signals, and reports its exit code."""
+    """Forks a child for each client, forwards the client's signals, and reports the exit code."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -155,8 +155,9 @@ class _Server:
         signal.set_wakeup_fd(self._wake.fileno())
 
     def serve(self) -> _Request | None:
-        """Serves until standard input is closed, then returns None. In a forked child, returns the
-        request to run.
+        """Serves until standard input is closed, then returns None.
+
+        In a forked child, returns the request to run.
         """
         for source in (self._listener, self._woken, sys.stdin):
             self._selector.register(source, selectors.EVENT_READ)
@@ -173,9 +174,9 @@ class _Server:
                         with contextlib.suppress(BlockingIOError):
                             self._woken.recv(4096)
                         self._report_ended()
-                    elif source in self._children:  # else its child has ended during this round
+                    elif source in self._children:  # otherwise its child ended during this round
                         self._pass_on(source)  # type: ignore[arg-type]
-        finally:  # in a child there are none
+        finally:  # a child has no children here
             for pid in self._children.values():
                 _signal(pid, signal.SIGKILL)
 
@@ -193,13 +194,13 @@ class _Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setpgid(0, 0)
-            self._selector.close()  # its number may be one that the client's files need
+            self._selector.close()  # the client's files may need its number
             for other in (self._listener, self._woken, self._wake, connection, *self._children):
                 other.close()
             self._children.clear()
             _become(request, self._environ)
             return request
-        with contextlib.suppress(OSError):  # the child does the same, whichever is first
+        with contextlib.suppress(OSError):  # both do this, because either may run first
             os.setpgid(pid, pid)
         for file in request.here:
             os.close(file)
@@ -208,8 +209,9 @@ class _Server:
         return None
 
     def _received(self, connection: socket.socket) -> _Request | None:
-        """Returns a client's request, or None if the client runs the program itself, or dies before
-        it has sent all.
+        """Returns a client's request.
+
+        Returns None if the client runs the program itself, or dies before it has sent everything.
         """
         here: list[int] = []
         connection.settimeout(_PATIENCE_S)
@@ -226,9 +228,7 @@ class _Server:
         return _Request(arguments=arguments, environ=environ, folder=folder, there=there, here=here)
 
     def _pass_on(self, client: socket.socket) -> None:
-        """Sends a child the signals that its client received, and kills the child if the client is
-        gone.
-        """
+        """Forwards a client's signals to its child, and kills the child if the client is gone."""
         try:
             numbers = client.recv(16)
         except OSError:
@@ -244,7 +244,7 @@ class _Server:
             if not ended:
                 continue
             del self._children[client]
-            with contextlib.suppress(KeyError):  # the client may have been gone first
+            with contextlib.suppress(KeyError):  # the client may have disconnected before
                 self._selector.unregister(client)
             with contextlib.suppress(OSError):
                 client.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
@@ -252,7 +252,7 @@ class _Server:
 
 
 def _signal(pid: int, number: int) -> None:
-    """Sends a signal to a child, and SIGKILL to its own children as well."""
+    """Sends a signal to a child. SIGKILL goes to the child's own children as well."""
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
@@ -261,19 +261,19 @@ def _import_all() -> None:
     for name in _IMPORTS:
         with contextlib.suppress(
             Exception
-        ):  # an extra that isn't installed, or a bug: the program will meet it, too
+        ):  # an extra that isn't installed, or a bug, which the program will run into as well
             __import__(name)
-    # some of them print a warning while they're imported, which installs one
+    # Some of these modules print a warning when they're imported, which installs a handler.
     logging.root.handlers.clear()
     gc.collect()
-    gc.freeze()  # a collection in a child would touch, and so copy, all that is shared
+    gc.freeze()  # otherwise a child's garbage collection would touch, and so copy, all shared pages
 
 
 def _become(request: _Request, started_with: Mapping[str, str]) -> None:
     """Takes over a client's files, environment and folder, in a child."""
     high = [
         os.dup2(file, 200 + n, inheritable=False) for n, file in enumerate(request.here)
-    ]  # out of each other's way
+    ]  # to numbers that no other file needs
     for file in request.here:
         os.close(file)
     for file, number in zip(high, request.there, strict=True):
@@ -290,7 +290,7 @@ def _become(request: _Request, started_with: Mapping[str, str]) -> None:
     beside = Path(sys.executable).parent
     if shutil.which(
         "mpirun", path=str(beside)
-    ):  # `find_mpirun` looks next to `sys.executable` first
+    ):  # `find_mpirun` looks in the folder of `sys.executable` first
         os.environ["PATH"] = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
     multiprocessing.set_executable(
         sys.executable

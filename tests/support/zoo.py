@@ -1,9 +1,8 @@
-"""The one table of small train steps. A new row is at once tested in lock step, over MPI, and by
-every cut.
+"""The table of small train steps. A new row is tested in lock step, over MPI, and with every cut.
 
-Each row is a step `(state, batch) -> (state, metrics)` as a JAX user would write it, over the axis
-`batch` (or more). The state is equal on all ranks, the batch is the rank's own; `exact` rows use
-arithmetic whose sums do not round.
+Each row is a step `(state, batch) -> (state, metrics)`, written as a JAX user would write it, over
+the axis `batch` (or more). The state is identical across ranks, and the batch is rank-local. The
+arithmetic of `exact` rows has sums that don't round.
 """
 
 from __future__ import annotations
@@ -38,15 +37,17 @@ class Row:
     """One step of the zoo.
 
     Attributes:
-        name: What it shows.
-        build: Ranks -> (step, initial state). The state is the same on every rank.
+        name: What the row shows.
+        build: Ranks -> (step, initial state). The state is identical on every rank.
         batch: (rank, step number) -> this rank's batch.
         axes: Ranks -> axis name -> size.
-        rtol: Against `vmap`, whose sums round in another order; 0 where all arithmetic is exact.
-        steps: How many are run; enough for counters to come round.
-        vmap: Whether `vmap` can stand for it (`axis_index_groups` it cannot).
-        bits: Whether a whole cut gives the bits of one fused executable. Where exchanges stand amid
-            computation, XLA contracts other multiplications with additions once they are apart.
+        rtol: Tolerance against `vmap`, which sums in a different order; 0 if all arithmetic is
+            exact.
+        steps: Number of steps to run, enough for counters to wrap around.
+        vmap: Whether `vmap` can run the step. It can't run `axis_index_groups`.
+        bits: Whether a whole cut gives the same bits as one fused executable. If there are
+            exchanges in the middle of a computation, XLA contracts different multiplications and
+            additions once the computation is cut.
     """
 
     name: str
@@ -60,14 +61,14 @@ class Row:
 
 
 def integers(rank: int, step: int) -> Any:
-    """Small integers, one array; floats made of them add without rounding."""
+    """One array of small integers. Floats made from them add without rounding."""
     return jnp.asarray(np.random.default_rng((step, rank)).integers(-8, 9, (12, 12)), jnp.int32)
 
 
 def plain(
     function: Callable[..., Any], state: Callable[[], Any] = lambda: jnp.zeros((12, 12))
 ) -> Any:
-    """A row whose step is a bare function of state, batch and number of ranks."""
+    """A row whose step is a plain function of state, batch and number of ranks."""
     return lambda ranks: (partial(_call, function, ranks), state())
 
 
@@ -76,9 +77,7 @@ def _call(function: Callable[..., Any], ranks: int, state: Any, batch: Any) -> A
 
 
 def dependent(state: Any, batch: Any, ranks: int) -> Any:
-    """Exchanges that need one another: a norm of the sum, a choice by it, a second sum (as Adasum,
-    PowerSGD).
-    """
+    """Dependent exchanges, as in Adasum and PowerSGD: each sum depends on the previous one."""
     g = lax.psum(batch.astype(jnp.float32), "batch")
     p = g @ jnp.ones((12, 2)) / 128
     p = lax.psum(jnp.round(p), "batch")
@@ -87,26 +86,24 @@ def dependent(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def two_sums_by_two_rules(state: Any, batch: Any, ranks: int) -> Any:
-    """Clipping after the exchange by a norm over ranks."""
+    """Clips after the exchange, by a maximum over ranks."""
     g = lax.psum(batch, "batch")
     limit = lax.pmax(jnp.max(jnp.abs(batch)), "batch")
     return state + jnp.clip(g, -limit, limit), (limit, lax.pmin(jnp.min(batch), "batch"))
 
 
 def cond_counter(state: Any, batch: Any, ranks: int) -> Any:
-    """Periodic averaging: the host knows from a counter whether this step exchanges."""
+    """Periodic averaging: the host can tell from a counter whether this step exchanges."""
     count, params = state
     params = params + batch
     params = lax.cond(count % 2 == 1, lambda p: lax.psum(p * 2, "batch"), lambda p: p, params)
-    # Between averages ranks drift apart; the state handed on is made equal again so that all rows
-    # compare alike.
+    # Ranks drift apart between averages. The state is made equal again at the end, so that all
+    # rows can be compared the same way.
     return (count + 1, lax.pmax(params, "batch")), params.sum()
 
 
 def cond_data(state: Any, batch: Any, ranks: int) -> Any:
-    """A predicate that no host can know: made from the exchanged data itself, equal on all
-    ranks.
-    """
+    """The predicate comes from exchanged data: equal on all ranks, but unknown to the host."""
     big = lax.pmax(batch.max(), "batch") > 7
 
     def yes(x: Any) -> Any:
@@ -117,7 +114,7 @@ def cond_data(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def scan_exchange(state: Any, batch: Any, ranks: int, length: int = 0) -> Any:
-    """A ring: one exchange an iteration, `length` of them or as many as there are ranks."""
+    """A ring with one exchange per iteration, and `length` iterations, or one per rank."""
     ring = [(i, (i + 1) % ranks) for i in range(ranks)]
 
     def body(carry: Any, _: Any) -> Any:
@@ -130,7 +127,7 @@ def scan_exchange(state: Any, batch: Any, ranks: int, length: int = 0) -> Any:
 
 
 def while_exchange(state: Any, batch: Any, ranks: int) -> Any:
-    """A loop that all ranks leave together."""
+    """A loop that all ranks leave in the same iteration."""
     total = lax.while_loop(
         lambda c: jnp.abs(c).max() < 500, lambda c: lax.psum(jnp.abs(c) + 1, "batch"), batch
     )
@@ -138,7 +135,7 @@ def while_exchange(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def all_collectives(axis: str, n: int, state: Any, batch: Any, *, scatter: bool = True) -> Any:
-    """Every collective and several element types over one axis of `n` ranks."""
+    """Every collective, and several element types, over one axis of `n` ranks."""
     x = batch
     parts = {
         "psum": lax.psum(x, axis),
@@ -157,7 +154,7 @@ def all_collectives(axis: str, n: int, state: Any, batch: Any, *, scatter: bool 
         "int8": lax.pmin(x.astype(jnp.int8), axis),
         "one": jnp.int32(lax.psum(1, axis)),
     }
-    if scatter:  # JAX's own is wrong under two `vmap`s: it scatters another dimension
+    if scatter:  # JAX's own is wrong under two `vmap`s, where it scatters another dimension
         parts["psum_scatter"] = jnp.broadcast_to(lax.psum_scatter(x[:n], axis), (12, 12))
         parts["psum_scatter_tiled"] = lax.psum_scatter(
             jnp.tile(x, (1, n)), axis, scatter_dimension=1, tiled=True
@@ -171,7 +168,7 @@ def two_axes(ranks: int) -> dict[str, int]:
 
 
 def over_two_axes(state: Any, batch: Any, ranks: int) -> Any:
-    """One axis after the other, both at once, in either order."""
+    """One axis after the other, and both at once in either order."""
     g = lax.psum(lax.pmax(batch, "col"), "row")
     both = lax.pmin(batch + lax.axis_index("row") * 3, ("row", "col")), lax.psum(g, ("col", "row"))
     state, parts = all_collectives(
@@ -181,7 +178,7 @@ def over_two_axes(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def literal_and_passed_through(state: Any, batch: Any, ranks: int) -> Any:
-    """Results that no equation makes, and the same result twice."""
+    """Results that no equation computes, and the same result twice."""
     total = lax.psum(batch, "batch")
     return state, (total, total, 3.0, state, jnp.int32(4))
 
@@ -192,14 +189,14 @@ def unused_exchange(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def local_axis_too(state: Any, batch: Any, ranks: int) -> Any:
-    """`vmap` inside the step over an axis of its own, summed together with ours."""
+    """The step's own `vmap` axis is summed together with ours."""
     rows = jax.vmap(lambda x: lax.psum(x, ("batch", "local")), axis_name="local")(batch)
     cols = jax.vmap(lambda x: lax.psum(x, ("batch", "local")), axis_name="local")(batch.T)
     return state + rows + cols, ()
 
 
 def tensor_parallel(state: Any, batch: Any, ranks: int) -> Any:
-    """A gradient through `psum` and `all_gather`: the transposes exchange, too."""
+    """A gradient through `psum` and `all_gather`, whose transposes exchange as well."""
     x = batch.astype(jnp.float32)
 
     def loss(w: Any) -> Any:
@@ -210,9 +207,7 @@ def tensor_parallel(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def custom_derivatives(state: Any, batch: Any, ranks: int) -> Any:
-    """An exchange in the backward pass only, through `custom_vjp`; one in a `custom_jvp`; one under
-    remat in a jit.
-    """
+    """Exchanges only in a backward pass (`custom_vjp`), in a `custom_jvp`, and under remat."""
 
     @jax.custom_vjp
     def copied(x: Any) -> Any:
@@ -231,7 +226,7 @@ def custom_derivatives(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def solver(state: Any, batch: Any, ranks: int) -> Any:
-    """A rank's index inside an equation that is solved."""
+    """A rank's index is used inside an equation that is solved."""
     solved = lax.custom_linear_solve(
         lambda x: x * 2.0 ** lax.axis_index("batch"),
         batch * 1.0,
@@ -241,7 +236,7 @@ def solver(state: Any, batch: Any, ranks: int) -> Any:
 
 
 def grouped(state: Any, batch: Any, ranks: int) -> Any:
-    """`axis_index_groups`, and a permutation that leaves a rank out: `vmap` can run neither."""
+    """`axis_index_groups`, and a permutation that omits a rank. `vmap` can run neither."""
     half = max(ranks // 2, 1)
     groups = [[*range(half)], [*range(half, ranks)]] if ranks % 2 == 0 else [[*range(ranks)]]
     open_ring = lax.ppermute(batch, "batch", [(i, i + 1) for i in range(ranks - 1)])
@@ -326,8 +321,10 @@ def ranks_of(axes: dict[str, int]) -> int:
 
 
 def assert_close(got: Any, expected: Any, rtol: float, what: str) -> None:
-    """Same structure, types, and values within `rtol` of the leaf's largest element (1e-6 at
-    least); equal for 0.
+    """Checks structure, types and values.
+
+    Values match within `rtol` of the leaf's largest element, or within 1e-6 if that's more. With
+    `rtol` 0, they're equal.
     """
     tree = jax.tree.structure(got)
     expected_leaves, expected_tree = jax.tree.flatten(expected)

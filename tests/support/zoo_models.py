@@ -1,4 +1,4 @@
-"""Rows of the zoo that train models of Flax and Optax, as a JAX user would write them."""
+"""Rows of the zoo that train Flax and Optax models, written as a JAX user would write them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ WIDTH, CLASSES, BATCH = 6, 3, 4
 
 
 def images(rank: int, step: int) -> dict[str, Any]:
-    """A batch of labelled rows."""
     rng = np.random.default_rng((step, rank))
     return {
         "image": jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32),
@@ -29,7 +28,7 @@ def images(rank: int, step: int) -> dict[str, Any]:
 
 
 class MLP(nn.Module):
-    """Two layers; optionally normalised, dropped out, rematerialised."""
+    """Two layers, optionally with normalization, dropout or rematerialization."""
 
     norm: bool = False
     axis_name: str | None = None
@@ -50,13 +49,13 @@ class MLP(nn.Module):
 
 
 class NormState(TrainState):
-    """Flax's ImageNet example: statistics beside the parameters."""
+    """As in Flax's ImageNet example: BatchNorm statistics alongside the parameters."""
 
     batch_stats: Any = struct.field(default_factory=dict)
 
 
 class ScaledState(TrainState):
-    """Flax's ImageNet example, mixed precision: `dynamic_scale` in the state."""
+    """As in Flax's mixed-precision ImageNet example: `dynamic_scale` in the state."""
 
     dynamic_scale: Any = None
 
@@ -89,7 +88,7 @@ def compute_metrics(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array
 def pmap_style(
     tx: Callable[[], optax.GradientTransformation] = momentum, *, jit: bool = False, **model: Any
 ) -> Any:
-    """As in Flax's examples: gradients and metrics averaged in the step."""
+    """As in Flax's examples: the step averages gradients and metrics."""
 
     def build(ranks: int) -> tuple[Any, Any]:
         state = linen_state(MLP(**model), tx())
@@ -109,9 +108,7 @@ def pmap_style(
 
 
 def batch_norm(*, averaged: bool = False, axis_name: str | None = None) -> Any:
-    """Statistics local to the rank, averaged over ranks (`sync_batch_stats`), or synchronised in
-    the forward pass.
-    """
+    """Statistics: rank-local, averaged (`sync_batch_stats`), or synced in the forward pass."""
 
     def build(ranks: int) -> tuple[Any, Any]:
         state = linen_state(MLP(norm=True, axis_name=axis_name), momentum(), NormState)
@@ -137,7 +134,7 @@ def batch_norm(*, averaged: bool = False, axis_name: str | None = None) -> Any:
 
 
 def dropout(ranks: int) -> tuple[Any, Any]:
-    """A key folded with step and rank, as `pmap` code does."""
+    """The random key is folded with step and rank, as `pmap` code does."""
     state = (linen_state(MLP(dropout=0.5), optax.adam(1e-2)), jax.random.key(7))
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -157,8 +154,9 @@ def dropout(ranks: int) -> tuple[Any, Any]:
 
 
 def dynamic_scale(ranks: int) -> tuple[Any, Any]:
-    """fp16 with `DynamicScale(axis_name=...)`, as Flax's ImageNet example has it; a scale that
-    overflows at first.
+    """fp16 with `DynamicScale(axis_name=...)`, as in Flax's ImageNet example.
+
+    The initial scale overflows.
     """
     state = linen_state(
         MLP(), momentum(), ScaledState, dynamic_scale=dynamic_scale_lib.DynamicScale(scale=2.0**17)
@@ -184,7 +182,7 @@ def dynamic_scale(ranks: int) -> tuple[Any, Any]:
 
 
 def exchange_in(wrap: Callable[[optax.GradientTransformation], Any]) -> Any:
-    """The exchange inside the optimizer, which is then wrapped."""
+    """The optimizer exchanges the gradients, and `wrap` wraps that optimizer."""
 
     def build(ranks: int) -> tuple[Any, Any]:
         mean = optax.stateless(lambda updates, _: lax.pmean(updates, "batch"))
@@ -209,7 +207,7 @@ def only_good_gradients(tx: optax.GradientTransformation) -> Any:
 
 
 def nnx_functional(ranks: int) -> tuple[Any, Any]:
-    """NNX split by hand: graph static, state in and out."""
+    """NNX, split by hand: the graph is static, and the state goes in and comes out."""
 
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

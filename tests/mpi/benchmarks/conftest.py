@@ -1,4 +1,4 @@
-"""Fixtures for tests of benchmarks."""
+"""Makes the benchmarks' fixtures available to this folder's tests."""
 
 from tests.support.benchmark_runs import lab, smoke
 

@@ -1,4 +1,4 @@
-"""benchmarks/imagenet_resnet.py at toy size: started by itself and by mpirun."""
+"""Runs benchmarks/imagenet_resnet.py at toy size, directly and under mpirun."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(result: dict[str, Any]) -> None:
             assert set(run["input_wait_s"]) == set(run["images_per_s_by_job"])
             assert {job["steps"] for job in run["account"]["jobs"]} == {result["steps"]}
     sequential, crossover = (result["accuracy"][policy] for policy in ("sequential", "crossover"))
-    # The same bits mean the same accuracies at the same steps, however long they took.
+    # The states are bit for bit identical, so the accuracies are too, however long the steps took.
     for name, job in sequential["jobs"].items():
         curve, other = job["step_s_accuracy"], crossover["jobs"][name]["step_s_accuracy"]
         assert [(step, accuracy) for step, _, accuracy in curve] == [

@@ -1,5 +1,5 @@
-"""What benchmarks/imagenet_resnet.py refuses, adds and leaves behind; the page cache that it
-empties.
+"""benchmarks/imagenet_resnet.py: options that it refuses or adds, what it leaves behind, and the
+page cache that it empties.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_meaningless_example_options_are_rejected(
     words: list[str],
     message: str,
 ) -> None:
-    """Options of the example that mean nothing here are refused."""
+    """Some of the example's options have no meaning in the benchmark."""
     monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", *words])
     with pytest.raises(SystemExit):
         benchmark.options()
@@ -142,7 +142,6 @@ GPU_OPTIONS = (
     ids=["imagenet_resnet", "gpu_ranks"],
 )
 def test_terminated_benchmark_leaves_nothing_behind(words: str, tmp_path: Path) -> None:
-    """A benchmark that is terminated leaves nothing behind."""
     if launch.find_mpirun() is None:
         pytest.skip("no mpirun")
     environ = {
@@ -171,7 +170,7 @@ def test_terminated_benchmark_leaves_nothing_behind(words: str, tmp_path: Path) 
 
 
 def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}/exe").exists()  # which nobody has once it has ended
+    return Path(f"/proc/{pid}/exe").exists()  # missing once the process has ended
 
 
 def test_without_evaluation_there_is_no_accuracy(
@@ -207,7 +206,6 @@ def page_cache() -> Iterator[ModuleType]:
 
 
 def test_page_cache_of_files_is_dropped_and_filled(page_cache: ModuleType, tmp_path: Path) -> None:
-    """The page cache of named files is emptied and filled."""
     ours, theirs = tmp_path / "a.array_record-0", tmp_path / "b.array_record-0"
     for path in (ours, theirs):
         path.write_bytes(os.urandom(1 << 20))

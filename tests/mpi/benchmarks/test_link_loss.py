@@ -1,6 +1,4 @@
-"""Loss against seconds over a real link, at toy size: the losses are those of the same training
-under `vmap`.
-"""
+"""Measures loss over time on a real link, at toy size. The losses match training under `vmap`."""
 
 import sys
 from pathlib import Path

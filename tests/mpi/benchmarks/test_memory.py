@@ -1,6 +1,4 @@
-"""benchmarks/memory_booked.py: what jobs book is what they need, at a quarter of the benchmark's
-size.
-"""
+"""benchmarks/memory_booked.py at a quarter of its size: jobs book what they need."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ def test_jobs_book_what_they_need(memory_booked: ModuleType, jobs: int, cut: str
     row = memory_booked.measure("mlp_2048", jobs, cut)
     assert row["needed_bytes"] > 100_000_000
     assert row["booked_bytes"] >= 0.98 * row["needed_bytes"]
-    # Over mpi4py, jobs also book a second set of receive buffers. These runs use only some of them.
+    # Over mpi4py, jobs also book a second set of receive buffers, but these runs use only some.
     second = jobs * row["gradient_bytes"] if row["over"] == "mpi4py" else 0
-    # What is booked for the process is little next to the benchmark's arrays, and much next to
-    # these.
+    # The amount booked for the process is small compared to the benchmark's arrays, but large
+    # compared to the arrays of this test.
     assert row["booked_bytes"] - PROCESS_BYTES <= 1.15 * (row["needed_bytes"] + second)

@@ -1,4 +1,4 @@
-"""Predictions and carried exchanges are measured at toy size, on hosts that a real link joins."""
+"""benchmarks/plan.py at toy size, on hosts with a real link: predictions, carried exchanges."""
 
 import pytest
 
@@ -18,8 +18,8 @@ def test_plan(smoke, tmp_path):
         low, high = row["interval_s"]
         assert 0 < low < row["predicted_s"] < high
         assert row["ratio"] == pytest.approx(row["predicted_s"] / row["achieved_s"])
-    # A toy's exchange may be too slow for its bytes: then no contention is known, and nothing is
-    # expected.
+    # A toy's exchange may be too slow for its number of bytes. Then its contention is unknown, and
+    # nothing is predicted.
     assert all(row["case"] == "two" and row["predicted"] >= 1 for row in result["estimates"])
     assert {row["kind"] for row in result["solo"]} == {"language", "large cut in 16", "small"}
     again = smoke("plan.py", "--only", "variants", "--rates", "1000")
@@ -41,8 +41,8 @@ def test_carried(smoke, tmp_path):
         for seconds in (*row["raw"].values(), *row["processor_s"].values())
     )
     memory = result["memory"]
-    # The fragment on its way, of four: eight bits an element and a unit for each 128, of which some
-    # fill up the last.
+    # One of four fragments is in flight: eight bits per element, plus a scale for each block of
+    # 128, and the last block is padded.
     blocking, carried = memory["blocking 0"], memory["carried 0"]
     assert blocking["pending_bytes"] == 0 < carried["pending_bytes"] < 79832 / 4 * 1.2
     assert carried["programs"] > blocking["programs"] == 5

@@ -1,5 +1,6 @@
-"""The race runs at toy size, every byte over a real link; teams that fail say why and leave nothing
-behind.
+"""The race at toy size, with every byte on a real link.
+
+A team that fails reports why, and leaves nothing behind.
 """
 
 import importlib.util
@@ -42,11 +43,11 @@ def test_race(smoke, tmp_path):
         assert row["cpu_s"] > 0 and row["peak_rss_bytes"] > 1e8
         assert 0 <= row["hidden_share"] <= 1
         assert len(row["raw"]) == 1
-    # counted by the link: 79,832 float32 gradients, sent by each of two ranks; half of that as
-    # bfloat16
+    # The link counts 79,832 float32 gradients from each of two ranks, and half as many bytes for
+    # bfloat16.
     assert 2 * 4 * 79832 <= rows["crossover"]["wire_bytes"] < 1.5 * 2 * 4 * 79832
     assert 2 * 2 * 79832 <= rows["crossover-bf16"]["wire_bytes"] < 2 * 4 * 79832
-    # two processes hold more than the larger of two that take turns
+    # Two processes at once hold more memory than the larger of two that run in turn.
     assert rows["fused-k"]["peak_rss_bytes"] > 1.5 * rows["fused"]["peak_rss_bytes"]
     assert (tmp_path / "race-two.png").stat().st_size > 10_000
     again = smoke("race.py", "--resume")
@@ -83,7 +84,7 @@ def test_race_of_unlike_jobs(smoke):
         assert [job["steps"] for job in jobs] == [4, 4]
         large, small = (
             job["bytes_per_step"] for job in jobs
-        )  # of all gradients and the loss, in whatever pieces
+        )  # all gradients and the loss, however they are split
         width = 2 if row["rival"].endswith("bf16") else 4
         assert (large, small) == (width * 79832 + 4, width * 84160 + 4)
 
@@ -96,7 +97,7 @@ def test_memory(smoke):
     assert set(by) == {
         (k, way) for k in (1, 2) for way in ("one process", *(f"k processes{end}" for end in ENDS))
     }
-    # like jobs compile once in one process
+    # In one process, jobs of the same kind are compiled only once.
     assert by[2, "one process"]["compilations"] == by[1, "one process"]["compilations"]
     assert by[2, "k processes"]["compilations"] == 2 * by[1, "k processes"]["compilations"]
 

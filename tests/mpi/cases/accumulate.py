@@ -1,5 +1,5 @@
-"""Gradient accumulation in a run: the bytes of twelve steps, the same on every way to them, and
-what is logged.
+"""Gradient accumulation in a run: the bytes of twelve steps, equal results of every way to
+accumulate, and the log.
 """
 
 import logging
@@ -19,7 +19,7 @@ world = jaxcross.initialize()
 STEPS, K, SIZE = 12, 4, 1 << 10
 GRADIENTS = (
     4 * SIZE * 2 * (world.size - 1) // world.size
-)  # bytes that a rank receives in an all-reduce of them
+)  # bytes that a rank receives when they are all-reduced
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
@@ -28,7 +28,7 @@ def before(grads, params):
     return jax.lax.pmean(grads, "batch")
 
 
-# Each with the exchanges that twelve steps make.
+# Each way with the number of exchanges it makes in twelve steps.
 WAYS = {
     "accumulate": (accumulate(optax.chain(mean("batch"), SGD), every=K), 3),
     "MultiSteps": (optax.MultiSteps(optax.chain(mean("batch"), SGD), K), 12),
@@ -59,7 +59,7 @@ def trains(job, tx):
 
 
 def run(*names):
-    """All of these jobs in one run: their states and the bytes that each has received."""
+    """Runs these jobs together. Returns their states, and the bytes that each has received."""
     runner = jaxcross.Runner(world)
     jobs = {name: runner.add(name, trains, {"tx": TXS[name]}) for name in names}
     rows = {row["name"]: row for row in runner.run().summary()["jobs"]}
@@ -70,7 +70,7 @@ def run(*names):
 
 
 def oracle(tx):
-    """The states of all ranks."""
+    """The states of all ranks under `vmap`."""
     step, params = make(tx), jnp.linspace(-1, 1, SIZE)
     states = [(params, tx.init(params))] * world.size
     call = over_ranks(step, {"batch": world.size})
@@ -101,7 +101,7 @@ for name, (_, exchanges) in WAYS.items():
     assert received[name] == exchanges * GRADIENTS, (name, received, GRADIENTS)
     np.testing.assert_allclose(states[name][0], alone["accumulate"][0], rtol=1e-5, atol=1e-5)
 alone |= run("top_k")[0]
-# Each oracle, which holds all ranks, is compiled by one of them.
+# Each oracle covers all ranks, so only one rank has to compile it.
 mine = {name: oracle(tx) for name, tx in [*TXS.items()][world.rank :: world.size]}
 wanted = {
     name: states[world.rank]
@@ -114,7 +114,7 @@ for name in TXS:
 together, _ = run(*TXS)
 assert all(same(together[name], alone[name]) for name in TXS), "crossover is solo"
 
-# Each step was compiled once. Compiled again, it says so again: two notices, of `MultiSteps` alone.
+# Each step was compiled once. Compiling `MultiSteps` again logs the notice again, hence two.
 STEPS_OF["MultiSteps"] = jaxcross.crossover(make(TXS["MultiSteps"]), axes="batch")
 run("MultiSteps")
 notices = [text for text in told if "`jaxcross.exchange.accumulate(optimizer, every=k)`" in text]

@@ -1,5 +1,5 @@
-"""Ranks that would cut one step differently: a clear error on all of them before the first
-exchange, never a wait.
+"""Ranks that would cut one step differently all get a clear error before the first exchange, rather
+than a deadlock.
 
 Prints `passed NAME` for each case, and at the end `rank R: cuts done`.
 """
@@ -28,7 +28,7 @@ DIVIDED = " into segments differently, by number in each:\n    rank 0: "
 
 
 def next_to_an_accelerator(rank: int) -> Any:
-    """On that rank a step is cut as next to an accelerator."""
+    """Makes that rank cut steps as if it had an accelerator."""
     if rank != RANK:
         return nullcontext()
     return mock.patch("jaxcross.program.stages.on_accelerator", return_value=True)
@@ -39,7 +39,7 @@ def adasum(grads: Any) -> Any:
 
 
 def means(state: Any) -> Any:
-    """Several small exchanges, which a rank next to an accelerator packs elsewhere."""
+    """Several small exchanges. A rank with an accelerator packs them in a different place."""
     return jax.tree.map(
         lambda w, g: w - 0.1 * g, state, lax.pmean(jax.tree.map(jnp.sin, state), "batch")
     )
@@ -58,7 +58,7 @@ LAYERS = {"in": jnp.ones((3, 20)), "out": jnp.ones((20, 15)) / 20}
 
 
 def alone(step: Any, *args: Any) -> str:
-    """The error of one call, or an empty text."""
+    """Returns the error of one call, or an empty text."""
     try:
         step(*args)
     except Exception as error:
@@ -67,7 +67,7 @@ def alone(step: Any, *args: Any) -> str:
 
 
 def in_a_job(step: Any, *args: Any) -> str:
-    """The error of a job's first step, next to a job that trains to its end."""
+    """Returns the error of a job's first step, while another job trains to its end."""
     sound = jaxcross.crossover(means, axes="batch")
 
     def train(job: Any) -> Any:
@@ -97,7 +97,7 @@ def the_same_everywhere(text: str) -> str:
 
 
 def refused(make_step: Callable[[], Any], *args: Any) -> None:
-    """Alone and in a job, all ranks get one error, and go on."""
+    """Checks that all ranks get the same error, both alone and in a job, and can continue."""
     for run in (alone, in_a_job):
         text = the_same_everywhere(run(make_step(), *args))
         assert text.startswith("ExchangeError: "), text
@@ -106,9 +106,7 @@ def refused(make_step: Callable[[], Any], *args: Any) -> None:
 
 
 def kinds_that_cut_differently() -> None:
-    """Adasum stays on the host next to an accelerator, and goes through several segments
-    elsewhere.
-    """
+    """Adasum stays on the host if there's an accelerator, and is several segments otherwise."""
     for rank in (0, 1):
         with next_to_an_accelerator(rank):
             refused(lambda: jaxcross.crossover(adasum, axes="batch"), [X, X[0]])
@@ -116,7 +114,7 @@ def kinds_that_cut_differently() -> None:
 
 
 def kinds_that_cut_alike() -> None:
-    """Where the exchanges are alike, each rank packs them in its own way, and no bit changes."""
+    """Ranks may pack matching exchanges differently without changing any bit of the result."""
     state = [jnp.asarray(X[0] * n) for n in range(1, 5)]
     expected = jaxcross.crossover(means, axes="batch", cut=2)(state)
     with next_to_an_accelerator(1):
@@ -127,8 +125,8 @@ def kinds_that_cut_alike() -> None:
 
 
 def profiled_cuts() -> dict[str, ProfiledCut]:
-    """Cuts by profiles, by what they choose: one segment, two, or nothing, as the profiles are of
-    something else.
+    """Cuts by profile, named after what they choose: one segment, two, or none, because the profile
+    is of something else.
     """
     cost = jaxcross.estimate(jaxcross.crossover(two_layers, axes="batch"), LAYERS, X, steps=1).cost
     whole, cut = cost.whole, cost.cut
@@ -143,8 +141,9 @@ def profiled_cuts() -> dict[str, ProfiledCut]:
 
 
 def profiles_that_differ() -> None:
-    """By the cut that they choose, or by what they are of: no rank runs, whichever rank has the
-    other one.
+    """The profiles choose different cuts, or are of different things.
+
+    No rank runs the step, whichever rank has the other profile.
     """
     known = profiled_cuts()
     pairs = (("one", "two"), ("two", "of other ranks"), ("of another step", "one"))
@@ -161,7 +160,7 @@ def profiles_that_differ() -> None:
 
 
 def a_search_on_one_rank_alone() -> None:
-    """Ranks that exchange alike, of which one would try other cuts while the others train."""
+    """All ranks exchange alike, but one would try cuts while the others train."""
     refused(
         lambda: jaxcross.crossover(two_layers, axes="batch", cut="auto" if RANK else 1), LAYERS, X
     )

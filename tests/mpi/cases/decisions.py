@@ -1,5 +1,6 @@
-"""Conditionals that exchange and that only values decide: ranks that decide differently are told,
-on every rank.
+"""Conditionals that exchange, and whose branch depends on values.
+
+If ranks decide differently, every rank gets an error.
 
 Prints `rank R: decisions done`.
 """
@@ -19,9 +20,7 @@ SAID = r"ranks decided the conditional at .* differently\. Of those that exchang
 
 
 def trainer(wrap):
-    """A step whose optimizer holds the exchange, and its first state. Its batch is what the
-    gradient is.
-    """
+    """A step whose optimizer exchanges, and its initial state. The batch is the gradient."""
     tx = wrap(optax.chain(jaxcross.exchange.mean("batch"), optax.sgd(1.0)))
 
     @jaxcross.crossover(axes="batch")
@@ -39,7 +38,7 @@ def gradient(value, bad=()):
 
 
 def in_a_job(step, *args):
-    """What becomes of one call in a job, which all ranks leave together where it fails."""
+    """Makes one call in a job. If the call fails, all ranks leave the job."""
     runner = jaxcross.Runner(WORLD)
     runner.add("one", lambda job: step(*args))
     runner.run()
@@ -65,10 +64,10 @@ def forks_alone(wrap, branch):
         f"over `batch`, {P - 1} took branch {branch}, which exchanges, and 1 took one that does "
         "not." in text
     ), text
-    # Its exchanges were made, so that ranks who still have their state may go on.
+    # The failed step still made its exchanges, so ranks that kept their state may continue.
     params, _ = step(state, gradient(2.0))
     assert (params == -3).all()
-    # All of them together skip as ever.
+    # If all ranks have a NaN, all of them skip the step as usual.
     params, _ = step(state, gradient(1.0, bad=range(P)))
     assert (params == -1).all()
 
@@ -103,7 +102,7 @@ def who_exchanges_nothing_may_differ():
 
 
 def by_value(ways):
-    """The step of a `switch` whose index no host can know."""
+    """A step with a `switch` whose index the host can't know."""
 
     @jaxcross.crossover(axes={"row": 2, "col": -1})
     def step(which, x):

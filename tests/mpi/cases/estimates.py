@@ -1,5 +1,5 @@
-"""`jaxcross.estimate` over MPI: the same on every rank, and what is wrong on one rank is an error
-on all.
+"""`jaxcross.estimate` over MPI gives the same result on every rank, and a mistake on one rank is an
+error on all.
 
 Prints `rank R: estimates done`.
 """
@@ -58,8 +58,8 @@ def the_same_on_every_rank():
     step, state = make_step(), fresh()
     found = jaxcross.estimate(step, state, X, mbps=1, memory=10**9)
     assert len(set(WORLD.control.allgather_text(json.dumps(found.as_dict())))) == 1
-    # each rank receives 2(P - 1)/P of 4 bytes a parameter; the link holds the exchange for at least
-    # so long
+    # Each rank receives 2(P - 1)/P of the 4 bytes per parameter, and the emulated link makes the
+    # exchange last at least as long as that takes.
     nbytes = 4 * (3 * 200 + 200 * 150)
     assert abs(found.cost.wire_bytes - 2 * (P - 1) / P * nbytes) < 8
     assert found.cost.exchange_s >= 8e-6 * found.cost.wire_bytes
@@ -72,8 +72,9 @@ def the_same_on_every_rank():
 
 
 def a_profile_in_place_of_a_measurement():
-    """The same c and m come out, and nothing is timed; one of another step is refused on every
-    rank.
+    """A profile gives the same c and m without any timing.
+
+    A profile of another step is refused on every rank.
     """
     first = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
     assert first.cut is not None
@@ -116,9 +117,7 @@ def a_profile_in_place_of_a_measurement():
 
 
 def a_profile_in_place_of_a_cut():
-    """The cut is the one that is fastest alone by the profiles, and results are those of its
-    number.
-    """
+    """The profiles choose the cut that is fastest alone, and results equal those of that `cut=`."""
     cost = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
     assert cost.cut is not None
     slow = replace(cost.whole, seconds=tuple(1.0 for _ in cost.whole.seconds))

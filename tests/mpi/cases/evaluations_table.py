@@ -1,6 +1,4 @@
-"""Every rank: a real job that is evaluated on all ranks and on one, stops early, and keeps its best
-state.
-"""
+"""Every rank: a real job with evaluations on all ranks or one, early stopping, and a best state."""
 
 import sys
 
@@ -68,7 +66,7 @@ def main():
     assert mine[0] == whole[0] and mine[1][:2] == whole[1][:2], (
         mine,
         whole,
-    )  # `b` was over, and logs nothing more
+    )  # `b` had ended, so it logs nothing more
     best, step = jaxcross.load_checkpoint(folder, "a", jnp.zeros(4), best=True)
     texts = WORLD.control.allgather_text(f"{step} {np.asarray(best).tobytes().hex()} {mine[0][0]}")
     assert len(set(texts)) == 1 and step <= mine[0][0]

@@ -1,10 +1,12 @@
-"""Every exchange of the table, or those that are named, on the ranks of this run, through
-`crossover`: against `vmap`, its formulas, and the mean where it loses nothing; with no gradient, a
-spoiled one and no parameters; two jobs in crossover, of one row or of two, against each alone; all
-rows' states on disk and back. What three ranks refuse.
+"""Every exchange of the table, or those named on the command line, through `crossover`.
 
-Prints `rank R: exchanges done` if all rows hold. Each row's oracle, which holds all ranks, is
-computed by one of them.
+Compares each row with `vmap`, with its byte formulas, and with the mean if it can be lossless.
+Tries zero gradients, a non-finite gradient, and no parameters. Compares two jobs in crossover, of
+one row or of two, with each job alone. Saves and restores the states of all rows. On three ranks,
+checks what is refused.
+
+Prints `rank R: exchanges done` if all rows hold. Each row's oracle covers all ranks, so only one
+rank computes it.
 """
 
 import hashlib
@@ -41,7 +43,7 @@ def digest(tree):
 
 
 def oracles(rows):
-    """Name of a row -> step -> rank -> what `vmap` over all ranks gives, flat."""
+    """Name of a row -> step -> rank -> the flat results of `vmap` over all ranks."""
     mine = {}
     for row in rows[rank::size]:
         tx = row.made(size)
@@ -64,7 +66,7 @@ def close(got, expected, rtol, what):
 
 
 def formula(row, step, carry, n):
-    """The bytes that a step brings to a rank, if its exchanges are counted as they are written."""
+    """Checks a step's received bytes, counting the exchanges as they are written."""
     promised = {0: row.bytes, **dict([row.later] if row.later else [])}
     if n not in promised:
         return []
@@ -82,9 +84,7 @@ def formula(row, step, carry, n):
 
 
 def lossless(row):
-    """In the setting that loses nothing it is the mean of the gradients, or ends where its
-    reference does.
-    """
+    """In its lossless setting, the exchange equals the mean of the gradients, or its reference."""
     if row.lossless is None:
         return []
     tx = row.made(size, lossless=True)
@@ -110,7 +110,7 @@ def lossless(row):
 
 
 def zeros_and_nan(row, tx, step):
-    """No gradient, no update; and every rank sees what one rank spoiled."""
+    """Zero gradients give no update, and a non-finite value on one rank reaches every rank."""
     found = []
     for first, bad, leaf, at, whose in (
         (0, np.nan, "kernel", (3, 2), size - 1),
@@ -134,7 +134,7 @@ def zeros_and_nan(row, tx, step):
 
 
 def no_parameters(row, tx):
-    """An empty tree goes through."""
+    """An empty tree of parameters passes through unchanged."""
     carry = {}, tx.init({})
     step = jaxcross.crossover(step_of(tx), axes=row.axes(size))
     for _ in range(2):
@@ -145,8 +145,9 @@ def no_parameters(row, tx):
 
 
 def in_crossover(policy, *members):
-    """Jobs of (row, transformation, step, shift of the gradients, digest alone): the bits that each
-    gave alone.
+    """Runs jobs of (row, transformation, step, shift of the gradients, digest alone) in crossover.
+
+    Each must give the same bits as alone.
     """
 
     def loop(job, row, tx, step, shift):
@@ -169,8 +170,9 @@ def in_crossover(policy, *members):
 
 
 def kept(rows):
-    """All rows in one job: saved after their first step, and gone on with by another run, each ends
-    as it did alone.
+    """One job with all rows, saved after the first step and continued by another run.
+
+    Each row must end as it did alone.
     """
 
     def train(job, steps):
@@ -198,7 +200,7 @@ def kept(rows):
 
 
 def refused():
-    """What a world of three ranks cannot serve is refused on every rank, and the world works on."""
+    """Every rank refuses what three ranks can't run, and the world still works afterwards."""
     params = {"w": jnp.full((4, 4), float(rank))}
     found, told = [], 0
     for tx, words in (
@@ -245,8 +247,8 @@ def refused():
     return found if (w == 1).all() else [*found, f"after errors the mean of 0, 1 and 2 is {w}"]
 
 
-# Every policy on one world; steps that exchange one thing after another beside steps of which some
-# exchange nothing.
+# Every policy on one world. Steps with several dependent exchanges run alongside steps some of
+# which exchange nothing.
 POLICIES = [jaxcross.RoundRobin()]
 if size == 3:
     POLICIES += [jaxcross.Sequential(), jaxcross.Weighted((1.0, 3.0))]
@@ -266,8 +268,9 @@ for row in chosen:
             failures += formula(row, step, carry, n) if shift == 0 else []
             carry, updates = step(carry, gradients(rank, n + shift))
             if shift == 0:
-                # An update that carries parameters to their mean is a difference: its last digits
-                # are theirs.
+                # Updates that move parameters to their mean are differences, so they have the
+                # parameters' rounding errors. For these rows, compare only the parameters and the
+                # state.
                 got = (carry, updates) if row.kind == "gradient" else (carry,)
                 failures += close(
                     got, told[row.name][n][rank][: len(jax.tree.leaves(got))], row.rtol, what

@@ -1,4 +1,4 @@
-"""Every rank: jobs that are fused, against the same jobs alone. Prints one line a case."""
+"""Every rank: compares fused jobs with the same jobs alone. Prints one line per case."""
 
 import itertools
 import sys
@@ -36,7 +36,7 @@ class Conv(nn.Module):
 
 
 class Attention(nn.Module):
-    """Reads the rows of an image as tokens."""
+    """Attention over an image, with its rows as the tokens."""
 
     @nn.compact
     def __call__(self, x):
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A layer of each kind, for one compilation of all of them."""
+    """One layer of each kind, so that a single compilation covers all of them."""
 
     @nn.compact
     def __call__(self, x):
@@ -107,7 +107,7 @@ def every_network_and_exchange_keeps_its_bits():
 def keep_their_bits(pairs, k):
     for (name, net), (what, make_exchange) in pairs:
         step, state = network(net, make_exchange)
-        # An exchange that keeps errors has other values on every rank.
+        # Exchanges with residuals have rank-local state, hence `mode="local"`.
         jobs = [
             jaxcross.Job(f"{name}-{n}", step, state(n), images(n), mode="local") for n in range(k)
         ]
@@ -138,8 +138,9 @@ def expected(step, n, length):
 
 
 def one_ends_first():
-    """Statistics are exchanged before gradients. The one with the shortest data on any rank leaves
-    there.
+    """A job leaves as soon as its data has ended on any rank.
+
+    Statistics are exchanged before gradients.
     """
     step = make_step()
     found = jobs(step, (6, 3 + 2 * WORLD.rank, 6))
@@ -198,7 +199,7 @@ def one_is_not_finite():
 
 
 def an_error_after_a_step():
-    """The state before it was given away: all ranks are left with the one that they committed."""
+    """The failing call donated the previous state, so all ranks keep the committed one."""
     step, calls = make_step(), []
     fused = fused_step(step)
 
@@ -222,7 +223,7 @@ def an_error_after_a_step():
 
 
 def it_is_measured():
-    """Which way is faster depends on the machine: both are right, and all ranks choose the same."""
+    """Which way is faster depends on the machine, but all ranks choose the same one."""
     step = make_step()
     found = jobs(step, (6, 6, 6))
     fusion = jaxcross.fuse(found)
@@ -244,7 +245,7 @@ def unlike_jobs():
         assert "fuse different jobs" in str(error)
     else:
         raise AssertionError("the ranks fused different jobs")
-    # Here both have one step, there each its own: only here would they be measured.
+    # On rank 0 both jobs share a step; on other ranks each has its own. Only rank 0 would measure.
     found = jobs(step)[:2]
     if WORLD.rank:
         found[1] = jaxcross.Job("j1", make_step(), found[1].state, data(3, 1))
@@ -257,8 +258,9 @@ def unlike_jobs():
 
 
 def conditionals():
-    """One that data decide may go another way in each job; one that the host decides is not
-    fused.
+    """A conditional on data may take a different branch in each job.
+
+    One that the host decides isn't fused.
     """
 
     @jaxcross.crossover(axes="batch")

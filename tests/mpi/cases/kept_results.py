@@ -1,8 +1,8 @@
-"""Every rank: keeps all that 50 steps return, in arrays large enough for arenas, and compares with
-copies at the end.
+"""Every rank: keeps all results of 50 steps, and compares them with copies at the end.
 
-Two jobs alternate. Both donate their states, skip steps whose gradients aren't finite and are saved
-while they run; `delayed` exchanges during the next step's computation.
+The arrays are large enough for arenas. Two jobs alternate. Both donate their states, skip steps
+whose gradients aren't finite, and are saved while they run; `delayed` exchanges during the next
+step's computation.
 """
 
 import sys
@@ -16,7 +16,7 @@ import jaxcross
 from jaxcross import exchange
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
-STEPS, WIDTH = 50, 160  # a matrix of 100 kB
+STEPS, WIDTH = 50, 160  # a matrix has 100 kB
 BAD = (7, 20)
 KEPT: dict[str, list[tuple[object, list[bytes]]]] = {}
 
@@ -26,8 +26,8 @@ def make(tx):
     def step(w, opt, x):
         loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
         updates, opt = tx.update(grads, opt, w)
-        # A gathered array is MPI's receive buffer itself; small sums travel as one, and are taken
-        # out of it.
+        # A gathered array is MPI's receive buffer itself. Small sums share a message, so their
+        # results are copied out of its buffer.
         every, total = jax.lax.all_gather(grads, "batch"), jax.lax.psum(grads, "batch")
         seen = {"loss": jax.lax.pmean(loss, "batch"), "every": every, "total": total, "more": w + 1}
         return optax.apply_updates(w, updates), opt, seen

@@ -1,4 +1,4 @@
-"""Steps in which nothing is exchanged, as between those of local SGD, are steps of their job."""
+"""Steps that exchange nothing, like those between local SGD's exchanges, count as a job's steps."""
 
 import sys
 import warnings
@@ -44,7 +44,7 @@ def trains(job, tx, seen, fails):
         job.log(metrics)
         seen.append((job.step, float(batch)))
         if n == 3:
-            job.save(state)  # behind a step that exchanges nothing
+            job.save(state)  # after a step that exchanges nothing
     return state
 
 

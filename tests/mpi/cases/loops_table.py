@@ -1,6 +1,7 @@
-"""Loops that exchange and end after another number of iterations on each rank: every row of the
-table on the ranks of this run against `vmap`, two jobs in crossover against each alone, and what
-becomes of a rank that fails.
+"""Loops that exchange, and whose number of iterations differs between ranks.
+
+Runs every row of the table on this run's ranks and compares it with `vmap`, compares two jobs in
+crossover with each job alone, and checks what happens if a rank fails.
 
 Prints `passed NAME` for each case on rank 0. The command line names cases, or rows of the table for
 `rows`.
@@ -27,7 +28,7 @@ RANK, P = WORLD.rank, WORLD.size
 
 
 def rows():
-    """Exact rows to the bit. Each rank computes one oracle in so many, which holds all ranks."""
+    """Exact rows match bit for bit. An oracle covers all ranks, so ranks share out the oracles."""
     wrong = []
     named = {name: row for name, row in TABLE.items() if name in sys.argv[1:]}
     for place, (name, row) in enumerate((named or TABLE).items()):
@@ -73,7 +74,7 @@ def each_rank_makes_its_own_number_of_iterations():
 
 
 def looping(name):
-    """A job whose steps are a row's, each from what the last one made."""
+    """A job whose steps are a row's, each applied to the result of the step before."""
     row = TABLE[name]
     step = jaxcross.crossover(lambda t, v: jax.tree.leaves(row.step(t, v % 7))[0], axes=row.axes(P))
 
@@ -109,7 +110,7 @@ def crossover_equals_alone():
 
 
 def a_rank_that_fails_ends_the_loop_of_the_others():
-    """On its zeros the predicate would hold for ever; the other job goes on."""
+    """The failed rank's zeros would keep the predicate true forever. The other job continues."""
 
     def explode(x):
         if RANK == P - 1 and explode.calls == 2:
@@ -142,8 +143,9 @@ def a_rank_that_fails_ends_the_loop_of_the_others():
 
 
 def a_branch_that_no_rank_takes():
-    """And one that some do: an error on all ranks, though the predicate would hold for ever on
-    zeros.
+    """Some ranks enter the loop and others don't, which is an error on all ranks.
+
+    With zeros, the predicate would stay true forever.
     """
 
     @jaxcross.crossover(axes="batch")
@@ -159,7 +161,7 @@ def a_branch_that_no_rank_takes():
 
 
 def callbacks():
-    """Each rank makes those of its own iterations, in order, in a nested loop as well."""
+    """Each rank makes the callbacks of its own iterations, in order, even in nested loops."""
     seen = []
 
     @jaxcross.crossover(axes="batch")
@@ -179,14 +181,15 @@ def callbacks():
 
 
 def an_inner_loop_that_no_rank_ends():
-    """A rank that is through needs more iterations than are tried: the job fails on all ranks, and
-    another goes on.
+    """A rank that has left the loop waits for more iterations than are tried.
+
+    Its job fails on all ranks, and another job continues.
     """
-    lockstep.FROZEN = 200  # for the length of a test
+    lockstep.FROZEN = 200  # for the duration of this test
 
     @jaxcross.crossover(axes="batch")
     def step(outer, inner, s):
-        one = jnp.int32(1)  # with JAX_ENABLE_X64, a number of Python's has 64 bits
+        one = jnp.int32(1)  # with JAX_ENABLE_X64, Python's integers have 64 bits
         length = lambda: lax.while_loop(  # noqa: E731
             lambda n: n < inner, lambda n: n + lax.pmax(one, "batch"), one * 0
         )
@@ -210,7 +213,7 @@ def an_inner_loop_that_no_rank_ends():
 
 
 def own_numbers_in_the_code():
-    """Refused on all ranks, where as an argument it is voted on."""
+    """A rank-local bound in the code is refused on all ranks. As an argument, it is voted on."""
     bound = 3 + RANK
 
     def step(x, n):
@@ -224,7 +227,7 @@ def own_numbers_in_the_code():
 
 
 def with_calls_of_mpi4jax():
-    """Ranks vote on a loop that exchanges by named axes, too, and go on making its calls."""
+    """Ranks vote on a loop that also exchanges over named axes, and keep making mpi4jax's calls."""
     x = lambda rank: jnp.arange(1.0, 4) + rank  # noqa: E731
 
     def step(total, x):
@@ -250,7 +253,7 @@ CASES = [
     an_inner_loop_that_no_rank_ends,
     own_numbers_in_the_code,
     with_calls_of_mpi4jax,
-    # the last one: a step fails halfway, after which this process exchanges no more
+    # Must be last: a step fails halfway, and then this process can't exchange any more.
     a_branch_that_no_rank_takes,
 ]
 for case in CASES:

@@ -1,5 +1,6 @@
-"""Every rank: jobs that join, leave and rest during a run, over real exchanges. Prints one line a
-case.
+"""Every rank: jobs that join, leave and rest during a run, over real exchanges.
+
+Prints one line per case.
 """
 
 import gc
@@ -18,7 +19,7 @@ from jaxcross.interleave.instrument import SpanLog
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 LAST = WORLD.size - 1
-WIDTH = 4099  # of no other array
+WIDTH = 4099  # a length that no other array has
 
 
 def make_step(**options):
@@ -26,7 +27,7 @@ def make_step(**options):
     def step(state, batch):
         def loss(w):
             hidden = jnp.tanh(batch * w)
-            mean = jax.lax.pmean(hidden.mean(), "batch")  # an exchange that others depend on
+            mean = jax.lax.pmean(hidden.mean(), "batch")  # later exchanges depend on this one
             return jnp.mean((hidden - mean - 1) ** 2)
 
         w, momentum = state
@@ -39,7 +40,7 @@ def make_step(**options):
 
 
 def init(seed=0):
-    rng = np.random.default_rng(1000 + seed)  # compiles nothing
+    rng = np.random.default_rng(1000 + seed)  # NumPy, because it compiles nothing
     return jnp.asarray(rng.normal(size=WIDTH), jnp.float32), jnp.asarray(
         np.zeros(WIDTH, np.float32)
     )
@@ -91,8 +92,9 @@ def all_see(job, what):
 
 
 def jobs_join_and_leave():
-    """Added in another order on each rank, by a job and by a control thread; the first one does not
-    notice.
+    """A job and a control thread add jobs, in a different order on each rank.
+
+    The first job is unaffected.
     """
     step, begun = make_step(), threading.Event()
     runner = Runner(WORLD)
@@ -127,8 +129,9 @@ def jobs_join_and_leave():
 
 
 def jobs_begin_together():
-    """Neither job's first step begins before both have compiled; the bits are those of a job alone,
-    however they do.
+    """Neither job's first step starts before both have compiled.
+
+    Either way, each job's result is bit for bit that of the job alone.
     """
     expected = {}
     for start in ("together", "as_ready"):
@@ -145,7 +148,7 @@ def jobs_begin_together():
 
 
 def one_is_stopped():
-    """By the last rank; it is left with its last committed state, the other one does not notice."""
+    """The last rank stops a job, which keeps its last committed state. The other is unaffected."""
     step, runner = make_step(), Runner(WORLD)
 
     def parent(job):
@@ -203,8 +206,9 @@ def one_rests():
 
 
 def one_is_ejected():
-    """For a NaN on the last rank; the other job's state is bit for bit that of a run where it had
-    left by request.
+    """A NaN on the last rank ejects a job.
+
+    The other job's state is bit for bit the same as if the job had left by request.
     """
     step = make_step()
     runner = Runner(WORLD)
@@ -238,7 +242,7 @@ def one_raises_for_it():
 
 
 def one_skips():
-    """As if the batches had not been there, on any rank."""
+    """Skipped batches have no effect on any rank, as if they had not existed."""
     step, runner = make_step(), Runner(WORLD)
     skips = runner.add("skips", train, {"step": step, "n": 8, "bad": (2, 5), "nonfinite": "skip"})
     without = runner.add(
@@ -281,12 +285,12 @@ def memory_is_freed():
     def parent(job):
         while not all_see(job, other.done.is_set):
             pass
-        late = time.monotonic() + 30  # what it had begun may still be on the device, or being read
+        late = time.monotonic() + 30  # the job's arrays may still be on the device or in use
         while not all_see(job, lambda: count() <= before + 2 or time.monotonic() > late):
             pass
         alive.append(count())
 
-    runner.add("a", parent)  # which makes no step
+    runner.add("a", parent)  # makes no step
     other = runner.add("b", train, {"step": step, "n": 10, "bad": (6,), "nonfinite": "eject"})
     before = count()
     runner.run()

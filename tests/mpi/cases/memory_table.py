@@ -1,5 +1,6 @@
-"""Every rank: jobs that book memory before their first step, over real exchanges. Prints one line a
-case.
+"""Every rank: jobs that book memory before their first step, over real exchanges.
+
+Prints one line per case.
 """
 
 import json
@@ -32,7 +33,7 @@ def step(state, batch):
 
 
 def init(width):
-    rng = np.random.default_rng(99)  # compiles nothing
+    rng = np.random.default_rng(99)  # NumPy, because it compiles nothing
     return jnp.asarray(rng.normal(size=width), jnp.float32), jnp.asarray(
         np.zeros(width, np.float32)
     )
@@ -68,7 +69,7 @@ def all_see(job, what):
 
 
 def run(*widths, memory: int | str = "1 TB", **options):
-    """Runs a job for each width; returns the runner, and the error on all ranks."""
+    """Runs one job per width. Returns the runner, and the error on all ranks."""
     runner = Runner(WORLD, memory=memory, **options)
     for number, width in enumerate(widths):
         runner.add(f"job{number}", train, {"width": width})
@@ -87,7 +88,7 @@ def run(*widths, memory: int | str = "1 TB", **options):
 
 
 def refused(text, name, rank):
-    # A rank whose thread is late is not named: the vote that ends the job does not wait for it.
+    # The vote that ends the job doesn't wait for a late thread, so its rank isn't in the text.
     begin = (
         rf"Job `{name}` failed on ranks? [\d, ]+ after step 0: JobError: "
         "it does not fit into the memory of rank "
@@ -96,7 +97,7 @@ def refused(text, name, rank):
 
 
 def a_job_too_many_fails_alone():
-    """The others have the bits of a run without it."""
+    """The other jobs' results are bit for bit those of a run without it."""
     two, _ = run(SMALL, SMALL)
     three, text = run(SMALL, SMALL, BIG, memory=two.booked_bytes)
     refused(text, "job2", 0)
@@ -116,7 +117,7 @@ def a_job_too_many_fails_alone():
 
 
 def the_last_of_equal_jobs_is_refused():
-    """Whichever of them compiles first: jobs that begin together book in their order."""
+    """Jobs that start together book memory in their order, whichever compiles first."""
     one, three = run(BIG)[0].booked_bytes, run(BIG, BIG, BIG)[0].booked_bytes
     came = threading.Event()
     runner = Runner(WORLD, memory=three - 1)
@@ -142,7 +143,7 @@ def a_job_that_joins_is_refused():
     def parent(job):
         state = job.restore(init(SMALL))
         for n, batch in enumerate(job.batches(data(SMALL, 6))):
-            # This job has booked by now. Before that, a failed job's state would count as well.
+            # By now this job has booked memory. Before, a failed job's state would count, too.
             if n == 1:
                 late.append(runner.add("late", train, {"width": BIG}))
             state, metrics = step(state, batch)
@@ -163,7 +164,7 @@ def a_job_that_joins_is_refused():
 
 
 def a_job_that_leaves_makes_room():
-    """All that it booked but its state, which it holds until `job.state` is set to None."""
+    """Frees what the job booked, except its state, which it holds until `job.state = None`."""
 
     def parent(job):
         state = job.restore(init(SMALL))
@@ -213,7 +214,7 @@ def adapt(job, base):
 
 
 def a_base_that_jobs_share_is_booked_once():
-    """On each rank by itself: where a rank's jobs have copies, all ranks refuse the second job."""
+    """Each rank counts for itself. If one rank's jobs have copies, all ranks refuse the second."""
     base = jnp.ones(BIG)
     for copies in (False, True):
         runner = Runner(WORLD, memory=PROCESS_BYTES + int(1.9 * base.nbytes))

@@ -1,6 +1,4 @@
-"""Steps whose mpi4jax calls do not fit together, ranks that fail or make no call, and calls outside
-of the step.
-"""
+"""Steps whose mpi4jax calls don't match, ranks that fail or make no call, calls outside steps."""
 
 import sys
 from functools import partial
@@ -17,9 +15,7 @@ import jaxcross
 
 
 def opposite_orders():
-    """Rows before columns on one rank, columns before rows on the others: each waits for another
-    one.
-    """
+    """Some ranks call over rows before columns and others after, which would deadlock."""
     row, column = comm.Split(rank // 2, rank), comm.Split(rank % 2, rank)
     first, second = (column, row) if rank in (0, 3) else (row, column)
 
@@ -59,8 +55,9 @@ def a_shorter_message():
 
 
 def a_rank_fails_before_its_calls():
-    """It makes its calls with zeros, so that all ranks come to the vote and leave; no one has a
-    changed state.
+    """A rank that fails makes its calls with zeros, so all ranks reach the vote and leave.
+
+    No rank's state changes.
     """
 
     def check(v):
@@ -87,7 +84,7 @@ def a_rank_fails_before_its_calls():
 
 
 def a_rank_without_calls():
-    """Alone it computes by itself. In a job it must say that it takes turns."""
+    """Outside a job, the rank just computes. In a job, it must declare that it takes turns."""
 
     def step(x):
         if rank == 0:
@@ -111,7 +108,7 @@ def a_rank_without_calls():
 
 
 def eager_calls_in_another_job():
-    """They go over the user's communicator, and the step's over its job's own."""
+    """Eager calls use the user's communicator, and the step's calls use the job's own."""
 
     def step(x):
         return mpi4jax.allreduce(jnp.sin(x), MPI.SUM, comm=comm)
@@ -140,7 +137,7 @@ def eager_calls_in_another_job():
         == len(world.job_comms.for_job(jobs["again"]._host))
         == 1
     )
-    # Others who come later get them.
+    # A later job gets a communicator of the jobs that have ended.
     jobs, text = run(later=repeated(step, jnp.ones(7)))
     assert not text, text
     assert len(world.job_comms.for_job(jobs["later"]._host)) == 1
@@ -166,8 +163,9 @@ def communicators_that_look_alike():
 
 
 def batches_of_other_shapes():
-    """A shorter batch on one rank, where all make the same calls; and other shapes on all, where
-    calls differ.
+    """A shorter batch on one rank is fine if all ranks make the same calls.
+
+    So are different shapes on all ranks if the calls differ.
     """
 
     def mean(w, batch):
@@ -182,7 +180,7 @@ def batches_of_other_shapes():
         return w, lines
 
     class Outside:
-        """A job's place, without a runner."""
+        """A stand-in for the job, without a runner."""
 
     w, lines = function(Outside())
     jobs, text = run(job=function)
@@ -197,7 +195,7 @@ def batches_of_other_shapes():
 
 
 def values_that_are_not_finite():
-    """The job's policy sees what a call received, also where it does not leave the step."""
+    """The job's policy applies to values that a call received, even if the step drops them."""
 
     def step(x):
         got = walls(x)
@@ -226,8 +224,9 @@ def values_that_are_not_finite():
 
 
 def groups_with_steps_of_their_own():
-    """Outside a runner ranks agree with those only that they exchange with: here in pairs, the
-    others do else.
+    """Outside a runner, ranks agree only with the ranks they exchange with.
+
+    Here these are pairs, and the other pairs do something else.
     """
     pair = comm.Split(rank // 2, rank)
     for n in range(1 + 2 * (rank // 2)):
@@ -235,7 +234,7 @@ def groups_with_steps_of_their_own():
             lambda x, n=n: mpi4jax.allreduce(x * n, MPI.SUM, comm=pair), axes="r"
         )
         np.testing.assert_array_equal(step(x), n * (2 * jnp.arange(4.0) + 4 * (rank // 2) + 1))
-    if rank:  # rank 0 receives from whichever comes, in as many steps as there are others
+    if rank:  # rank 0 receives each rank's message in a separate step
         jaxcross.crossover(lambda x: mpi4jax.send(x, 0, tag=rank, comm=comm), axes="r")(x)
     else:
         got = [
@@ -248,7 +247,7 @@ def groups_with_steps_of_their_own():
 
 
 def a_chain_through_all_ranks():
-    """Ranks that do not exchange with each other learn of an error that is between others."""
+    """An error between two ranks reaches ranks that don't exchange with either of them."""
 
     def step(x, wrong):
         if rank:
@@ -272,9 +271,7 @@ def a_chain_through_all_ranks():
 
 
 def numbers_that_mpi_does_not_have():
-    """MPI would end all ranks. Here the step is refused, with the line, and the next one is
-    made.
-    """
+    """MPI would terminate all ranks. Here the step is refused with its line; the next one works."""
     part = comm.Split(0 if rank == 0 else MPI.UNDEFINED)
     wrong = {
         "`root` of `mpi4jax.bcast` must be a rank of its communicator, 0 to 1, got 9, at ": (
@@ -309,7 +306,7 @@ def numbers_that_mpi_does_not_have():
 
 
 def a_shorter_batch_where_calls_differ():
-    """On one rank alone, which goes on with the calls that were agreed."""
+    """Only one rank's batch is shorter, and it continues with the calls that were agreed."""
 
     def step(state, batch):
         state = state + jnp.mean(batch)
@@ -333,9 +330,7 @@ def a_shorter_batch_where_calls_differ():
 
 
 def conditionals_of_both_kinds():
-    """A `cond` that calls mpi4jax and exchanges over a named axis is made as the host or all ranks
-    decide.
-    """
+    """The host or all ranks decide a `cond` that calls mpi4jax and exchanges over a named axis."""
 
     def both(v):
         return lax.psum(v, "r") + mpi4jax.allreduce(v, MPI.SUM, comm=comm)
@@ -347,7 +342,7 @@ def conditionals_of_both_kinds():
         return step(lax.pmax(p, "r"), v)
 
     def in_a_loop(v):
-        """Its ranks part at a conditional that holds named axes alone: all of them run the branch,
+        """Ranks disagree at a conditional that only has named axes, so all of them run the branch,
         as under `vmap`.
         """
 

@@ -1,4 +1,4 @@
-"""Every rank: jobs whose steps call mpi4jax, and a job that must not notice them."""
+"""Every rank: jobs whose steps call mpi4jax, and a job that they must not affect."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def walls(x):
 
 
 def run(**functions):
-    """Each function as a job of one runner; the jobs, and what `run` raised."""
+    """Runs each function as a job of one runner. Returns the jobs, and what `run` raised."""
     runner = jaxcross.Runner()
     jobs = {name: runner.add(name, function) for name, function in functions.items()}
     try:
@@ -32,7 +32,7 @@ def run(**functions):
 
 
 def repeated(function, start, n=10):
-    """A job that calls a step again and again on what it returned."""
+    """A job that calls a step repeatedly, each time with the result of the call before."""
 
     def job_function(job):
         step = jaxcross.crossover(function, axes="r")

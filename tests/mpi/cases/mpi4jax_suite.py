@@ -1,6 +1,4 @@
-"""mpi4jax's own tests, from a folder of its source, with `jaxcross.crossover` in place of
-`jax.jit`.
-"""
+"""Runs mpi4jax's own tests, from its source folder, with `jaxcross.crossover` for `jax.jit`."""
 
 import functools
 import sys
@@ -18,8 +16,8 @@ calls: list[str] = []
 
 
 def jit(function=None, **options):
-    """`crossover` for the functions of the tests and examples; what JAX and others jit stays as it
-    is.
+    """Uses `crossover` for functions of the tests and examples, and `jax.jit` for those of JAX and
+    others.
     """
     if not Path(sys._getframe(1).f_code.co_filename).is_relative_to(folder):
         return (
@@ -32,7 +30,7 @@ def jit(function=None, **options):
     @functools.wraps(function)
     def call(*args, **kwargs):
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-            return inner(*args, **kwargs)  # inside of another function
+            return inner(*args, **kwargs)  # inside another function
         calls.append(function.__name__)
         return step(*args, **kwargs)
 

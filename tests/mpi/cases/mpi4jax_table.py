@@ -1,5 +1,6 @@
-"""Every call of mpi4jax, with uses that differ by rank: a step under `crossover` against `jax.jit`,
-bit for bit.
+"""Compares steps under `crossover` with `jax.jit`, bit for bit, for every call of mpi4jax.
+
+Some steps make different calls on different ranks.
 """
 
 import functools
@@ -16,9 +17,7 @@ import jaxcross
 world = jaxcross.initialize(stall_timeout_s=60)
 rank, size = world.rank, world.size
 comm = MPI.COMM_WORLD
-half = comm.Split(
-    rank % 2, -rank
-)  # does not overlap with the other half, and counts ranks backwards
+half = comm.Split(rank % 2, -rank)  # the halves don't overlap, and number their ranks backwards
 alone = MPI.COMM_SELF
 status = MPI.Status()
 x = jnp.cos(jnp.arange(6.0)) + rank
@@ -26,7 +25,7 @@ up, down = (rank + 1) % size, (rank - 1) % size
 
 
 def walls(x):
-    """A line of ranks: those at its ends have one neighbour."""
+    """Ranks in a line. Those at the ends have only one neighbour."""
     if rank > 0:
         mpi4jax.send(x[:1], rank - 1, tag=1, comm=comm)
     if rank < size - 1:
@@ -52,7 +51,7 @@ def any_source(x):
         mpi4jax.send(x, 0, comm=comm)
         return x
     got = [mpi4jax.recv(x, comm=comm, status=status) for _ in range(1, size)]
-    return functools.reduce(jnp.maximum, got)  # in whatever order they come
+    return functools.reduce(jnp.maximum, got)  # in whatever order the messages arrive
 
 
 def in_loop(x):
@@ -86,7 +85,7 @@ def tags_overtake(x):
     if rank == size - 1:
         late = mpi4jax.recv(x, 0, tag=6, comm=comm)
         return late - 2 * mpi4jax.recv(x, 0, tag=5, comm=comm)
-    return mpi4jax.allreduce(x, MPI.SUM, comm=alone)  # a rank must have some call in a job
+    return mpi4jax.allreduce(x, MPI.SUM, comm=alone)  # in a job, every rank must make some call
 
 
 def both_fronts(x):
@@ -96,7 +95,7 @@ def both_fronts(x):
 
 def two_communicators(x):
     first = mpi4jax.allreduce(x, MPI.MAX, comm=comm)
-    return mpi4jax.allreduce(first * x, MPI.SUM)  # mpi4jax's own communicator, of the same ranks
+    return mpi4jax.allreduce(first * x, MPI.SUM)  # mpi4jax's own communicator, with the same ranks
 
 
 STEPS = {
@@ -114,7 +113,7 @@ STEPS = {
     "sendrecv": lambda x: mpi4jax.sendrecv(
         x, x, np.int64(down), np.int64(up), comm=comm, status=status
     ),
-    # what rank 0 receives from nowhere is undefined, and may be NaN
+    # Rank 0 receives from no rank here, so its result is undefined and may be NaN.
     "nowhere": lambda x: jnp.where(
         rank > 0,
         mpi4jax.sendrecv(
@@ -147,7 +146,7 @@ def check_alone():
     for name, function in STEPS.items():
         want = None if name == "both_fronts" else jax.block_until_ready(jax.jit(function)(x))
         step = jaxcross.crossover(function, axes="r")
-        for value in (x, x[:4], x):  # compiled again, and found again
+        for value in (x, x[:4], x):  # compiled again, then found in the cache
             got = jax.block_until_ready(step(value))
         if want is not None:
             np.testing.assert_array_equal(got, want, err_msg=name)
@@ -160,7 +159,7 @@ def check_alone():
 
 
 def check_jobs():
-    """All in one runner, with a job of named axes, which takes its turns between them."""
+    """All steps as jobs of one runner, taking turns with a job that exchanges over named axes."""
     want = {
         name: jax.block_until_ready(jaxcross.crossover(f, axes="r")(x)) for name, f in STEPS.items()
     }

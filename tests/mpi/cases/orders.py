@@ -1,5 +1,5 @@
-"""Ranks that trace equal-looking exchanges in different orders: an error on all of them, alone and
-in a runner.
+"""Ranks that trace exchanges of equal shape in different orders get an error on all ranks, both
+alone and in a runner.
 
 Prints `passed NAME` for each case, and at the end `rank R: orders done`.
 """
@@ -40,8 +40,9 @@ def same(got, want):
 
 
 def alone():
-    """Found before anything is exchanged, also within a shared buffer and under each cut; all can
-    go on.
+    """Detected before anything is exchanged, even within a shared buffer and for each cut.
+
+    All ranks can continue.
     """
     for options in ({}, {"bucket_bytes": 0}, {"cut": 2, "bucket_bytes": 0}, {"cut": "auto"}):
         with pytest.raises(jaxcross.ExchangeError, match=f"^{SWAPPED}") as error:
@@ -51,8 +52,8 @@ def alone():
 
 
 def into_a_list():
-    """Each origin and each use is at another place, but no exchange of one rank has both of one of
-    the other.
+    """Every origin and every use moves to a different place, but no exchange of one rank has both
+    its origin and its use in common with one of another rank.
     """
     for made in (list, tuple):
 
@@ -87,7 +88,7 @@ def in_a_runner():
 
 
 def two_steps(name="train", other="evaluate"):
-    """Two steps with equal exchanges, and what they return of ones."""
+    """Two steps with equal exchanges, and their results for ones."""
     made = []
     for each, factor in ((name, 1), (other, 10)):
 
@@ -100,7 +101,7 @@ def two_steps(name="train", other="evaluate"):
 
 
 def steps_of_a_job():
-    """Also where both were called before, in one order, and where they have one name."""
+    """Detected even after calls of both in the same order, and if both have the same name."""
     for names in (("train", "evaluate"), ("step", "step")):
         f, g = two_steps(*names)
         seen = []
@@ -131,9 +132,7 @@ def steps_of_a_job():
 
 
 def mixed_up(first, second, x):
-    """Calls two steps by turns, on rank 0 in the other order than on the rest; returns the error,
-    the same on all.
-    """
+    """Calls two steps in turn, in the opposite order on rank 0. Returns the error of all ranks."""
 
     def loop():
         for _ in range(2):
@@ -150,8 +149,9 @@ def mixed_up(first, second, x):
 
 
 def steps_of_a_script():
-    """In the first call, after both were called in one order, and where they have one name; then
-    all can go on.
+    """Detected in the first call, after calls in the same order, and if both have the same name.
+
+    Then all ranks can continue.
     """
     x, one, other = jnp.ones(3), jnp.full(3, 1 + (P - 1) / 2), jnp.full(3, 10 + 5 * (P - 1))
     every = range(1, P)
@@ -171,8 +171,8 @@ def steps_of_a_script():
             "rank 1 `" in text
         )
         same((f(x), g(x)), (one, other))
-    # Neither a step that talks to nobody nor one that decides on the host at which calls it
-    # exchanges takes part.
+    # The check leaves out steps that exchange nothing, and steps where the host decides in which
+    # calls they exchange.
     local = jaxcross.crossover(lambda x: x + 1, axes="x")
     every_third = jaxcross.crossover(
         lambda n, x: lax.cond(n % 3 == 0, lambda x: lax.pmean(x + RANK, "x"), lambda x: x, x),
@@ -186,8 +186,9 @@ def steps_of_a_script():
 
 
 def after_an_error_before_the_exchange():
-    """Rank 0 fails in its computation, catches that, and calls the step again, for which the others
-    have waited.
+    """Rank 0's computation fails, and the other ranks wait until it calls the step again.
+
+    Rank 0 catches the error, so all ranks can continue with that call.
     """
     fails = []
 
@@ -208,8 +209,9 @@ def after_an_error_before_the_exchange():
 
 
 def steps_of_a_script_checked_now_and_then():
-    """On every third call: the difference is found within as many calls, and the ranks can go
-    on.
+    """With a check on every third call, a difference is found within three calls.
+
+    Then the ranks can continue.
     """
     WORLD.exchange_owner.check_every, WORLD.exchange_owner.unchecked = 3, 0
     f, g = two_steps()
@@ -237,7 +239,7 @@ def mpi4jax_calls():
 
 
 def mpi4jax_calls_from_rank_to_rank():
-    """Even ranks turn to the right first and odd ones to the left: each exchange has its peer."""
+    """Even ranks exchange to the right first, odd ranks to the left, so each call has its peer."""
     if P % 2:
         return
 
@@ -257,8 +259,8 @@ def mpi4jax_calls_from_rank_to_rank():
 
 
 def batches_of_each_rank():
-    """A rank with one row, one with a loop of other length, and one whose last batch is short: no
-    error, no wait.
+    """One rank's batch has one row, another's loop has a different length, and another's last batch
+    is short. There is neither an error nor a deadlock.
     """
 
     @jaxcross.crossover(axes="x")
@@ -290,7 +292,7 @@ def batches_of_each_rank():
 
 
 def stages():
-    """Each rank computes by its own function, and hands on what it has."""
+    """Each rank computes its own function and passes the result on."""
     layers = [lambda w, h: jnp.tanh(h @ w), lambda w, h: h * jax.nn.sigmoid(h @ w)]
     mine = layers if RANK % 2 == 0 else layers[::-1]
     ring = [(i, (i + 1) % P) for i in range(P)]
@@ -311,9 +313,7 @@ def stages():
 
 
 def random_steps():
-    """Exchanges of random leaves, each rank in an order of its own: the values of `vmap`, or an
-    error.
-    """
+    """Each rank exchanges random leaves in its own order: equal to `vmap`, or an error."""
     found = {"errors": 0, "values": 0}
     for n in range(16):
         rng, own = random.Random(n), random.Random(1000 * n + RANK)

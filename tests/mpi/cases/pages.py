@@ -1,6 +1,6 @@
 """Runs the Python blocks of pages: `pages.py FOLDER PAGE ...`, each page in its own subfolder.
 
-A `text` block right after a Python block must be what the first rank printed in it.
+If a `text` block follows a Python block, the first rank must have printed exactly that text.
 """
 
 import contextlib

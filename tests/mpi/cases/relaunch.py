@@ -1,8 +1,7 @@
-"""A job of a run that is started again: `relaunch.py FOLDER STRATEGY`, which kills itself where
-FOLDER says so.
+"""A job of a run that is restarted: `relaunch.py FOLDER STRATEGY`. Files in FOLDER make it fail.
 
-A file `kill-<rank>-<step>` in FOLDER kills that rank before that step, once; `hold-<step>` has all
-ranks wait there until the file is gone, and `holds` says so; `raise-<step>` raises.
+A file `kill-<rank>-<step>` kills that rank before that step, once. `hold-<step>` makes all ranks
+wait there until the file is gone, and they create `holds` meanwhile. `raise-<step>` raises.
 """
 
 import os
@@ -42,7 +41,7 @@ def data():
 
 
 def meet_fate(step):
-    """Notes the time of the step, waits while it is held, and dies if it is to."""
+    """Logs the time of the step, waits while the step is held, and dies if FOLDER says so."""
     with (FOLDER / f"times-{world.rank}").open("a") as stream:
         print(time.time(), step, world.size, file=stream)
     while (FOLDER / f"hold-{step}").exists():

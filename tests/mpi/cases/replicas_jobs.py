@@ -18,8 +18,10 @@ STEPS = 8
 
 @contextmanager
 def logged():
-    """Warnings that rank 0 logs in the block; other ranks log none. The notice of
-    `optax.MultiSteps`, which each rank logs as it traces such a step, has tests of its own.
+    """Collects the warnings that rank 0 logs in the block; other ranks log none.
+
+    Leaves out the notice of `optax.MultiSteps`, which each rank logs when it traces such a step,
+    and which has its own tests.
     """
     lines = []
     handler = logging.Handler(logging.WARNING)
@@ -46,9 +48,7 @@ def data(n=STEPS):
 
 
 def make(tx, *, average=False, rate=1.0, seed=0):
-    """A step, not decorated, and its first state: weights and a bias, and batch statistics of the
-    rank alone.
-    """
+    """An undecorated step, and its state: weights, a bias, and rank-local batch statistics."""
 
     def step(state, batch):
         params, statistics, opt_state = state
@@ -83,7 +83,7 @@ def _average(rate):
 
 
 def averaged(*, rate=1.0, seed=0):
-    """A step of averaged gradients, compiled once by each process, and its first state."""
+    """A step with averaged gradients, compiled once per process, and its initial state."""
     return _average(rate), make(sgd(), seed=seed)[1]
 
 

@@ -1,4 +1,4 @@
-"""Every rank: are replicas compared, and ranks that train apart named? Prints one line a case."""
+"""Every rank: are replicas compared, and diverged ranks named? Prints one line per case."""
 
 import math
 import sys
@@ -61,7 +61,7 @@ def plain_jit_is_warned_of_twice():
                 and f"each of the {SIZE} ranks has trained a model" in last
             )
             assert "its replicas differ" in apart
-    # Batches count, whether or not the state is handed over in between.
+    # Batches count, whether or not the job has set its state in between.
     step, state = make(sgd())
     job = jaxcross.Job("a", jax.jit(step), state, data(), check_replicas=3)
     with (
@@ -147,13 +147,11 @@ def exceptions_are_left_out():
     _, report, _ = run(loop, check_replicas=2, step=step, state=state, rank_local="[0]")
     assert (
         report.jobs[0].replicas == "equal in 5 of 8 leaves"
-    )  # of Adam: its counter, and two moments each
+    )  # Adam's counter and two moments each
 
 
 def strategies_raise_no_false_alarm():
-    """One that keeps errors, one with a model on each rank, and one that does not come to
-    exchange.
-    """
+    """A strategy with residuals, one with a model per rank, and one that never gets to exchange."""
     no_false_alarms("top_k", "gossip", "a short run of local_sgd")
 
 
@@ -215,10 +213,10 @@ def no_false_alarms(*names):
             text = report.jobs[0].replicas
             assert not lines and job.step == STEPS, (name, mode, lines)
             assert "differ" not in text, (name, mode, text)
-            # The last step of the two that accumulate stands between two exchanges.
+            # The two strategies that accumulate have their last step between two exchanges.
             if name not in models and mode == "check" and "short" not in name:
                 assert text.startswith("equal in "), (name, text)
-            # Parameters are among those that are compared, unless each rank has a model of its own.
+            # Parameters are compared, unless each rank has its own model.
             common = job._host.replicas._common
             assert ("[0]['w']" in common) == (not models & set(name.split())), (name, mode, common)
 
@@ -254,9 +252,7 @@ def statistics_of_a_rank_are_left_out_of_nnx_too():
 
 
 def parts_of_a_model_raise_no_false_alarm():
-    """Biases and moments of a model that is spread over ranks begin as zeros on each, and are parts
-    all the same.
-    """
+    """A sharded model's biases and moments start as zeros on every rank, yet they are shards."""
 
     @jaxcross.crossover(axes="batch")
     def step(state, batch):
@@ -268,9 +264,9 @@ def parts_of_a_model_raise_no_false_alarm():
 
     key = jax.random.key(0)
     start = (
-        jax.random.normal(jax.random.fold_in(key, RANK), (6,)),  # this rank's part
-        jnp.zeros(6),  # its moments
-        jax.random.normal(key, (6,)),  # the same on every rank
+        jax.random.normal(jax.random.fold_in(key, RANK), (6,)),  # this rank's shard
+        jnp.zeros(6),  # the shard's moments
+        jax.random.normal(key, (6,)),  # identical on every rank
     )
     _, report, lines = run(loop, check_replicas=2, step=step, state=start, mode="local")
     assert not lines and report.jobs[0].replicas == "equal in 1 of 3 leaves", report.jobs[

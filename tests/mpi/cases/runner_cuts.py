@@ -1,5 +1,5 @@
-"""Every rank: the search for a cut, in a job that runs alone, resumes, is joined, or fails in a
-trial.
+"""Every rank: the search for a cut, for a job that runs alone, resumes, is joined by another, or
+fails in a trial.
 """
 
 import dataclasses
@@ -49,16 +49,14 @@ def by_hand(step, n=4):
 def in_a_runner(step):
     job = jaxcross.Job(
         "one", step, layers(), data(4)
-    )  # as long as its data, which nobody knows: cuts are searched for
+    )  # its end is its data's, which is unknown, so cuts are searched for
     jaxcross.run([job], world=WORLD)
     assert job.step == 4
     return job.state
 
 
 def the_cut_is_searched_for():
-    """A step that is the only one running tries cuts on copies: nothing of it shows but the
-    speed.
-    """
+    """While it is the only one running, a step tries cuts on copies, so only its speed changes."""
     expected = by_hand(deep_step("whole"))
     for run in (by_hand, in_a_runner):
         step = deep_step("auto")
@@ -76,7 +74,7 @@ def the_cut_is_searched_for():
 
 
 def a_short_run_is_not_searched_for():
-    """Its uncut step alone is compiled and timed, on all ranks."""
+    """Only the uncut step is compiled and timed, on all ranks."""
     step = deep_step("auto")
     with mock.patch.object(stages, "compile", wraps=stages.compile) as compiled:
         job = jaxcross.Job("one", step, layers(), data(8), steps=8)
@@ -86,8 +84,9 @@ def a_short_run_is_not_searched_for():
 
 
 def joined_while_it_is_searched_for():
-    """The job that was there and the one that comes share a step, and each keeps the cut that it
-    began with.
+    """Two jobs share a step, and the second one joins during the search.
+
+    Each keeps the cut that it started with.
     """
     step, runner, begun, measure = (
         deep_step("auto"),
@@ -109,7 +108,7 @@ def joined_while_it_is_searched_for():
             added.append(runner.add("b", fn, {"n": 6, "begun": begun}))
             assert begun.wait(60)
         measure(*args)
-        return 2.0, 1.0  # the finest wins, on all ranks
+        return 2.0, 1.0  # the finest cut wins on all ranks
 
     a = runner.add("a", fn, {"n": 4, "begun": threading.Event()})
     with mock.patch.object(cut_tuner, "_race", race):
@@ -124,8 +123,9 @@ def joined_while_it_is_searched_for():
 
 
 def resumed_beside_another():
-    """A job whose cut was searched for goes on with it, though another one runs beside it now; and
-    the other way.
+    """A job resumes with the cut that was found for it alone, even alongside another job.
+
+    A job that ran alongside another one stays uncut, even if it resumes alone.
     """
     (folder, *_) = WORLD.control.allgather_text(tempfile.mkdtemp())
 
@@ -143,7 +143,7 @@ def resumed_beside_another():
         return jobs
 
     def race(*args):
-        return 2e6, 1e6  # a run so long that it has time for a search
+        return 2e6, 1e6  # the run is long enough for a search
 
     with mock.patch.object(cut_tuner, "_race", race):
         (a,) = run(3, "a")
@@ -161,8 +161,9 @@ def never(*args):
 
 
 def a_trial_that_fails_on_one_rank():
-    """Copies, the compiler or a computation, while cuts are tried: no rank waits, and all train
-    uncut.
+    """A copy, the compiler or a computation fails while cuts are tried.
+
+    No rank hangs, and all train uncut.
     """
     if WORLD.size == 1:
         return
@@ -198,7 +199,7 @@ def a_trial_that_fails_on_one_rank():
 
     seen = []
 
-    def once(x):  # XLA says so where the device has come to it, behind the dispatch
+    def once(x):  # XLA reports this error after the dispatch, when the device reaches the callback
         seen.append(x)
         if len(seen) == 1 and WORLD.rank == WORLD.size - 1:
             raise ValueError("the first time")

@@ -1,6 +1,4 @@
-"""Every rank: jobs that fail, differ between ranks or are interrupted, next to a job that goes
-on.
-"""
+"""Every rank: jobs that fail, differ between ranks or are interrupted, while another continues."""
 
 import os
 import signal
@@ -39,9 +37,7 @@ def failure_of_one_job():
 
 
 def failure_of_a_job_that_saves_nothing():
-    """Its state was donated again and again; what the last committed step made of it is still
-    there.
-    """
+    """Every step donated the job's state, but that of the last committed step still exists."""
     step, last = make_step(), WORLD.size - 1
 
     def fn(job):
@@ -80,9 +76,7 @@ def unlike_exchanges():
 
 
 def unlike_exchanges_alone():
-    """Without a runner, too: the ranks compare before anything is compiled, and can go on
-    afterwards.
-    """
+    """Even without a runner, ranks compare their exchanges before compiling, and can continue."""
     if WORLD.size == 1:
         return
     step = jaxcross.crossover(lambda b: jax.lax.pmean(b, "batch"), axes="batch")
@@ -96,8 +90,8 @@ def unlike_exchanges_alone():
 
 
 def unlike_shapes():
-    """A shorter batch on one rank, with the same exchanges: no one else need know, but where a cut
-    is to be chosen.
+    """A shorter batch on one rank, with the same exchanges, concerns no other rank, unless a cut
+    has to be chosen.
     """
     if WORLD.size == 1:
         return
@@ -135,8 +129,9 @@ def unlike_shapes():
 
 
 def failure_to_compile_on_one_rank():
-    """The compiler of one rank fails after all agreed: the job ends everywhere, the other one goes
-    on.
+    """One rank's compiler fails after all have agreed.
+
+    The job ends on all ranks, and the other job continues.
     """
     last = WORLD.size - 1
 
@@ -263,7 +258,7 @@ def interrupted(saves):
 
 
 def a_branch_at_different_calls():
-    """Alone an error of `agree_alone`; in a job the ranks find out where they would meet."""
+    """In a job, the ranks detect that they take the exchanging branch at different calls."""
     if WORLD.size == 1:
         return
     every_third = jaxcross.crossover(

@@ -1,6 +1,4 @@
-"""Every rank: the train step, data and loop of the runner's cases, and the same training without a
-runner.
-"""
+"""Every rank: step, data and loop of the runner's cases, and the same training without a runner."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +13,7 @@ TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9)
 
 
 def make_step(cut="whole", explode_at=None):
-    """A small network, with synchronised statistics (an exchange that others depend on) and
-    averaged gradients.
-    """
+    """A small network that synchronizes statistics first, and then averages its gradients."""
 
     def step(state, batch):
         params, opt_state = state

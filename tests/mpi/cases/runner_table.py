@@ -1,5 +1,6 @@
-"""Every rank: jobs over real exchanges. Prints one line a case; any rank that disagrees exits with
-an error.
+"""Every rank: jobs over real exchanges.
+
+Prints one line per case. If a check fails on any rank, that rank exits with an error.
 """
 
 import sys
@@ -45,7 +46,7 @@ def crossover_equals_alone():
 
 
 def jobs_from_one_state():
-    """Each donates its own copy: neither loses it to the other, nor does the caller."""
+    """Each job donates its own copy, so neither the other job nor the caller loses the state."""
     step, state = make_step(), init(0.1)
     jobs = [jaxcross.Job(name, step, state, data(n)) for name, n in (("a", 3), ("b", 5))]
     jaxcross.run(jobs, world=WORLD)
@@ -95,7 +96,7 @@ def evaluation_beside_training():
 
 
 def emulated_link():
-    """Exchanges last as long as the link would, and every output says that it is emulated."""
+    """Exchanges last as long as on the emulated link, and every output says that it's emulated."""
     jobs = [
         jaxcross.Job(name, make_step(), init(rate), data(6), steps=6)
         for name, rate in RATES.items()
@@ -111,9 +112,7 @@ def emulated_link():
 
 
 def compression_is_chosen_from_a_report():
-    """As the example of its docstring does: every rank chooses alike, and what it chooses
-    exchanges.
-    """
+    """Follows the docstring's example: every rank makes the same choice, and its exchange works."""
     jobs = [
         jaxcross.Job(name, make_step(), init(rate), data(4), steps=4)
         for name, rate in RATES.items()

@@ -1,5 +1,6 @@
-"""Every rank: parameter servers over real messages. Prints one line a case; any rank that disagrees
-raises.
+"""Every rank: parameter servers over real messages.
+
+Prints one line per case. If a check fails on any rank, that rank raises.
 """
 
 import math
@@ -25,7 +26,7 @@ PARAMS = {"w": jnp.ones((3, 4)), "b": jnp.zeros(()), "h": jnp.ones(5, jnp.bfloat
 
 @jax.jit
 def gradient(params, step):
-    """Of a quadratic whose minimum differs between ranks."""
+    """The gradient of a quadratic whose minimum differs between ranks."""
 
     def loss(params):
         return (
@@ -111,8 +112,9 @@ def a_slow_worker_holds_others_up_at_the_bound_only():
 
 
 def without_a_bound_others_run_ahead():
-    """The bound of the cases above is what holds: without one, rank 0 begins when the others are
-    through.
+    """Shows that the staleness bound is what holds workers back in the cases above.
+
+    Without a bound, rank 0 can start after the others have finished.
     """
     steps = 20
     with ParameterServer(PARAMS, optax.sgd(0.01), staleness=math.inf) as server:
@@ -129,7 +131,7 @@ def unlike_numbers_of_steps():
 
 
 def large_messages():
-    """Longer than what MPI sends unasked: both ends must take part, all pairs at once."""
+    """Messages above MPI's eager limit: both ends must take part, with all pairs at once."""
     params = jnp.zeros(3_000_000 * WORLD.size)
     with ParameterServer(params, optax.sgd(1.0), staleness=0) as server:
         for _ in range(3):
@@ -164,7 +166,7 @@ def failure_of_a_worker():
                 f"The parameter server cannot go on: the worker of rank {LAST} failed after step "
                 "3: ValueError: boom."
             )
-    train(staleness=0)  # nothing is left under way
+    train(staleness=0)  # nothing is left in flight
 
 
 def failure_of_a_server():

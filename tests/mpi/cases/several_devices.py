@@ -1,6 +1,4 @@
-"""Ranks with several local devices each: a step whose arrays the user has laid out, alone and as
-jobs of a runner.
-"""
+"""Ranks with several local devices: a step whose arrays the user sharded, alone and in jobs."""
 
 import logging
 

@@ -1,6 +1,4 @@
-"""The named steps of `shard_map_table` on four ranks, held against four XLA devices of rank 0's own
-process.
-"""
+"""Compares named steps of `shard_map_table` on four ranks with four XLA devices of rank 0."""
 
 import os
 import sys

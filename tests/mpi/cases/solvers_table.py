@@ -1,5 +1,6 @@
-"""Solvers whose operator exchanges, over MPI, all or those that are named: what `vmap` gives, alone
-and in two jobs of one run.
+"""Compares solvers whose operator exchanges with `vmap`, alone and in two jobs of one run.
+
+Runs all of them, or those named on the command line.
 """
 
 import sys
@@ -30,7 +31,7 @@ def solves(job, name):
     return result
 
 
-# Each oracle, which holds all ranks, is compiled by one of them.
+# Each oracle covers all ranks, so only one rank has to compile it.
 mine = {
     name: [
         jax.tree.map(np.asarray, jax.tree.leaves(result))

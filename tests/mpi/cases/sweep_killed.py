@@ -1,9 +1,10 @@
-"""One rank of a sweep with pruning that may be killed: `sweep_killed.py FOLDER TRIALS RESULT [RANK
-COUNT]`.
+"""One rank of a sweep with pruning that may be killed.
 
-Rank RANK ends itself without a word when its trials have logged or saved COUNT times in all. Rank 0
-writes RESULT. The variable `METRIC` is `loss`, which the loop logs, or `eval/loss` of an
-evaluation, which stops trials early, too.
+    sweep_killed.py FOLDER TRIALS RESULT [RANK COUNT]
+
+Rank RANK exits without a message when its trials have logged or saved COUNT times in total. Rank 0
+writes RESULT. The variable `METRIC` is `loss`, which the loop logs, or `eval/loss`, the result of
+an evaluation that also stops trials early.
 """
 
 import itertools

@@ -1,11 +1,12 @@
-"""Steps of every collective and element type, again and again in random order: `table_steps.py
-STEPS X64 SEED JOBS`.
+"""Steps of every collective and element type, repeated in random order.
 
-Each row is a step under `crossover`. Compiled steps come again and new ones are made in between, so
-that exchanges, agreements and compilation follow one another in every way. All ranks draw the same
-order from the seed. Each step must give the bits of its row's first run. The steps are made one
-after another by the script itself if JOBS is 0, else by so many jobs side by side, whose threads
-are late at random.
+    table_steps.py STEPS X64 SEED JOBS
+
+Each row is a step under `crossover`. Compiled steps are repeated and new ones are compiled in
+between, so exchanges, agreements and compilation follow each other in every order. All ranks draw
+the same order from the seed. Each step must give the same bits as its row's first run. If JOBS is
+0, the script itself makes the steps one after the other. Otherwise that many jobs make them
+concurrently, with random delays in their threads.
 """
 
 import json
@@ -22,14 +23,12 @@ import jaxcross
 
 os.environ["XLA_FLAGS"] = (
     wire_table.FLAGS
-)  # those before the module above: here a rank has one device
-NEW = 0.2  # of all steps are made anew
+)  # as before the import above, because a rank has a single device here
+NEW = 0.2  # share of steps that are made and compiled as new
 
 
 def make_steps(table, inputs, steps, seed):
-    """Makes that many steps. Returns the rows, how many steps were new, and the rows whose bits
-    changed.
-    """
+    """Makes `steps` steps. Returns the rows, how many were new, and the rows whose bits changed."""
     draw = random.Random(seed)
     known, first, wrong, made = {}, {}, [], 0
     for _ in range(steps):
@@ -42,7 +41,7 @@ def make_steps(table, inputs, steps, seed):
         if got.tobytes() != first.setdefault(name, got).tobytes():
             wrong.append(name)
         if draw.random() < 0.02:
-            known.pop(draw.choice(list(known)))  # its executables may go
+            known.pop(draw.choice(list(known)))  # so its executables may be freed
     return set(first), made, wrong
 
 

@@ -1,9 +1,10 @@
-"""The model of `tensor_case` on meshes of four ranks or eight: against the serial model, and two
-jobs in crossover against each alone. On four ranks also unlike jobs together: 1-D, 2-D, and one
-that averages gradients itself.
+"""The model of `tensor_case` on meshes of four or eight ranks.
 
-Prints `rank R: tensor done` if all meshes hold. The serial model is trained by every rank alone,
-and cut.
+Compares each mesh with the serial model, and two jobs in crossover with each job alone. On four
+ranks, also runs different jobs together: 1-D, 2-D, and one that averages gradients itself.
+
+Prints `rank R: tensor done` if all meshes hold. Every rank trains the serial model and cuts out its
+shards.
 """
 
 import functools
@@ -41,7 +42,7 @@ OPTIONS = {"layers": 1, "heads": HEADS if world.size == 4 else 2 * HEADS}
 
 
 def loop(job, step, start, rows):
-    """Trains on this rank's rows of every batch; returns the state and the last metrics."""
+    """Trains on this rank's rows of every batch. Returns the state and the last metrics."""
     state = start(rank)
     for n in range(STEPS):
         state, metrics = step(state, rows(batch(n), rank))
@@ -60,8 +61,8 @@ def received_bytes(program, mesh):
 
 
 def check_bytes(step, training, params):
-    """The step that ran received what `step_cost` says, and two norms: that of the metrics and that
-    of the clipping.
+    """Checks that the step received as many bytes as `step_cost` predicts, plus two norms: one for
+    the metrics, and one for clipping.
     """
     norm = functools.partial(tensor.global_norm, specs=training.specs, mesh=training.mesh)
     norms = 2 * received_bytes(
@@ -79,9 +80,7 @@ def check_replicas(params, training):
 
 
 def averaging():
-    """Data parallelism of the serial model over all ranks, its gradients averaged by the step
-    itself.
-    """
+    """Data-parallel training of the serial model on all ranks. The step averages the gradients."""
     plain = Training(Mesh(), **OPTIONS)
 
     def step(state, batch):
@@ -121,7 +120,7 @@ for name, mesh in MESHES.items():
     gathered = jaxcross.crossover(
         functools.partial(tensor.gather, specs=training.specs, mesh=mesh), axes=mesh.axes
     )
-    if mesh.inner:  # what nobody cuts, nobody gathers
+    if mesh.inner:  # a mesh without inner axes cuts nothing, so there's nothing to gather
         close(gathered(params), want, 2e-4, f"{name}, gathered: ")
     check_replicas(params, training)
 
@@ -140,7 +139,7 @@ told = on_ranks(
     half.mesh,
     lambda r: (half.params(r), half.mesh.local_batch(batch(0), r)),
 )
-want_loss, want_grads = told[rank]  # sums of 16 bits are rounded in other places
+want_loss, want_grads = told[rank]  # 16-bit sums are rounded in different places
 np.testing.assert_allclose(loss, want_loss, rtol=1e-3)
 for (path, got), expected in zip(
     jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True

@@ -1,7 +1,6 @@
-"""Every rank: are sums over both wires, in place, and without blocking equal to mpi4jax's, bit for
-bit?
+"""Every rank: are sums over both wires, in place and non-blocking, bit for bit those of mpi4jax?
 
-Rank 0 prints, for each way of summing, the sizes at which some rank's bits differ.
+For each way of summing, rank 0 prints the sizes for which the bits differ on some rank.
 """
 
 import json
@@ -16,11 +15,11 @@ WORLD = jaxcross.initialize(wire="mpi4jax", stall_timeout_s=60)
 
 from mpi4py import MPI  # noqa: E402
 
-SIZES = (1, 7, 1000, 20_000, 300_000, 3_000_001)  # elements; MPI changes its algorithm by size
+SIZES = (1, 7, 1000, 20_000, 300_000, 3_000_001)  # elements; MPI chooses its algorithm by size
 
 
 def sums(x):
-    """Yields each way of summing with its result."""
+    """Yields each way of summing, with its result."""
     axes = {"batch": WORLD.size}
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.psum(x, "batch"), axis_env=list(axes.items()))(x)
     for over in ("mpi4jax", "mpi4py"):

@@ -1,5 +1,6 @@
-"""What the table of collectives does not show, on NumPy's arrays. All ranks run each check; JSON
-says how it went.
+"""Checks that the table of collectives doesn't cover, on NumPy arrays.
+
+All ranks run each check, and the results are printed as JSON.
 """
 
 import json
@@ -52,8 +53,9 @@ def run(function, *args, options=None, **kwargs):
 
 
 def messages(function, *args):
-    """The calls and operands of a lowered function's messages, in program order, loops entered
-    once.
+    """The calls and operands of a lowered function's messages, in program order.
+
+    Each loop is entered once.
     """
 
     def walk(jaxpr):
@@ -99,7 +101,7 @@ def extremes_of_nan_and_signed_zero():
         low[1:] == np.array([-np.inf, 0, 1 - P])
     ).all()
     assert not np.signbit(top[2]) and np.signbit(low[2])
-    # Of 8 bits every one is a number but NaN's, which lies between them.
+    # In these 8-bit types, every bit pattern but one is a number. That one is NaN, between them.
     for dtype in (jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz, jnp.float8_e4m3b11fnuz):
         most = float(jnp.finfo(dtype).max)
         x = np.array(
@@ -128,7 +130,7 @@ def extremes_of_a_type_without_a_sign():
 def order_is_the_equations_order():
     def step(x):
         a = lax.psum(x, "r")
-        lax.pmin(x, "r")  # nobody reads it, and the peers still take part
+        lax.pmin(x, "r")  # an unused result, but the peers still take part
         b = lax.all_gather(jnp.sin(x), "r")
         c, _ = lax.scan(lambda c, _: (lax.pmax(c, "r") + 1, None), a, None, length=2)
         d = lax.cond(a[0] > 0, lambda v: lax.psum(v, "r"), lambda v: v, c)
@@ -189,7 +191,7 @@ def long_messages_are_split_without_being_made():
 
 def large_arrays_are_not_copied():
     if not IN_XLA:
-        # The operand goes to MPI where it is, and the buffer that MPI fills is the result.
+        # MPI reads the operand in place, and the buffer that MPI fills is the result.
         x = jnp.full((64, 1024), RANK, jnp.float32)
         sums, maker = [], host_calls.maker
 
@@ -217,8 +219,8 @@ def large_arrays_are_not_copied():
     ], text
     text = jax.jit(function).lower(x).compile(AS_USERS_HAVE_IT).as_text()
     assert " copy(" not in text and "fusion" not in text, text
-    # In 16 bits one pass widens what came, sums and rounds it; one before and one behind turn
-    # floats into integers, as MPI has no such floats, and back.
+    # For 16-bit floats, one pass widens, sums and rounds what was received. MPI has no such floats,
+    # so one pass before it converts floats to integers, and one after it converts them back.
     narrow = jax.ShapeDtypeStruct((64, P * 1024), jnp.bfloat16)
     _, function = lowered(lambda x: lax.psum(x, "r"), narrow)
     assert [name for name, _ in messages(function, narrow)] == ["alltoall", "allgather"]
@@ -239,8 +241,8 @@ def small_sums_travel_together():
     a, b, c = counted + RANK, np.float32(RANK), np.full((4,), RANK, np.int32)
     large, narrow = np.full((1025, 1024), RANK, np.float32), np.full((5,), RANK + 1, jnp.bfloat16)
     _, function = lowered(step, a, b, c, large, narrow)
-    # a and b, the large one, the integers, 16-bit floats by their own way, and what needs the first
-    # sum
+    # The messages: a and b together, the large array, the integers, the 16-bit floats, which have
+    # their own path, and the sum that depends on the first one.
     sizes = [x.size for _, x in messages(function, a, b, c, large, narrow)]
     assert sizes == [7, large.size, 4, 5, 6], sizes
     sums = call(function, a, b, c, large, narrow)
@@ -248,7 +250,7 @@ def small_sums_travel_together():
     assert (sums[0] == P * counted + total).all() and sums[1] == total
     assert (sums[2] == total).all() and sums[2].dtype == np.int32 and (sums[3] == total).all()
     assert (sums[4] == total + P).all() and (sums[5] == P * sums[0]).all()
-    many = [jax.ShapeDtypeStruct((2**20,), jnp.float32)] * 20  # 4 MiB each, 32 MiB a message
+    many = [jax.ShapeDtypeStruct((2**20,), jnp.float32)] * 20  # 4 MiB each, 32 MiB per message
     _, function = lowered(lambda *xs: [lax.psum(x, "r") for x in xs], *many)
     assert [x.size / 2**20 for _, x in messages(function, *many)] == [8, 8, 4]
 
@@ -256,9 +258,9 @@ def small_sums_travel_together():
 def sums_travel_together_whatever_is_computed_between_them():
     def step(a, b, c):
         a = lax.psum(a * 2, "r")
-        half = a / 2  # waits behind the message
+        half = a / 2  # computed after the message
         b = lax.psum(b + 1, "r")
-        return a, b, lax.psum(c, "r"), lax.psum(half, "r")  # the last one needs the first
+        return a, b, lax.psum(c, "r"), lax.psum(half, "r")  # the last sum needs the first
 
     counted = np.arange(3, dtype=np.float32)
     args = counted + RANK, np.full((2, 2), RANK, np.float32), np.float32(RANK)
@@ -321,7 +323,7 @@ def bytes_follow_the_formula():
 
 
 def mpi4jax_equations_are_exchanges_too():
-    import mpi4jax  # which may not be installed
+    import mpi4jax  # may not be installed
 
     comm = MPI.COMM_WORLD.Dup()
 
@@ -346,7 +348,7 @@ def mpi4jax_equations_are_exchanges_too():
         o for o in ops if o != "mpi.allreduce"
     ], found
     assert dict(found[0].params) == {"ranks": tuple(range(P)), "reduction": "SUM"}
-    assert isinstance(function, Traceable)  # over mpi4jax, whatever the world's wire is
+    assert isinstance(function, Traceable)  # mpi4jax's own calls, whichever wire the world has
     z, b, gradient, total = jax.tree.map(np.asarray, compiled(function, x)(x))
     everything = P * counted + P * (P - 1) / 2
     assert (z == everything).all() and (b == counted).all()
@@ -357,7 +359,7 @@ def a_shard_map_body_runs_on_each_rank():
     spec = jax.sharding.PartitionSpec
     mesh = jax.sharding.AbstractMesh(
         (P,), ("r",), axis_types=(jax.sharding.AxisType.Auto,)
-    )  # in JAX 0.10 the default
+    )  # the default in JAX 0.10
     step = jax.shard_map(
         lambda w, x: jax.grad(lambda w: jnp.sin(w * x).sum())(w),
         mesh=mesh,

@@ -1,6 +1,4 @@
-"""Every collective, element type and set of axes over MPI, compared with XLA's own collectives in
-one process.
-"""
+"""Compares every collective, element type and set of axes over MPI with XLA's own collectives."""
 
 import json
 import os
@@ -25,8 +23,9 @@ INTEGERS = ("int8", "uint8", "int32", "int64", "uint32")
 
 
 def rows(n, axes, dtypes):
-    """Name -> function of one rank's array of shape (2 n, 3), where n is the number of ranks over
-    `axes`.
+    """Name -> function of one rank's array.
+
+    `n` is the number of ranks over `axes`, and the array has shape (2 n, 3).
     """
     ring = [(i, (i + 1) % n) for i in range(n)]
     table = {
@@ -84,7 +83,7 @@ def compare(world, sizes, axes, dtypes, max_count):
     table = list(rows(n, axes, dtypes))
     function = lambda xs: {name: f(xs[d]) for name, d, f in table}  # noqa: E731
     inputs = [make(dtypes, n, r) for r in range(size)]
-    # One rank compiles the oracle: four ranks share few cores.
+    # Only one rank compiles the oracle, because four ranks share few cores.
     expected = None
     if world.rank == 0:
         expected = oracle(function, sizes, jax.tree.map(lambda *xs: np.stack(xs), *inputs))

@@ -1,5 +1,6 @@
-"""A script as the README shows it, whose jobs have worker processes: `workers.py [--unguarded]
-HOW`.
+"""A script as the README shows it, whose jobs have worker processes.
+
+workers.py [--unguarded] HOW
 """
 
 import multiprocessing
@@ -25,7 +26,7 @@ def step(state, batch):
 
 
 def scaled(index):
-    """In a worker: uses the rank's number, and may ask for the world."""
+    """Runs in a worker, which knows its rank's number and may call `initialize`."""
     here = jaxcross.initialize()
     assert MAIN or (here is world and jax.default_backend() == "cpu")
     assert (here.rank, here.size, here.stall_timeout_s) == (world.rank, world.size, 300)
@@ -33,7 +34,7 @@ def scaled(index):
     return np.float32(index * (1 + world.rank))
 
 
-if HOW == "grain":  # every worker imports this script, and Grain alone takes a second
+if HOW == "grain":  # every worker imports this script, and importing Grain takes a second
     import grain
     from absl import flags
 

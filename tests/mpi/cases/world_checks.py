@@ -1,5 +1,6 @@
-"""Communicators, agreements, state checks. Each function is a check that all ranks run; JSON says
-how it went.
+"""Checks communicators, agreements and states.
+
+Each function is a check that all ranks run. The results are printed as JSON.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Steps that call mpi4jax themselves: all-reduce as in its manual, and point-to-point calls that
-differ by rank.
-"""
+"""Steps that call mpi4jax: all-reduce as in its manual, and messages that differ by rank."""
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +37,8 @@ for cut in ("whole", 1, 2, 3):
 
 
 def talk(x):
-    # Rank 0's second message depends on what it received, its third does not: data alone would let
-    # the third overtake.
+    # Rank 0's second message depends on what it received, and its third doesn't. If only data
+    # dependencies counted, the third could overtake the second.
     if rank == 0:
         got = mpi4jax.recv(jnp.zeros(6), source=1, tag=1, comm=comm)
         mpi4jax.send(jnp.sin(jnp.cumsum(got)), dest=1, tag=1, comm=comm)

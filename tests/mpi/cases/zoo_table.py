@@ -1,8 +1,10 @@
-"""Every step of the zoo on the ranks of this run, through `crossover`: against `vmap`, on up to two
-ranks against one executable, and two jobs in crossover against each alone.
+"""Every step of the zoo on this run's ranks, through `crossover`.
 
-Prints `rank R: zoo done` if all rows hold, or those whose names begin with an argument. Each row's
-oracle, which holds all ranks, is computed by one of them.
+Compares each row with `vmap`, on up to two ranks with a single executable, and two jobs in
+crossover with each job alone.
+
+Prints `rank R: zoo done` if all rows hold, or all rows whose names start with an argument. Each
+row's oracle covers all ranks, so only one rank computes it.
 """
 
 import sys
@@ -29,9 +31,7 @@ def copied(tree):
 
 
 def one_executable(traced):
-    """The same step with the same exchanges through the wire's lowering, compiled as one
-    segment.
-    """
+    """The same step, with the wire's exchanges, compiled as one segment."""
     coords = world.wire().coords(traced.axes)
     bound = compat.close(bind_axis_index(compat.open_jaxpr(traced.jaxpr)[0], coords))
     host = jax.devices("cpu")[0]
@@ -56,9 +56,7 @@ def same_bits(a, b, what):
 
 
 def in_place():
-    """NNX objects changed by the step itself: the same values as its functional twin under
-    `vmap`.
-    """
+    """A step that changes NNX objects gives the same values as its functional twin under `vmap`."""
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -111,7 +109,7 @@ def in_place():
 
 
 def in_crossover(row, state, alone):
-    """Two jobs in turn, one for each step: the bits that each step gave alone."""
+    """Two jobs that cross over, one for each step, give the same bits as the steps alone."""
 
     def loop(job, step):
         mine = copied(state)
@@ -132,7 +130,7 @@ def in_crossover(row, state, alone):
 
 
 def oracles(rows):
-    """Name of a row -> step -> rank -> what `vmap` over all ranks gives, flat."""
+    """Name of a row -> step -> rank -> the flat results of `vmap` over all ranks."""
     mine = {}
     for row in [row for row in rows if row.vmap][rank::size]:
         function, state = row.build(size)
@@ -146,13 +144,13 @@ def oracles(rows):
 
 
 def plain(leaf):
-    """A leaf that can be sent; a random key as its numbers."""
+    """A leaf in a form that can be sent. Random keys become their numbers."""
     is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def like(tree, leaves):
-    """`leaves` in the structure of `tree`, random keys made of their numbers."""
+    """Arranges `leaves` in the structure of `tree`, and turns numbers into random keys again."""
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tree)]
     made = [jax.random.wrap_key_data(x) if key else x for x, key in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), made)
@@ -181,17 +179,15 @@ for row in chosen:
         batch = row.batch(rank, n)
         what = f"{row.name}, step {n}"
         traced = decide(whole_traced, jax.tree.leaves(((mine, batch), {})))
-        # More ranks make other exchanges of the same executables: there, compiling this once more
-        # tells nothing new.
+        # More ranks exchange differently with the same executables, so compiling the step again for
+        # them shows nothing new.
         if size <= 2 and traced.choices not in executables:
             executables[traced.choices] = one_executable(traced)
         fused = executables[traced.choices](mine, batch) if size <= 2 else None
         new, metrics = whole(mine, batch)
         split, split_metrics = parts(split, batch)
         try:
-            if (
-                row.bits and size == 2
-            ):  # a rank alone sends nothing, and XLA fuses across where an exchange would be
+            if row.bits and size == 2:  # one rank sends nothing, so XLA fuses across the exchanges
                 same_bits((new, metrics), fused, what)
             elif size <= 2:
                 assert_close((new, metrics), fused, row.rtol, what)

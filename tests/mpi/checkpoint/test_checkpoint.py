@@ -1,6 +1,4 @@
-"""Training that is killed at a random moment, started again until it is through, ends in the same
-bits.
-"""
+"""Training that is killed at random and restarted until it's finished ends in the same bits."""
 
 import json
 import os
@@ -25,9 +23,7 @@ def killed(tmp_path, *options, timeout, env=()):
 
 
 def test_run_killed_at_four_moments_goes_on(mpirun, tmp_path, quick_compiler):
-    """In its first write, in a step of the other rank, in a later write, and in a deletion: the
-    seed draws these.
-    """
+    """The seed draws the first write, a step of the other rank, a later write, and a deletion."""
     result = killed(
         tmp_path,
         "--trials",
@@ -138,7 +134,7 @@ for job in runner.jobs:
 
 
 def test_residuals_of_two_ranks_are_refused_on_three(mpirun, tmp_path, quick_compiler):
-    """Of real exchanges: each rank has an error, of every job, before its first step."""
+    """Residuals of real exchanges. In every job, each rank has a residual before its first step."""
     kept = {
         "top_k": "residual",
         "one_bit_adam": "worker_residual",

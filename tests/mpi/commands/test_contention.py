@@ -1,4 +1,4 @@
-"""`jaxcross contention` over MPI at toy size: whole, and refused where there is one rank."""
+"""`jaxcross contention` over MPI at toy size: a whole run, and its refusal of a single rank."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_contention_is_measured(
     assert done.returncode == 0, done.stdout + done.stderr
     ((rate, there),) = MachineContention.load(file).measured
     assert rate > 0 and there.compute >= 1 and there.exchange >= 1
-    shown = done.stdout.splitlines()[1:]  # the first one is the launcher's command
+    shown = done.stdout.splitlines()[1:]  # the first line is the launcher's command
     assert len(shown) <= 10 and shown[0].startswith("Contention of 2 ranks on this machine")
     assert done.stderr.count("jaxcross contention: round") == 5
 
@@ -37,7 +37,7 @@ def test_contention_is_measured(
 def test_one_rank_is_refused(
     mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path
 ) -> None:
-    """Also where the launcher belongs to another MPI, and each process is a world of its own."""
+    """Refused even if the launcher belongs to another MPI, so each process is its own world."""
     done = _run(RANK, "1", str(tmp_path / "none.json"), env=quick_compiler)
     assert done.returncode != 0
     assert "One rank exchanges nothing: contention is measured on at least 2." in done.stderr

@@ -1,4 +1,4 @@
-"""The demo as a user calls it, as small as it gets."""
+"""The demo as a user calls it, at its smallest size."""
 
 import json
 import os
@@ -23,14 +23,14 @@ def demo(*options):
 
 
 def end(process, patience_s=30):
-    """Ends what a failed test has left of the demo's process group."""
+    """Terminates what a failed test has left of the demo's process group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(patience_s)
 
 
 def test_it_leaves_numbers_trace_picture_and_table(tmp_path, quick_compiler):
-    """Looked at in one test: workers of pytest that share its cases would each run the demo."""
+    """One test, because otherwise each of pytest's workers might have to run the demo."""
     line = demo(
         "--link",
         "none",
@@ -81,8 +81,8 @@ def check_numbers(folder):
     assert [set(job) for job in result["jobs"]] == [
         {"name", "images_per_second", "steps", "final_loss"}
     ] * 2
-    # On a busy machine two jobs of three steps may have no round together in one of the turns,
-    # which is left out then.
+    # On a busy machine, two jobs of three steps may have no round together in one of the two turns.
+    # That turn is then left out.
     turns = [
         Report.load(folder / "out" / f"{run}.json").rounds for run in ("crossover", "crossover-2")
     ]
@@ -99,8 +99,9 @@ def check_numbers(folder):
 
 
 def check_turns(folder):
-    """One after the other, crossover, and both again: each begins when the one before has ended, on
-    every rank.
+    """Sequential, crossover, then both again.
+
+    On every rank, each run starts after the previous one has ended.
     """
     runs = ("sequential", "crossover", "sequential-2", "crossover-2")
     reports = [Report.load(folder / "out" / f"{run}.json") for run in runs]
@@ -133,7 +134,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, quick_compiler):
         env={**os.environ, **quick_compiler},
     )
     assert process.stdout is not None
-    # a demo that never starts to train must not hang the test
+    # A demo that never starts to train must not hang the test.
     guard = threading.Timer(600, end, [process])
     guard.start()
     try:
@@ -141,7 +142,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, quick_compiler):
             if text.startswith("resnet8"):
                 os.killpg(process.pid, signal.SIGINT)
                 break
-        # the pipe ends when the last rank, too, is gone
+        # The pipe only ends when the last rank has ended.
         rest = process.stdout.read()
         assert process.wait(60) == 130
         assert "jaxcross demo: interrupted" in rest
@@ -167,7 +168,6 @@ def test_a_bad_link_is_refused(tmp_path):
 
 @pytest.mark.parametrize("option", ["--output", "--json"])
 def test_unwritable_output_is_reported_before_training(tmp_path, option):
-    """An output that cannot be written is reported before training."""
     file = tmp_path / "file"
     file.touch()
     folders = {"--output": str(tmp_path / "out"), option: str(file / "result")}

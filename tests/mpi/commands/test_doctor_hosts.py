@@ -1,4 +1,4 @@
-"""`doctor --hosts` between two hosts of a lab, and in front of a firewall."""
+"""`doctor --hosts` between two hosts of a lab, and with a firewall between them."""
 
 import os
 import re
@@ -16,9 +16,7 @@ RATE_MBPS = 20
 
 
 def doctor(lab, hosts):
-    """Its exit code, its table as rows `what -> (mark, found)`, and what it has printed below the
-    table.
-    """
+    """Returns the exit code, the table as `what -> (mark, found)`, and the text below it."""
     environ = {**lab.environment(), "COLUMNS": "200"}
     done = subprocess.run(
         lab.wrap([*DOCTOR, hosts]),
@@ -54,8 +52,8 @@ def test_hosts_that_can_train_together_pass():
             rows[f"{source} to {target}"][1],
         )
         assert found is not None, rows
-        # A loaded machine may be slower than the link, and never faster, except for one burst of
-        # the token bucket.
+        # A busy machine may be slower than the link, but never faster, except for one burst of the
+        # token bucket.
         assert 0 < float(found[1]) < RATE_MBPS + 8 * lab.burst_kb * 1024 / 1e6
     assert rows["MPI's interface"][1] == "eth0 (10.77.0.1) to eth0 (10.77.0.2)"
     assert below == "Start a run: jaxcross launch -n 2 --hosts h0,h1 train.py\n"

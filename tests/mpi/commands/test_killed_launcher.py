@@ -1,4 +1,4 @@
-"""A launcher that is killed leaves no ranks behind: `mpirun` gets SIGTERM, so they save and end."""
+"""A killed launcher leaves no ranks behind: `mpirun` gets SIGTERM, so the ranks save and end."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_a_child_gets_sigterm_when_its_launcher_is_killed():
         lines = lines_of(launcher)
         assert {next(lines).isdigit(), next(lines).isdigit()} == {True, False}
         launcher.kill()
-        assert list(lines) == []  # the pipe is closed: the child, which has it as well, has ended
+        assert list(lines) == []  # the child holds the pipe as well, so it has ended
 
 
 def test_a_child_of_a_launcher_that_is_gone_does_not_start():
@@ -64,7 +64,7 @@ def test_a_child_of_a_launcher_that_is_gone_does_not_start():
 
 @pytest.mark.integration
 def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
-    """They end with both vendors, and have the time to save with MPICH."""
+    """The ranks end with both MPI vendors, but only MPICH gives them the time to save."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     line = [
@@ -84,8 +84,8 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
         lines = lines_of(launcher)
         assert any(each == "training" for each in lines)
         launcher.kill()
-        rest = list(lines)  # to the end of all ranks, which have the pipe as well
+        rest = list(lines)  # until all ranks have ended, because they hold the pipe as well
     mpirun = find_mpirun()
     assert mpirun is not None
-    if mpirun.vendor == "mpich":  # Open MPI's kills them a second later
+    if mpirun.vendor == "mpich":  # Open MPI's `mpirun` kills the ranks a second later
         assert any(each.startswith("Job `a`: saved at step ") for each in rest), rest

@@ -1,6 +1,4 @@
-"""Progress of real ranks: lines under `mpirun`, the table of `jaxcross launch` on a terminal, and
-`jaxcross top`.
-"""
+"""Progress of real ranks: under `mpirun`, in the table of `jaxcross launch`, in `jaxcross top`."""
 
 import os
 import pty
@@ -81,9 +79,7 @@ if world.rank == 0:
 
 
 class Terminal:
-    """`jaxcross launch` on a terminal of its own; `text` is what it has printed so far, without
-    colours.
-    """
+    """`jaxcross launch` on its own terminal. `text` is its output so far, without colours."""
 
     def __init__(self, tmp_path, progress, *arguments):
         script, self.stop = tmp_path / "train.py", tmp_path / "stop"
@@ -125,14 +121,14 @@ class Terminal:
         os.close(self._here)
 
     def read(self, until=None):
-        """Reads on until a text comes, or to the end."""
+        """Reads until a text appears, or to the end."""
         while until is None or until not in self.text:
             assert select.select([self._here], [], [], 120)[0], (
                 f"nothing comes any more: {self.text}"
             )
             try:
                 part = os.read(self._here, 65536)
-            except OSError:  # the other side is closed
+            except OSError:  # the other side has closed the terminal
                 part = b""
             if not part:
                 assert until is None, self.text

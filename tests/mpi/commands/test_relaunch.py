@@ -1,6 +1,4 @@
-"""A run that is started again after a lost rank or host ends in the bits of one that never lost
-any.
-"""
+"""A run restarted after it lost a rank or a host ends in the same bits as an undisturbed run."""
 
 import os
 import re
@@ -45,7 +43,7 @@ def finish(quick_compiler):
 def reports(stderr):
     return re.findall(
         r"^\0?jaxcross launch: (.*)$", stderr, re.MULTILINE
-    )  # Open MPI may end with a zero byte
+    )  # Open MPI may print a zero byte first
 
 
 def finals(folder):
@@ -60,8 +58,9 @@ def undisturbed(tmp_path_factory, finish):
 
 
 def test_killed_ranks_end_in_the_same_bits(tmp_path, finish, undisturbed):
-    """Two kills in two runs: each had made a checkpoint before, so that a budget of one is
-    enough.
+    """Two kills in two runs.
+
+    A budget of one restart is enough, because each run had made a checkpoint.
     """
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-12", "kill-0-27"])
     assert ended.returncode == 0, ended.stderr
@@ -75,8 +74,8 @@ def test_killed_ranks_end_in_the_same_bits(tmp_path, finish, undisturbed):
 
 
 def test_budget_ends_a_run_that_saves_nothing(tmp_path, finish):
-    """A run that never comes to a checkpoint is started again as often as allowed, then ends as it
-    ended.
+    """A run that never reaches a checkpoint is restarted as often as allowed, then ends as its last
+    run did.
     """
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-2", "kill-1-3"])
     assert ended.returncode != 0

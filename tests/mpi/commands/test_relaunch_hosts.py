@@ -1,5 +1,6 @@
-"""A run on two hosts, one of which goes down: it waits for the host, or goes on without it, as its
-state allows.
+"""A run on two hosts, one of which goes down.
+
+The run waits for the host or continues without it, depending on its state.
 """
 
 import os
@@ -29,7 +30,7 @@ exit 255
 
 
 class Run:
-    """A launch in a lab, and what it has printed so far."""
+    """A launch in a lab, and its output so far."""
 
     def __init__(self, lab, folder, *options, strategy):
         folder.mkdir()
@@ -54,7 +55,7 @@ class Run:
             )
 
     def until(self, condition):
-        """Looks again and again: what other processes write wakes no one here."""
+        """Polls, because nothing here is notified when another process writes."""
         deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
         while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
@@ -63,11 +64,11 @@ class Run:
     def reports(self):
         lines = (
             self.log.read_text().replace("\0", "").splitlines()
-        )  # Open MPI ends its boxes with one
+        )  # Open MPI ends its boxes with a zero byte
         return [text for text in lines if text.startswith("jaxcross launch: ")]
 
     def launchers(self, lab):
-        """The process of `jaxcross launch`, as numbered in the lab."""
+        """The process of `jaxcross launch`, with its number inside the lab."""
         listed = subprocess.run(
             lab.wrap(["ps", "-ewwo", "pid=,args="]), check=True, capture_output=True, text=True
         )
@@ -78,9 +79,7 @@ class Run:
         ]
 
     def lose_host(self, lab):
-        """Takes host 1 off its link once all ranks stand before step 12, and returns the launcher's
-        report.
-        """
+        """Cuts host 1's link when all ranks wait before step 12. Returns the launcher's report."""
         self.until((self.folder / "holds").exists)
         lab.set_link(1, up=False)
         self.until(self.reports)
@@ -97,8 +96,8 @@ class Run:
 
 
 def test_host_that_comes_back_ends_in_the_same_bits(tmp_path):
-    """Residuals belong to a number of ranks: the run waits, and ends in the bits of one that lost
-    no host.
+    """Residuals belong to a number of ranks, so the run waits for the host, and ends in the same
+    bits as a run that lost no host.
     """
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -157,7 +156,7 @@ def test_host_that_stays_away_ends_the_run(tmp_path):
 
 
 def test_sigterm_reaches_ranks_on_other_hosts(tmp_path):
-    """It stops all jobs after the same step and saves them; nothing is started again."""
+    """SIGTERM stops all jobs after the same step and saves them. Nothing is restarted."""
     with Lab(hosts=2) as lab:
         run = Run(lab, tmp_path / "run", strategy="top_k")
         run.until((run.folder / "holds").exists)

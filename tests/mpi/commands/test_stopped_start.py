@@ -1,5 +1,5 @@
-"""Ctrl-C before or in `jaxcross.initialize()` ends a run with one line and code 130, and no
-traceback of an import.
+"""Ctrl-C before or in `jaxcross.initialize()` ends a run with one line and exit code 130, without
+an import's traceback.
 """
 
 import os
@@ -31,7 +31,7 @@ def launched(tmp_path, code):
     )
     done.stderr = done.stderr.replace(
         "\0", ""
-    )  # Open MPI's `mpirun` may end with one, which no terminal shows
+    )  # Open MPI's `mpirun` may print a zero byte at the end, which no terminal shows
     return done
 
 

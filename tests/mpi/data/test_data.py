@@ -1,4 +1,4 @@
-"""Jobs in crossover on two ranks share one decode, and each gets the batches that it gets alone."""
+"""Jobs in crossover on two ranks share one decode, and each gets the same batches as alone."""
 
 from collections.abc import Callable
 from pathlib import Path

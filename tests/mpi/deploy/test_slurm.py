@@ -1,6 +1,4 @@
-"""The recipe for Slurm, run by a Slurm of one node: accepted as it is, and requeued until its job
-is done.
-"""
+"""The Slurm recipe on a one-node Slurm: it is accepted, and its job is requeued until done."""
 
 import os
 import re
@@ -25,11 +23,11 @@ pytestmark = [
         reason="no Slurm is installed",
     ),
 ]
-# One node instead of two, and two ranks without an accelerator.
+# One node rather than two, and two ranks without an accelerator.
 SMALL = "--nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-task=0"
 
-# Rank 1 is killed in the first run. In the second one SIGTERM comes, as `--signal` sends it before
-# the time limit.
+# Rank 1 is killed in the first run. The second run gets SIGTERM, as `--signal` would send it
+# before the time limit.
 STORY = f"""
 set -e
 until_there() {{
@@ -57,7 +55,8 @@ def in_a_box(tmp_path, script, *arguments):
         "JAX_PLATFORMS": "cpu",
     }
     line = [str(BOX), str(box), "bash", "-c", script, "bash", *arguments]
-    # What a daemon has printed must not be waited for, as it goes on until the box ends.
+    # A file, because waiting for a pipe would mean waiting for the daemons, which keep it open
+    # until the box ends.
     with (tmp_path / "output").open("w") as output:
         done = subprocess.run(
             line,
@@ -67,7 +66,7 @@ def in_a_box(tmp_path, script, *arguments):
             stderr=output,
             timeout=400,
             check=False,
-            cwd=tmp_path,  # where the recipe leaves its events
+            cwd=tmp_path,  # the recipe leaves its events here
         )
     return done.returncode, (tmp_path / "output").read_text()
 
@@ -79,8 +78,8 @@ def test_slurm_accepts_the_recipe(tmp_path):
 
 @pytest.mark.exhaustive
 def test_job_is_requeued_until_it_is_done(tmp_path):
-    """A killed rank, and SIGTERM as before a time limit: the job ends in the bits of one that was
-    left alone.
+    """The job loses a rank, then gets SIGTERM as before a time limit, and ends in the same bits as
+    an undisturbed job.
     """
     mpirun = find_mpirun()
     if mpirun is None or mpirun.vendor != "mpich":
@@ -108,7 +107,7 @@ def test_job_is_requeued_until_it_is_done(tmp_path):
         (alone / f"final-{rank}").read_text() for rank in (0, 1)
     ]
     assert "exit code 137, requeued (it was 0 times before)" in log
-    # `srun` may kill the ranks when the first one ends with 143.
+    # `srun` may kill the ranks when the first of them exits with 143.
     assert re.search(r"exit code 1(43|37), requeued \(it was 1 times before\)", log)
     steps = [int(line.split()[1]) for line in (folder / "times-0").read_text().splitlines()]
     assert min(steps[steps.index(20) :]) == 20, (

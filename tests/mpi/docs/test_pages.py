@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.pages import PAGES, blocks
 
-# In the plain run. Four ranks compile for a minute; the integration tests have examples/gpt.py on
-# two.
+# Pages of the plain run, and pages whose four ranks compile for a minute. The integration tests run
+# examples/gpt.py on two ranks instead.
 PLAIN, LONG = {"README.md", "limits.md", "your-step.md"}, {"tensor-parallelism.md"}
 
 
@@ -21,8 +21,9 @@ def code_of(page):
 
 
 def uses_jax_too_early(code):
-    """Whether a page uses JAX before `initialize`. If pages share a process, only the first of them
-    would fail.
+    """Whether a page uses JAX before `initialize`.
+
+    If pages share a process, only the first page would fail, so this checks the text.
     """
     before, start, _ = code.partition("world = jaxcross.initialize(")
     if not start:
@@ -33,7 +34,7 @@ def uses_jax_too_early(code):
 
 
 def together():
-    """Pages with code, by tier and number of ranks. The pages that start no world come first."""
+    """Pages with code, by tier and number of ranks. Pages that start no world come first."""
     marks = {
         "plain": (),
         "integration": pytest.mark.integration,

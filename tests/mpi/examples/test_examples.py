@@ -1,7 +1,7 @@
-"""Each example as a user runs it on two ranks or four, at toy size.
+"""Each example as a user runs it on two or four ranks, at toy size.
 
-CI has those that show what ranks do to each other; `tests/cpu/examples` runs the others, on one
-rank.
+CI runs the examples that show how ranks affect each other. `tests/cpu/examples` runs the others on
+one rank.
 """
 
 import json
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 def test_mnist_sweep(
     mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path
 ) -> None:
-    """A second start has nothing left to do, and says the same."""
+    """A second start has nothing left to do and prints the same."""
     pytest.importorskip("sklearn")
     pytest.importorskip("optuna")
     words = ("--steps", "50", "--trials", "6", "--folder", str(tmp_path / "sweep"))
@@ -48,7 +48,7 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     "ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
 )
 def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
-    """Calls of mpi4jax that differ by rank, next to a training job, in chaos mode."""
+    """mpi4jax calls that differ by rank, alongside a training job, in chaos mode."""
     env = {**quick_compiler, "JAXCROSS_CHAOS": "1"}
     done = mpirun(
         ranks, str(EXAMPLES / "basin.py"), "--size", "24", "--steps", "40", env=env
@@ -121,6 +121,6 @@ def test_imagenet_resnet(
     ).check()
     assert done.stdout.count("all final states are equal, bit for bit") == 1
     result = json.loads((tmp_path / "result.json").read_text())
-    for run in ("sequential", "crossover", "sequential-2", "crossover-2"):  # each way in two turns
+    for run in ("sequential", "crossover", "sequential-2", "crossover-2"):  # each way has two turns
         assert [job["steps"] for job in result["runs"][run]["jobs"]] == [10, 10]
     assert all(score["accuracy"] > 0.5 for score in result["evaluation"].values())

@@ -1,4 +1,4 @@
-"""Gradient accumulation over MPI: what is exchanged in twelve steps, counted."""
+"""Gradient accumulation over MPI: counts what twelve steps exchange."""
 
 from typing import Any
 
@@ -10,8 +10,9 @@ pytestmark = pytest.mark.integration
 def test_accumulate_exchanges_3_times_in_12_steps(
     mpirun: Any, quick_compiler: dict[str, str]
 ) -> None:
-    """`optax.MultiSteps`, and a mean in front, twelve times; all of them, and `top_k`, equal
-    `vmap`.
+    """`optax.MultiSteps`, and a mean before accumulating, exchange twelve times.
+
+    All ways, and `top_k`, match `vmap`.
     """
     done = mpirun(2, "accumulate.py", env=quick_compiler).check()
     assert done.stdout.count("accumulated") == 2

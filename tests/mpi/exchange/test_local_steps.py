@@ -1,4 +1,4 @@
-"""Steps in which nothing is exchanged, over MPI: counted, reported, and gone on behind."""
+"""Steps that exchange nothing, over MPI: they are counted, reported, and resumed after."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The table of exchanges over MPI: one `mpirun` a world size runs every row."""
+"""The table of exchanges over MPI. One `mpirun` per world size runs every row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
 def test_two_strategies_alone_and_in_one_crossover(
     mpirun: Any, quick_compiler: dict[str, str]
 ) -> None:
-    """One that exchanges one thing after another, and one of which some steps exchange nothing."""
+    """One strategy with dependent exchanges, and one whose steps don't all exchange."""
     check(mpirun, 2, "power_sgd", "local_sgd", env=quick_compiler)
 
 
@@ -26,13 +26,10 @@ def test_two_strategies_alone_and_in_one_crossover(
 def test_exchanges_equal_vmap_formulas_and_solo(
     mpirun: Any, ranks: int, quick_compiler: dict[str, str]
 ) -> None:
-    """Exchanges equal `vmap` and their formulas, and `crossover` gives the same as a solo run."""
     check(mpirun, ranks, env=quick_compiler)
 
 
 @pytest.mark.exhaustive
 def test_all_at_full_optimisation(mpirun: Any) -> None:
-    """As users run it: XLA fuses and contracts, and the same arithmetic may have other bits in
-    another program.
-    """
+    """As users run it: XLA fuses and contracts, so different programs may round differently."""
     check(mpirun, 3, env={"XLA_FLAGS": ""})

@@ -1,5 +1,5 @@
-"""The table of exchanges on three ranks, which are no power of two: a ring as users compile it, and
-what is refused.
+"""The table of exchanges on three ranks, which isn't a power of two: a ring as users compile it,
+and what is refused.
 """
 
 from typing import Any
@@ -9,10 +9,9 @@ import pytest
 
 @pytest.mark.integration
 def test_a_ring_at_full_optimisation_and_what_is_refused(mpirun: Any) -> None:
-    """Sums of 16 bits, under every policy. Worlds that an exchange cannot serve are refused on
-    every rank.
+    """16-bit sums under every policy. Every rank refuses an exchange that this world can't run.
 
-    tests/cpu/exchange/test_table.py has all rows on ranks of one process, and `-m exhaustive` has
+    tests/cpu/exchange/test_table.py runs all rows on ranks in one process, and `-m exhaustive` runs
     them over MPI.
     """
     done = mpirun(

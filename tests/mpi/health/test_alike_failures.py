@@ -1,5 +1,5 @@
-"""An exception that all ranks raise brings one traceback, and one line of each other rank; no
-folder stays behind.
+"""If all ranks raise the same exception, one prints the traceback and each other rank prints one
+line. No folder stays behind.
 """
 
 import pytest
@@ -42,7 +42,7 @@ def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks, case):
     assert done.stderr.count("Traceback (most recent call last)") == 1
     for rank in range(
         ranks
-    ):  # a rank that fails late may find that another one has printed the traceback
+    ):  # a rank that fails late may find the traceback printed by another rank
         begins = f"jaxcross: rank {rank} of {ranks} "
         said = ("failed:\n", "fails in the same way (", "ends while ")
         assert sum(done.stderr.count(begins + text) for text in said) == 1
@@ -59,7 +59,7 @@ def test_a_job_that_fails_alike_has_one_traceback(mpirun, ranks, tmp_path):
     assert end in done.stderr
     for rank in range(
         ranks
-    ):  # a rank that leaves the run late is ended by another's notice, which says so
+    ):  # a rank that leaves late is terminated by another rank's notice, and says so
         begins = f"jaxcross: rank {rank} of {ranks} "
         assert sum(done.stderr.count(begins + text) for text in (end, "ends while ")) == 1
     assert list(tmp_path.iterdir()) == []
@@ -71,6 +71,6 @@ def test_unlike_failures_have_a_traceback_each(mpirun):
     assert done.stderr.count("Traceback (most recent call last)") in (
         1,
         2,
-    )  # the second rank may be ended before
+    )  # the second rank may be terminated first
     assert "ValueError: an example of rank " in done.stderr
     assert "fails in the same way" not in done.stderr

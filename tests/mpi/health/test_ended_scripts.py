@@ -1,4 +1,4 @@
-"""A rank whose script has ended, or has failed outside of a run: the others say so and end."""
+"""If a rank's script has ended, or failed outside a run, the other ranks report that and end."""
 
 from functools import partial
 
@@ -9,9 +9,7 @@ from tests.support.fault_scripts import START, WAIT
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are
-    signalled.
-    """
+    """Starts real processes, because these tests are about starts, exits and signals."""
     return partial(mpirun, warm=False)
 
 
@@ -19,7 +17,6 @@ pytestmark = pytest.mark.integration
 
 
 def test_waiter_learns_that_a_ranks_script_has_ended(mpirun):
-    """A rank that waits for a rank whose script has ended gets an error that says so."""
     code = (
         START.format("heartbeat_timeout_s=10")
         + "if world.rank == 1:\n    raise SystemExit(0)\n"

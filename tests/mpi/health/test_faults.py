@@ -1,5 +1,6 @@
-"""Every fault of one rank ends as the table says: each is named on every rank, and no checkpoint is
-damaged.
+"""Every fault of one rank ends as the table says.
+
+Every rank names the fault, and no checkpoint is damaged.
 """
 
 import re
@@ -16,15 +17,16 @@ from jaxcross.report.event_files import read
 from jaxcross.report.post_mortem import verdict
 from tests.support.fault_scripts import HURT, START, WAIT
 
-# One of each outcome: a job leaves, all ranks end, all ranks stop.
+# One fault for each outcome: a job leaves, all ranks are terminated, all ranks stop.
 USUAL = (("raise", "compile", 2), ("kill", "carried", 3), ("term", "vote", 2))
 THREE = faults.Case(fault="kill", point="exchange", ranks=3)
 
 
 @pytest.mark.integration
 def test_faults_at_points(monkeypatch, quick_compiler):
-    """Several at once: most of their time they wait. Beside other tests a rank may get the
-    processor seldom.
+    """Runs several cases at once, because they mostly wait.
+
+    They get slack, because other tests may leave a rank little CPU time.
     """
     for name, value in quick_compiler.items():
         monkeypatch.setenv(name, value)
@@ -50,7 +52,7 @@ def test_every_fault_at_every_point(case):
 
 
 def test_the_check_finds_what_is_wrong():
-    """The table's own check, which must be able to fail."""
+    """Tests the table's own check, which must be able to fail."""
     kill, stops = (
         faults.Case(fault=fault, point="exchange", ranks=2) for fault in ("kill", "term")
     )
@@ -103,7 +105,7 @@ def test_the_check_finds_what_is_wrong():
 
 
 def test_a_limit_tells_a_promise_from_the_watchdog():
-    """A loaded machine may be late, but whoever waits for the watchdog is later."""
+    """A busy machine may be late, but a rank that waits for the watchdog is later still."""
     for case in faults.table(2):
         if case.outcome == "ends":
             assert faults.PROMISED_S[case.fault] < case.limit_s < faults.WATCHDOG_S
@@ -111,7 +113,6 @@ def test_a_limit_tells_a_promise_from_the_watchdog():
 
 @pytest.mark.integration
 def test_event_files_are_evidence_under_plain_mpirun(mpirun, tmp_path):
-    """Under a plain `mpirun`, the event files are the evidence."""
     code = START.format("heartbeat_timeout_s=5") + HURT.format("KILL") + WAIT
     done = mpirun(2, code, env={"JAXCROSS_EVENTS": str(tmp_path)})
     assert done.returncode != 0
@@ -185,8 +186,9 @@ for job in runner.jobs:
 
 
 def test_job_failing_where_others_wait_leaves_alone(mpirun):
-    """In its compiler, while its state is compared, in what ranks do together: no one waits for it,
-    others go on.
+    """A job fails in its compiler, while its state is compared, or in a collective call.
+
+    No rank waits for it, and the other jobs continue.
     """
     done = mpirun(2, ALONE).check()
     for rank in (0, 1):
@@ -199,6 +201,6 @@ def test_job_failing_where_others_wait_leaves_alone(mpirun):
             (
                 "differs",
                 "`raise` on rank 0, `skip` on rank 1",
-            ),  # on both ranks; the vote may come before one of them
+            ),  # on both ranks, because the vote may come before either of them fails
         ):
             assert re.search(rf"rank {rank}: {job} failed: .*{why}", done.stdout), done.stdout

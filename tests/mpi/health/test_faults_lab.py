@@ -1,4 +1,4 @@
-"""A link that loses packets, or is gone, in the middle of exchanges between two hosts."""
+"""The link between two hosts loses packets, or goes down, in the middle of exchanges."""
 
 import subprocess
 import sys
@@ -59,13 +59,12 @@ def start(lab, heartbeat_timeout_s, tmp_path, wrapped=list, stderr=subprocess.PI
 
 
 def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
-    """Both sides of a link that is gone name the other."""
     told = tmp_path / "stderr"
     with Lab(hosts=2) as lab, told.open("w") as stderr:
         process = start(lab, 8.0, tmp_path, stderr=stderr)
         lab.set_link(1, up=False)
-        # What the ranks say last comes through `mpirun`, a moment behind the files. Open MPI's
-        # waits for ever for what it started beyond that link: it ends with the lab.
+        # The ranks' last words pass through `mpirun`, so they come slightly after the files. Open
+        # MPI's `mpirun` waits forever for processes beyond that link, and ends with the lab.
         wait_until(
             lambda: (
                 all(record.words for record in read(tmp_path / "events"))
@@ -93,7 +92,7 @@ def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
     ],
 )
 def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
-    """A run whose link goes at a certain point resumes when it is started again."""
+    """A run whose link goes down at a certain point resumes when it's restarted."""
     mpirun = find_mpirun()
     assert mpirun is not None
     line = [mpirun.path, "-n", "2", sys.executable]
@@ -109,14 +108,14 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
         )
         comes = wait_until(lambda: (tmp_path / "hurt").exists() or process.poll() is not None)
         lab.set_link(1, up=False)
-        (tmp_path / "cut").touch()  # until then the last rank stands at that point
+        (tmp_path / "cut").touch()  # until now, the last rank waits at that point
         told = comes and wait_until(lambda: all(record.words for record in read(events)))
         process.kill()
     output = "\n".join(process.communicate(timeout=240))
     assert told, output
     for record, other in zip(read(events), (1, 0), strict=True):
         assert (record.words, record.lost) == ("reported", (other,)), output
-    # The last rank may have had rank 0's part already, and wait in what comes next.
+    # The last rank may already have rank 0's part, and wait in the next exchange.
     assert read(events)[0].place.startswith(place), output
     with Lab(hosts=2) as lab:
         environ = {**lab.environment(), **environ}
@@ -134,7 +133,7 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
 
 
 def wait_until(condition, patience_s=faults.DEADLINE_S):
-    """Looks again and again: what other processes write wakes no one here."""
+    """Polls, because nothing here is notified when another process writes."""
     deadline = time.monotonic() + patience_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -143,13 +142,13 @@ def wait_until(condition, patience_s=faults.DEADLINE_S):
 
 @pytest.mark.exhaustive
 def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
-    """MPICH tells the other side nothing: its exchange waits, and a message to the dead never
-    returns.
+    """MPICH reports nothing to the other side, so its exchange waits, and a message to the dead
+    rank never returns.
     """
     with Lab(hosts=2) as lab:
         process = start(lab, 8.0, tmp_path, supervised)
         (victim,) = (record for record in read(tmp_path / "events") if record.rank == 1)
-        # The number that the lab has given it: seen from there.
+        # The process number is the one inside the lab, so the signal is sent from there.
         subprocess.run(lab.wrap(["kill", "-KILL", str(victim.pid)]), check=True)
         _, stderr = process.communicate(timeout=240)
     assert process.returncode != 0
@@ -160,7 +159,7 @@ def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
 
 @pytest.mark.exhaustive
 def test_lost_packets_only_delay_an_exchange(tmp_path):
-    """Lost packets make an exchange late and have no other effect."""
+    """Lost packets only delay an exchange."""
     with Lab(hosts=2) as lab:
         process = start(lab, 30.0, tmp_path)
         before = lab.dropped_packets()
@@ -176,8 +175,8 @@ def test_lost_packets_only_delay_an_exchange(tmp_path):
 
 
 def test_who_has_ended_waits_for_the_others(tmp_path):
-    """MPICH over TCP tries for ever to reach a rank that is gone: a beat of the one that is not
-    would never return.
+    """A rank that ended early would make the other rank's heartbeat hang, because MPICH over TCP
+    retries forever.
     """
     rank = (
         "import time, jaxcross\nworld = "

@@ -1,11 +1,11 @@
-"""A rank that hangs in its own code is named by the watchdog; a wait that has a reason is not."""
+"""The watchdog names a rank that hangs in its own code, but not a rank that waits for a reason."""
 
 import re
 
 import pytest
 
-# The watchdogs here are short: what takes ranks unlike times, such as imports, comes before they
-# begin.
+# The watchdogs here are short. So whatever takes different times on different ranks, such as
+# imports, comes before the watchdogs start.
 HANGS = """
 import os, threading, jaxcross
 from jax import lax
@@ -44,7 +44,7 @@ runner.run()
 @pytest.mark.parametrize(
     ("loop", "then", "said"),
     [
-        (  # its own loop, beside a job that goes on
+        (  # its own loop, alongside a job that continues
             "data(world.rank == 1)",
             "pass",
             (
@@ -67,7 +67,6 @@ runner.run()
     ids=["own-loop", "data", "data-on-all"],
 )
 def test_hanging_job_is_named_although_votes_continue(mpirun, loop, then, said):
-    """A job that hangs in its own code is named although votes continue."""
     done = mpirun(
         2, HANGS.replace("{loop}", loop).replace("{then}", then).replace("{checkpoints}", "")
     )
@@ -109,7 +108,6 @@ runner.run()
 
 @pytest.mark.integration
 def test_hang_after_commit_is_named_despite_a_failure(mpirun):
-    """A hang after the commit is named although another rank has failed since."""
     done = mpirun(2, AFTER_THE_COMMIT)
     assert done.returncode != 0
     said = (
@@ -186,8 +184,8 @@ for policy, functions in (
 @pytest.mark.integration
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
-    """All last twice the watchdog's time: for the policy, a rest, evaluations, one in pieces,
-    others at the end.
+    """Each wait lasts twice the watchdog's time: for the policy, a rest, evaluations (one of them
+    in pieces), or other ranks at the job's end.
     """
     done = mpirun(2, LONG).check()
     for rank in (0, 1):
@@ -226,7 +224,7 @@ runner.run()
     ("policy", "other"), [("jaxcross.Sequential()", "trains"), ("None", "waits")]
 )
 def test_hang_at_the_end_of_an_idle_job_is_named(mpirun, policy, other):
-    """A hang at the end of a job is named where no other job continues."""
+    """No other job continues in the meantime."""
     done = mpirun(2, IDLE.format(policy=policy, other=other))
     assert done.returncode != 0
     said = (
@@ -238,7 +236,7 @@ def test_hang_at_the_end_of_an_idle_job_is_named(mpirun, policy, other):
 
 @pytest.mark.integration
 def test_a_disk_that_hangs_is_named(mpirun, tmp_path):
-    """A file system that is gone keeps `fsync` for ever."""
+    """`fsync` never returns, as if the file system were gone."""
     script = HANGS.replace("{loop}", "job.batches(data(False))").replace("{then}", "job.save(w)")
     script = script.replace("{checkpoints}", f"checkpoints=jaxcross.Checkpoints({str(tmp_path)!r})")
     gone = "if world.rank == 1:\n    os.fsync = lambda file: threading.Event().wait()\n"

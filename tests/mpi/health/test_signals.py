@@ -1,4 +1,4 @@
-"""A signal to one rank, or to the launcher, ends all ranks with its exit code."""
+"""A signal to one rank, or to the launcher, ends all ranks with the signal's exit code."""
 
 import signal
 import subprocess
@@ -17,9 +17,7 @@ from tests.support.fault_scripts import HURT, START, WAIT
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are
-    signalled.
-    """
+    """Starts real processes, because these tests are about starts, exits and signals."""
     return partial(mpirun, warm=False)
 
 
@@ -27,7 +25,6 @@ pytestmark = pytest.mark.integration
 
 
 def test_stop_outside_a_run_ends_all_with_its_code(mpirun):
-    """A stop signal outside of a run ends all ranks with its exit code."""
     code = START.format("") + HURT.format("TERM") + WAIT
     done = mpirun(2, code)
     assert "jaxcross: rank 1 was told to end (SIGTERM); all 2 ranks end." in done.stderr
@@ -37,7 +34,7 @@ def test_stop_outside_a_run_ends_all_with_its_code(mpirun):
 
 @pytest.mark.exhaustive
 def test_stop_reaches_a_rank_blocked_in_c(mpirun):
-    """A stop signal reaches a rank whose main thread never returns from C."""
+    """The rank's main thread never returns from C."""
     code = START.format("") + (
         "if world.rank == 1:\n    import ctypes\n    mutex = (ctypes.c_char * 64)()\n"
         "    lock = ctypes.CDLL(None).pthread_mutex_lock\n"
@@ -79,7 +76,7 @@ except BaseException as error:
 
 
 def test_other_signals_handler_stops_all_then_raises(mpirun):
-    """A handler of another signal stops all ranks, and its exception is raised afterwards."""
+    """The handler's exception is raised after all ranks have stopped."""
     done = mpirun(2, WARNED).check()
     assert "rank 1: SystemExit 7 after step " in done.stdout
     assert "rank 0: KeyboardInterrupt  after step " in done.stdout
@@ -90,7 +87,7 @@ def test_other_signals_handler_stops_all_then_raises(mpirun):
     ("number", "words", "code"), [("SIGTERM", "terminated", 143), ("SIGINT", "interrupted", 130)]
 )
 def test_launcher_forwards_a_stop_and_cleans_up(tmp_path, number, words, code):
-    """The launcher passes a stop signal that it alone gets on, and leaves nothing behind."""
+    """Only the launcher gets the signal. It forwards the signal and leaves nothing behind."""
     source = (
         "import time, jaxcross\nworld = jaxcross.initialize()\n"
         "def wait(job):\n    job.run_on_all_ranks('all', lambda _: None)\n    print('running', "
@@ -116,12 +113,12 @@ def test_launcher_forwards_a_stop_and_cleans_up(tmp_path, number, words, code):
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
-        while "running" not in process.stdout.readline():  # of two ranks, perhaps on one line
+        while "running" not in process.stdout.readline():  # two ranks' output, perhaps on one line
             assert process.poll() is None
         process.send_signal(getattr(signal, number))
         output = process.stdout.read()
         assert process.wait(60) == code, output
-    said = output.replace("Nothing was saved", "")  # the words of two ranks may be on one line
+    said = output.replace("Nothing was saved", "")  # two ranks' output may be on one line
     assert said.count("saved") == 2, "Open MPI's own patience ends after a second"
     assert "post-mortem" not in output
     records = read(tmp_path / "events")

@@ -1,4 +1,4 @@
-"""Evaluations of real steps over MPI, by a run that fails in one and goes on."""
+"""Evaluations of real steps over MPI, in a run that fails in an evaluation and is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused jobs over real exchanges: one `mpirun` runs the table."""
+"""Fused jobs over real exchanges. One `mpirun` runs the table."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""A job under `jax.enable_x64(True)` over real exchanges: what it restores, how it is cut and how
-it fails.
-"""
+"""A job under `jax.enable_x64(True)` over real exchanges: how it is restored, cut, and fails."""
 
 import pytest
 
@@ -133,5 +131,5 @@ print("end", flush=True)
 
 @pytest.mark.integration
 def test_plain_loop_keeps_each_ranks_own_dropout_key(mpirun, quick_compiler):
-    """As `vmap` over the ranks has it; without `rank_local` the error says what to write."""
+    """Matches `vmap` over the ranks. Without `rank_local`, the error says what to write."""
     assert mpirun(2, INITIAL, env=quick_compiler).check().stdout.splitlines() == ["end"] * 2

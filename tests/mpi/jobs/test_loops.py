@@ -1,4 +1,4 @@
-"""Loops that exchange and end after another number of iterations on each rank, over MPI."""
+"""Loops that exchange, and whose number of iterations differs between ranks, over MPI."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def passed(finished: Any) -> int:
     return finished.stdout.count("passed ")
 
 
-# Of each kind of loop one row; tests/cpu/program/test_loops.py has all of them. Two axes and groups
-# are in tests/mpi/program/test_four_ranks.py.
+# One row for each kind of loop. tests/cpu/program/test_loops.py has all rows, and
+# tests/mpi/program/test_four_ranks.py has two axes and groups.
 ROWS = ["frozen carry", "nested", "predicate exchanges", "gathers"]
 ALONE = [
     "callbacks",

@@ -1,4 +1,4 @@
-"""Membership over real exchanges: one `mpirun` a world size runs the whole table."""
+"""Membership over real exchanges. One `mpirun` per world size runs the whole table."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Admission by memory over real exchanges: one `mpirun` runs the whole table."""
+"""Admission by memory over real exchanges. One `mpirun` runs the whole table."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Replicas over real exchanges: ranks that train apart are named, and no strategy that lets them
-differ is.
-"""
+"""Replicas over real exchanges: diverged ranks are named, unless their strategy allows it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The runner over real exchanges: one `mpirun` a world size runs the whole table."""
+"""The runner over real exchanges. One `mpirun` per world size runs the whole table."""
 
 import pytest
 

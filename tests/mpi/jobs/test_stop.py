@@ -1,5 +1,6 @@
-"""A run that is stopped says what it saved; started again, it says where each job goes on. Rank 0
-does, once.
+"""A stopped run reports what it saved, and a restarted run reports where each job resumes.
+
+Only rank 0 reports, and only once.
 """
 
 import pytest

@@ -1,6 +1,4 @@
-"""Several hosts on one machine: MPI really crosses the shaped link, and nothing is left when it
-ends.
-"""
+"""Several hosts on one machine: MPI really crosses the link, and a lab leaves nothing behind."""
 
 import json
 import os
@@ -51,7 +49,7 @@ def test_a_closed_lab_runs_nothing():
 
 
 def test_a_tool_that_is_not_on_the_path_is_found(monkeypatch, tmp_path):
-    """Users who are not root often lack `sbin`: that, and not a package, is the remedy."""
+    """Users other than root often lack `sbin` in their path, so the remedy isn't a package."""
     (tmp_path / "ip").touch(mode=0o755)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("jaxcross.lab.SBIN", str(tmp_path))
@@ -71,7 +69,7 @@ def test_a_missing_tool_is_named(monkeypatch):
 
 @needs_lab
 def test_a_kernel_that_refuses_a_step_is_quoted():
-    # a rate that passes for one and that tc cannot represent
+    # This passes for a rate, but tc can't represent it.
     with (
         pytest.raises(OSError, match="no lab on this machine: `tc qdisc add dev to-h0"),
         Lab(rate="0.1bit"),
@@ -99,7 +97,7 @@ def test_ranks_meet_over_the_link():
     assert total0 == total1 == 3.0
     if len(os.sched_getaffinity(0)) > 1:
         assert cores0 and cores1 and not set(cores0) & set(cores1)
-    # each rank must at least send half of its 4 MB and receive the other half of the sum
+    # Each rank must at least send half of its 4 MB, and receive the other half of the sum.
     assert 8_000_000 <= crossed <= 20_000_000
 
 
@@ -122,18 +120,16 @@ def test_a_host_is_entered_and_pinned():
 
 
 def most(bits_per_s, lab, seconds):
-    """Returns the highest rate that a token bucket allows over so many seconds, however slow the
-    machine.
+    """Returns the highest average rate that a token bucket allows over `seconds`.
 
-    While the sender waits for a core, the bucket fills again, and then lets one burst through at
-    once.
+    A slow machine can't exceed it. While the sender waits for a core, the bucket refills, so it
+    then passes at most one extra burst.
     """
     return bits_per_s + 8 * lab.burst_kb * 1024 / seconds
 
 
 @needs_lab
 def test_live_lab_rate_changes_in_both_directions():
-    """The rate of a live lab changes in both directions."""
     with Lab(hosts=2, rate="800mbit") as lab:
         lab.set_rate("40mbit")
         rates = lab.measure_rate(0.5)
@@ -147,7 +143,6 @@ def test_live_lab_rate_changes_in_both_directions():
 @needs_lab
 @pytest.mark.parametrize(("rate", "bits_per_s"), [("500kbit", 5e5), ("4mbit", 4e6)])
 def test_slow_link_is_measured_and_idle_afterwards(rate, bits_per_s):
-    """A slow link is measured and is idle afterwards."""
     with Lab(hosts=2, rate=rate, burst_kb=64) as lab:
         rates = lab.measure_rate(2.0)
         before = lab.bytes_crossed()
@@ -173,7 +168,7 @@ def test_one_host_has_nobody_to_measure_with():
 
 @needs_lab
 def test_hosts_see_each_other_and_labs_are_isolated():
-    """Hosts see one another, and two labs are isolated from each other."""
+    """Hosts of a lab reach each other by name, but another lab's hosts can't."""
     with Lab(hosts=3, rate=None) as lab, Lab(hosts=2) as other:
         names = lab.run(["getent", "hosts", "h2"], capture_output=True, text=True).stdout
         strangers = other.run(["getent", "hosts", "h2"], capture_output=True, text=True)
@@ -186,7 +181,6 @@ def test_hosts_see_each_other_and_labs_are_isolated():
 @pytest.mark.integration
 @needs_lab
 def test_two_labs_run_side_by_side_and_count_own_bytes():
-    """Two labs exchange side by side and count their own bytes."""
     mpirun = find_mpirun()
     assert mpirun is not None
     command = [mpirun.path, "-n", "2", sys.executable, "-c"]
@@ -205,7 +199,7 @@ def test_two_labs_run_side_by_side_and_count_own_bytes():
         crossed = one.bytes_crossed() - before[0], other.bytes_crossed() - before[1]
     assert [process.returncode for process in running] == [0, 0]
     assert [len(text.splitlines()) for text in told] == [1, 4]
-    # 4 MB each way for each all-reduce: neither counts the other's
+    # 4 MB in each direction per all-reduce. Neither lab counts the other's bytes.
     assert 8_000_000 <= crossed[0] <= 12_000_000 and 32_000_000 <= crossed[1] <= 48_000_000, crossed
 
 
@@ -230,23 +224,21 @@ def test_killing_the_driver_kills_everything_inside():
     assert driver.stdout.readline() == "up\n"
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    # the pipe ends only when the command inside, the last one to hold it, is dead
+    # The pipe ends only when the command in the lab, its last holder, is dead.
     assert driver.stdout.read() == ""
     driver.stdout.close()
 
 
 @pytest.fixture
 def driven():
-    """Starts a driver whose command prints `up`, in a group of its own, and ends what is left of
-    it.
-    """
+    """Starts a driver in its own process group, whose command prints `up`. Kills it at the end."""
     drivers: list[subprocess.Popen[str]] = []
 
     def start(script: str) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "jaxcross.lab", "--hosts", "1", "--", "sh", "-c", script]
         before = signal.signal(
             signal.SIGHUP, signal.SIG_DFL
-        )  # under nohup, children would inherit that it is ignored
+        )  # under nohup, children would inherit that SIGHUP is ignored
         drivers.append(
             subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
         )
@@ -278,7 +270,7 @@ def test_a_command_hears_once_what_the_driver_is_told(driven, name, send):
 
 @needs_lab
 def test_benchmark_process_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
-    """What a benchmark runs in a lab has time to end."""
+    """A process that a benchmark runs in a lab can save before it ends."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     ended, said = import_module("ended"), tmp_path / "said"
     script = (
@@ -294,7 +286,6 @@ def test_benchmark_process_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
 
 @needs_lab
 def test_terminal_interrupt_reaches_the_whole_command(driven):
-    """The interrupt of a terminal reaches all processes of a command."""
     inner = 'trap "exit 4" INT; echo up; while :; do sleep 0.1; done'
     driver = driven(f"trap 'echo told' INT; sh -c '{inner}'; exit $?")
     os.killpg(driver.pid, signal.SIGINT)
@@ -304,7 +295,6 @@ def test_terminal_interrupt_reaches_the_whole_command(driven):
 
 @needs_lab
 def test_second_sigterm_ends_a_disobedient_command(driven):
-    """A second SIGTERM ends a command that does not obey the first."""
     driver = driven("trap 'echo told' TERM; echo up; while :; do sleep 0.1; done")
     driver.terminate()
     assert driver.stdout.readline() == "told\n"
@@ -315,7 +305,7 @@ def test_second_sigterm_ends_a_disobedient_command(driven):
 
 @needs_lab
 def test_driver_returns_status_and_reports_traffic():
-    """The driver returns the command's status and reports how much crossed the link."""
+    """The driver returns the command's status and reports how many bytes crossed the link."""
     line = [sys.executable, "-m", "jaxcross.lab", "--rate", "1gbit", "--", "sh", "-c", "exit 3"]
     done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 3

@@ -1,6 +1,4 @@
-"""A transfer between two hosts: what it finds out about them, and how it ends when it cannot be
-made.
-"""
+"""A transfer between two hosts: what it reports about them, and how it ends if it fails."""
 
 import sys
 from functools import partial
@@ -15,9 +13,7 @@ REASON = available()
 
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
 def test_transfer_names_both_ends():
-    """It reaches a host whose name the sender does not know by its address, unless the name was
-    asked for.
-    """
+    """If the sender can't resolve a host's name, it uses the address, unless `by_name` is set."""
     with Lab(hosts=2) as lab:
         send = partial(
             measure_transfer,
@@ -34,7 +30,7 @@ def test_transfer_names_both_ends():
 
 
 def test_host_that_says_nothing_ends_the_transfer(monkeypatch):
-    """Also its children, which hold its output open."""
+    """Its children, which hold its output open, are ended as well."""
     monkeypatch.setattr("jaxcross.lab.transfer.PATIENCE_S", 0.1)
     monkeypatch.setattr("jaxcross.lab.transfer.START_S", 0)
     with pytest.raises(OSError, match="no answer in time"):

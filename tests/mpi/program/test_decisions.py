@@ -1,4 +1,4 @@
-"""Conditionals that exchange, where ranks decide differently."""
+"""Conditionals with exchanges whose branch differs between ranks."""
 
 import pytest
 

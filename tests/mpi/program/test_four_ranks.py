@@ -1,5 +1,5 @@
-"""What two ranks do not have: two axes of two and groups of two, with and without loops of other
-lengths.
+"""What two ranks can't show: two axes of size two, and groups of two, with and without loops of
+different lengths.
 """
 
 from typing import Any

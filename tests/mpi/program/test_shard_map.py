@@ -34,7 +34,7 @@ def test_rows_equal_devices(
 def test_the_example_on_ranks_equals_devices(
     mpirun: Any, quick_compiler: dict[str, str], tmp_path: Path, ranks: int
 ) -> None:
-    """The example itself holds its parameters against those of the devices, within 2e-5."""
+    """The example itself compares its parameters with those of real devices, within 2e-5."""
     script, environ = (
         ROOT / "examples" / "shard_map_mlp.py",
         {"PYTHONPATH": str(ROOT), **quick_compiler},

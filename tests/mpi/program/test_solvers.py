@@ -7,8 +7,8 @@ import pytest
 pytestmark = pytest.mark.integration
 
 
-# By `vjp` and a solve, by `custom_linear_solve` alone, and with another number of iterations on
-# each rank. tests/cpu/program/test_solver.py has all rows.
+# Three rows: by `vjp` and a solve, by `custom_linear_solve` alone, and with a rank-dependent number
+# of iterations. tests/cpu/program/test_solver.py has all rows.
 QUICK = ("natural gradient", "by hand", "iterations by rank")
 ALL = [
     pytest.param(ranks, (), marks=pytest.mark.exhaustive, id=f"all on {ranks}") for ranks in (2, 3)

@@ -1,4 +1,4 @@
-"""The zoo over MPI: one `mpirun` a world size runs the rows."""
+"""The zoo over MPI. One `mpirun` per world size runs the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.optional import NEEDS_MPI4JAX
 
-# A network, branches, and objects that a step changes. tests/cpu/program/test_zoo.py has all rows.
+# A network, branches, and objects changed by a step. tests/cpu/program/test_zoo.py has all rows.
 QUICK = ("linen pmap-style", "cond by data", "nnx in place")
 
 
@@ -30,14 +30,14 @@ def test_rows_equal_vmap_and_one_fused_executable(
 def test_zoo_equals_vmap_and_one_fused_executable(
     mpirun: Any, ranks: int, quick_compiler: dict[str, str]
 ) -> None:
-    # Compiling is nearly all of the time. Two ranks see what users get; more of them, other
-    # exchanges of those steps.
+    # Compiling takes nearly all of the time. Two ranks compile as users do. More ranks compile
+    # quickly, because they only add other exchanges of the same steps.
     check(mpirun, ranks, env=quick_compiler if ranks != 2 else {})
 
 
 @NEEDS_MPI4JAX
 @pytest.mark.integration
 def test_mpi4jax_steps_are_cut_in_program_order(mpirun: Any) -> None:
-    """Point-to-point calls that differ by rank keep their order, whatever depends on what."""
+    """Point-to-point calls that differ by rank keep their order, whatever the data dependencies."""
     done = mpirun(2, "zoo_mpi4jax.py").check()
     assert done.stdout.count("mpi4jax done") == 2, done.stdout + done.stderr

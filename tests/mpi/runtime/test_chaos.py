@@ -1,10 +1,11 @@
-"""Real runs whose threads are late at random: every comparison of the tables is to the bit, and
-must not notice.
+"""Real runs whose threads are delayed at random.
+
+All comparisons of the tables are bit for bit and must still pass.
 """
 
 import pytest
 
-# What must not come out of order: jobs under every policy and cut, data that ends early, an
+# Cases that delays must not reorder: jobs under every policy and cut, data that ends early, an
 # interrupt.
 DISORDERED = ["crossover_equals_alone", "data_that_raises_on_one_rank", "interrupt"]
 

@@ -1,4 +1,4 @@
-"""Parameter servers over MPI: one `mpirun` a world size runs the whole table."""
+"""Parameter servers over MPI. One `mpirun` per world size runs the whole table."""
 
 import pytest
 
@@ -65,7 +65,6 @@ def test_servers_over_mpi(mpirun, ranks, quick_compiler):
     ("steps", "what"), [(9, "step 2 (parameter server)"), (1, "(end of all workers)")]
 )
 def test_watchdog_names_the_worker_others_wait_for(mpirun, steps, what):
-    """The watchdog names the worker that the others wait for."""
     done = mpirun(2, STUCK.format(late="threading.Event().wait()", steps=steps))
     assert done.returncode != 0
     assert "jaxcross: rank 0 has waited" in done.stderr and what in done.stderr
@@ -75,14 +74,12 @@ def test_watchdog_names_the_worker_others_wait_for(mpirun, steps, what):
 
 @pytest.mark.integration
 def test_parameters_stay_on_their_devices(mpirun):
-    """Parameters stay on the devices on which they were."""
     done = mpirun(2, PLACED, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}).check()
     assert [round(float(line), 1) for line in done.stdout.split()] == [3.2, 3.2]
 
 
 @pytest.mark.integration
 def test_uncaught_exception_ends_all_ranks(mpirun):
-    """An exception that no one catches ends all ranks."""
     done = mpirun(2, STUCK.format(late="raise ValueError('boom')", steps=9))
     assert done.returncode != 0
     assert "ValueError: boom" in done.stderr

@@ -1,4 +1,4 @@
-"""Arguments of a step over MPI, as a script for `jax.jit` has them: shared, by name, of types
+"""Arguments of a step over MPI, as scripts for `jax.jit` pass them: shared, by name, and of types
 without values.
 """
 

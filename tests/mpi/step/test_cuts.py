@@ -1,4 +1,4 @@
-"""Ranks that would cut one step differently, by what they run on or by what they are given."""
+"""Ranks that would cut one step differently, because of their devices or their arguments."""
 
 from __future__ import annotations
 

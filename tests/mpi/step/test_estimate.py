@@ -1,4 +1,4 @@
-"""Estimates over MPI: of a step that is given, and of the first one that a script calls."""
+"""Estimates over MPI, of a given step, and of the first step that a script calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def estimated(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[s
 
 @pytest.fixture
 def environ(quick_compiler: dict[str, str], mpirun: object) -> dict[str, str]:
-    """The environment of a command that starts ranks; skips where no MPI can."""
+    """The environment of a command that starts ranks. Skips the test without MPI."""
     return {**os.environ, **quick_compiler}
 
 
@@ -78,7 +78,7 @@ def test_estimates(mpirun: Callable[..., Any], quick_compiler: dict[str, str], r
 
 @pytest.mark.integration
 def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path) -> None:
-    """The chosen step of the first job is measured, and nothing of the user's is written."""
+    """The chosen step of the first job is measured, and none of the user's files is written."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     words = (

@@ -1,4 +1,4 @@
-"""Ranks that trace equal-looking exchanges in different orders."""
+"""Ranks that trace exchanges of equal shape in different orders."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Steps outside a runner, on two ranks: which thread may call them, and when the ranks agree
-anew.
-"""
+"""Steps outside a runner, on two ranks: who may call them, and when the ranks agree again."""
 
 import pytest
 
@@ -154,7 +152,6 @@ for n in range(3):
 
 @pytest.mark.integration
 def test_rank_exchanges_no_more_after_half_failed_step(mpirun, quick_compiler) -> None:
-    """After a step that failed halfway, its rank exchanges no more."""
     done = mpirun(2, HALFWAY, env=quick_compiler)
     assert done.returncode != 0
     assert done.stdout.count("sum") == 2 == done.stdout.count("sum 0.0"), done.stdout
@@ -208,7 +205,6 @@ print("mixed", flush=True)
 
 
 def test_ranks_agree_anew_after_an_early_failed_step(mpirun, quick_compiler) -> None:
-    """After a step that failed before its exchanges, the ranks agree again."""
     done = mpirun(2, AGAIN, env=quick_compiler)
     assert done.returncode != 0
     told = [line for line in done.stdout.splitlines() if line.startswith(("sum", "mixed"))]

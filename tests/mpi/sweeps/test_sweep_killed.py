@@ -1,5 +1,5 @@
-"""A sweep that is killed twice ends as one that is not: the same trials, pruned at the same steps,
-the same bits.
+"""A sweep that is killed twice ends like an undisturbed one: the same trials, pruned at the same
+steps, with the same bits.
 """
 
 import json
@@ -45,8 +45,9 @@ def test_eight_trials_killed_twice_end_alike(mpirun, tmp_path, quick_compiler):
 
 @pytest.mark.integration
 def test_trials_pruned_by_evaluations_end_alike(mpirun, tmp_path, quick_compiler):
-    """Some stop early. Rank 0 dies in an evaluation, whose batches and steps are none of the
-    training's.
+    """Some trials stop early.
+
+    Rank 0 dies in an evaluation, whose batches and steps don't count as training's.
     """
     compare(mpirun, tmp_path, 8, [(0, 20), (1, 16)], {**quick_compiler, "METRIC": "eval/loss"})
     for whole in (tmp_path / "whole" / "metrics").glob("*.jsonl"):
@@ -56,5 +57,5 @@ def test_trials_pruned_by_evaluations_end_alike(mpirun, tmp_path, quick_compiler
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kills", [[(0, 100), (1, 60)], [(1, 60), (0, 90)], [(0, 130), (1, 25)]])
 def test_many_trials_killed_twice_end_alike(mpirun, tmp_path, kills):
-    """Trials log and save some 200 times in all, so that both kills come before the end."""
+    """Trials log and save about 200 times in total, so both kills come before the end."""
     compare(mpirun, tmp_path, 64, kills, {"METRIC": "loss"})

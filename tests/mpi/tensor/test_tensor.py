@@ -1,5 +1,5 @@
-"""Tensor parallelism over MPI: one `mpirun` on four ranks, one on eight, train a model on every
-mesh of so many.
+"""Tensor parallelism over MPI. One `mpirun` on four ranks and one on eight train a model on every
+mesh of that size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[3]
 def test_meshes_equal_serial_model_and_solo(
     mpirun: Any, quick_compiler: dict[str, str], ranks: int
 ) -> None:
-    """Every mesh equals the serial model, and `crossover` equals a solo run."""
     done = mpirun(ranks, "tensor_table.py", timeout=900, env=quick_compiler).check()
     for rank in range(ranks):
         assert f"rank {rank}: tensor done" in done.stdout, done.stdout + done.stderr

@@ -12,8 +12,9 @@ from tests.support.optional import NEEDS_MPI4JAX
     "ranks", [2, *(pytest.param(n, marks=pytest.mark.integration) for n in (3, 4, 8))]
 )
 def test_both_wires_give_the_same_bits(mpirun, ranks, quick_compiler):
-    """Also in place. Open MPI's non-blocking sums are others: of 20,000 elements on 3 ranks, for
-    instance.
+    """Sums in place have the same bits, too.
+
+    Open MPI's non-blocking sums have different bits, e.g. for 20,000 elements on 3 ranks.
     """
     done = mpirun(ranks, "wire_bits.py", timeout=900, env=quick_compiler).check()
     differ = json.loads(done.stdout.strip().splitlines()[-1])

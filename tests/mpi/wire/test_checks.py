@@ -1,5 +1,5 @@
-"""Order, splitting, bytes, 16-bit floats, loops, mpi4jax's own calls: what the table of collectives
-does not show.
+"""What the table of collectives doesn't cover: order, splitting, bytes, 16-bit floats, loops, and
+mpi4jax's own calls.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Steps that call mpi4jax: each call as under `jit`, alone and in jobs, and errors where calls do
-not fit together.
-"""
+"""Steps that call mpi4jax: each call as under `jit`, alone and in jobs, and wrong calls."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def test_every_call_alone_is_as_under_jit(
 def test_every_call_in_jobs_is_as_alone(
     mpirun: Any, quick_compiler: dict[str, str], ranks: int
 ) -> None:
-    """In chaos mode, next to a job of named axes."""
+    """In chaos mode, alongside a job that exchanges over named axes."""
     env = {**quick_compiler, "JAXCROSS_CHAOS": "1"}
     done = mpirun(ranks, "mpi4jax_table.py", "jobs", env=env, timeout=900).check()
     assert done.stdout.count("jobs done") == ranks, done.stdout + done.stderr
@@ -65,16 +63,14 @@ def test_a_rank_that_fails_makes_its_calls(mpirun: Any, quick_compiler: dict[str
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", FAULTS)
 def test_faults(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
-    """One after the other on the same ranks: what fails leaves the next step and the next run as
-    they were.
-    """
+    """Cases run in turn on the same ranks, so a failure must not affect the next run."""
     check_faults(mpirun, quick_compiler, ranks, *FAULTS[ranks])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_its_own_tests_pass(mpirun: Any, ranks: int) -> None:
-    """With a folder of mpi4jax's source in `MPI4JAX_SOURCE`."""
+    """Needs a folder of mpi4jax's source in `MPI4JAX_SOURCE`."""
     source = os.environ.get("MPI4JAX_SOURCE")
     if source is None:
         pytest.skip("MPI4JAX_SOURCE is not set")

@@ -1,6 +1,4 @@
-"""The wire against XLA's own collectives: every operation, element type and set of axes, on 1 to 4
-ranks.
-"""
+"""The wire against XLA's own collectives: all operations, types and axes, on 1 to 4 ranks."""
 
 import json
 

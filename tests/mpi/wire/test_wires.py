@@ -1,6 +1,4 @@
-"""Both wires of a world: which one it has, and that what leaves a step isn't an arena's any
-more.
-"""
+"""Both wires: which one a world has, and that a step's results don't belong to an arena."""
 
 import pytest
 

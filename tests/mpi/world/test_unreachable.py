@@ -1,6 +1,4 @@
-"""Hosts between which all packets are lost, as by a firewall: the start ends, and says what to
-check.
-"""
+"""If all packets between two hosts are lost, as with a firewall, the start says what to check."""
 
 import subprocess
 import sys
@@ -18,7 +16,7 @@ def test_ranks_that_cannot_reach_each_other_end_in_time(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import jaxcross\njaxcross.initialize(stall_timeout_s=5)\nprint('joined')\n")
     with Lab(hosts=2) as lab:
-        for host in range(2):  # an address that nobody has: frames go nowhere, and nobody says so
+        for host in range(2):  # no host has this address, so frames vanish without an error
             line = (
                 f"ip neigh replace 10.77.0.{2 - host} lladdr 02:00:00:00:00:99 dev eth0 nud "
                 "permanent"
@@ -40,7 +38,7 @@ def test_ranks_that_cannot_reach_each_other_end_in_time(tmp_path):
     where = "of 2 has waited 5 s in the start of MPI; all ranks end."
     if (
         find_mpirun().vendor == "openmpi"
-    ):  # it connects two ranks only when they first send each other something
+    ):  # it connects two ranks only when they first send each other a message
         where = "has waited 5 s for all ranks to call `jaxcross.initialize()`; all 2 ranks end."
     assert where in done.stderr
     assert "that no firewall is between the hosts" in done.stderr

@@ -1,5 +1,6 @@
-"""A warm process behaves as `python` would: arguments, files, exit codes, signals. Only JAX is
-imported already.
+"""A warm process behaves like `python`: arguments, files, exit codes and signals.
+
+The only difference is that JAX is already imported.
 """
 
 import os
@@ -22,8 +23,9 @@ IS_WARM = "import sys; print('jax' in sys.modules)"
 
 @pytest.fixture(autouse=True)
 def no_child_of_a_rank(monkeypatch):
-    """A test that called `initialize` in this process has made it a rank, whose children are never
-    warm.
+    """Makes processes warm even if a test has called `initialize` here.
+
+    That call makes this process a rank, and a rank's children are never warm.
     """
     monkeypatch.delenv(workers.VARIABLE, raising=False)
 
@@ -35,8 +37,9 @@ def run(*words, **options):
 
 
 def test_ranks_are_warm(mpirun):
-    """If ranks weren't warm, each would import JAX again. All other tests would still pass, only
-    slower.
+    """If ranks weren't warm, each would import JAX again.
+
+    All other tests would still pass, only slower.
     """
     assert mpirun(2, IS_WARM).check().stdout == "True\nTrue\n"
     assert mpirun(2, IS_WARM, warm=False).check().stdout == "False\nFalse\n"
@@ -101,7 +104,7 @@ def test_signals_reach_the_program():
 
 
 def test_program_dies_with_its_client():
-    """`mpirun` kills the process that it has started, which is the client."""
+    """`mpirun` kills the process that it started, which is the client."""
     process, program = started()
     watched = os.pidfd_open(program)
     with process:

@@ -1,5 +1,5 @@
-"""Worker processes of ranks: they have the rank's numbers, join nothing, and are told at once where
-they go wrong.
+"""Worker processes of ranks: they have the rank's numbers, join no world, and fail at once if they
+try to train.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,7 @@ import pytest
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are
-    signalled.
-    """
+    """Starts real processes, because these tests are about starts, exits and signals."""
     return partial(mpirun, warm=False)
 
 
@@ -36,8 +34,9 @@ def test_a_guarded_script_trains_with_workers(mpirun: Callable[..., Any], how: s
     "how", ["spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive), "grain"]
 )
 def test_workers_that_would_train_end_all_at_once(mpirun: Callable[..., Any], how: str) -> None:
-    """No worker starts MPI, and a pool does not start one after the other; the limit is far below
-    the watchdog's.
+    """No worker starts MPI, and a pool doesn't keep starting workers.
+
+    The time limit is far below the watchdog's.
     """
     done = mpirun(2, "workers.py", "--unguarded", how, timeout=200)
     assert done.returncode == 1
@@ -92,7 +91,6 @@ if world.control.allgather_text("alive") == ["alive"] * 2 and world.rank == 0:
 
 
 def test_forked_child_neither_exchanges_nor_ends_rank(mpirun: Callable[..., Any]) -> None:
-    """A forked child neither exchanges nor ends its rank."""
     done = mpirun(2, FORK).check()
     assert done.stdout.splitlines() == ["both live"]
     assert done.stderr.count("OSError: of the child") == 4
@@ -117,7 +115,7 @@ if world.rank == 1:
 
 
 def test_subprocess_of_a_rank_is_not_a_rank(mpirun: Callable[..., Any]) -> None:
-    """A subprocess of a rank gets an error saying that it is not a rank."""
+    """The child's error says that it isn't a rank."""
     refused, size = mpirun(2, SUBPROCESS).check().stdout.splitlines()
     assert (
         "ExchangeError: `jaxcross.initialize()` was called in a process that a rank has started"

@@ -1,6 +1,4 @@
-"""The world on several ranks: communicators, agreements, and how it ends when something goes
-wrong.
-"""
+"""The world on several ranks: communicators, agreements, and how the world ends on an error."""
 
 import importlib.metadata
 import json
@@ -15,9 +13,7 @@ import pytest
 
 @pytest.fixture
 def mpirun(mpirun):
-    """Starts real processes, because these tests are about how they start, end and are
-    signalled.
-    """
+    """Starts real processes, because these tests are about starts, exits and signals."""
     return partial(mpirun, warm=False)
 
 
@@ -40,7 +36,6 @@ def test_agreements_and_communicators(mpirun, ranks):
 
 
 def test_exception_on_one_rank_ends_all_with_traceback(mpirun):
-    """An exception on one rank ends all ranks with its traceback."""
     code = (
         START.format(watchdog=300)
         + "if world.rank == 1:\n    raise ValueError('no more data')"
@@ -75,7 +70,7 @@ def test_an_interrupt_ends_all_without_a_traceback(mpirun):
 
 @pytest.mark.integration
 def test_daemon_thread_error_ends_all_at_exit(mpirun):
-    """An exception in a daemon thread ends all ranks even as the main thread ends."""
+    """The exception comes in a daemon thread while the main thread ends."""
     code = START.format(watchdog=300) + (
         "def loader():\n    raise OSError('disk')\n"
         "if world.rank == 1:\n    threading.Thread(target=loader, daemon=True).start()\n"
@@ -95,7 +90,7 @@ def test_daemon_thread_error_ends_all_at_exit(mpirun):
     ],
 )
 def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
-    """Neither a closed stderr nor Ctrl-C while the report is on its way."""
+    """Neither a closed stderr nor Ctrl-C during the report prevents the abort."""
     code = (
         START.format(watchdog=300)
         + f"if world.rank == 1:\n    {worse}\n    raise ValueError"
@@ -106,7 +101,6 @@ def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
 
 @pytest.mark.integration
 def test_watchdog_names_the_rank_that_has_not_arrived(mpirun):
-    """The watchdog names the rank that has not arrived."""
     code = (
         TOGETHER
         + START.format(watchdog=12)
@@ -129,7 +123,6 @@ def test_watchdog_names_the_rank_that_has_not_arrived(mpirun):
 
 @pytest.mark.integration
 def test_rank_missing_from_initialize_ends_all(mpirun):
-    """A rank that does not call `initialize` ends all ranks."""
     code = (
         "from mpi4py import MPI\nimport threading\n"
         "if MPI.COMM_WORLD.Get_rank() == 1:\n    threading.Event().wait()\n"
@@ -145,8 +138,7 @@ def test_rank_missing_from_initialize_ends_all(mpirun):
 
 @pytest.mark.integration
 def test_unresponsive_stuck_rank_is_aborted(mpirun):
-    """A stuck rank is aborted even if it ignores everything."""
-    # The late rank holds the interpreter lock, so it cannot answer.
+    # The late rank holds the interpreter lock, so it can't answer.
     code = (
         TOGETHER
         + START.format(watchdog=12)
@@ -158,8 +150,8 @@ def test_unresponsive_stuck_rank_is_aborted(mpirun):
     )
     done = mpirun(2, code)
     assert done.returncode != 0
-    # The watchdog asks it after 12 s. On a loaded machine, 30 s without a heartbeat may be noticed
-    # first.
+    # The watchdog asks the rank after 12 s. On a busy machine, 30 s without a heartbeat may be
+    # noticed first.
     assert re.search(
         r"rank 1 (does not answer: it has ended, or its interpreter is blocked|is silent for)",
         done.stderr,
@@ -209,11 +201,11 @@ sys.meta_path.insert(0, Told())
     ids=["as measured", "the user's own", "the script has started MPI"],
 )
 def test_mpi_starts_with_measured_default_settings(before, own, expected, monkeypatch):
-    """MPI starts with the settings that were measured unless others are given."""
+    """The measured settings apply unless the user has set others."""
     after = 'print(os.environ.get("OMPI_MCA_mpi_yield_when_idle"))\n'
     for name in [
         name for name in os.environ if name.startswith("OMPI_MCA_")
-    ]:  # of a world in this very process
+    ]:  # set by a world of this process
         monkeypatch.delenv(name)
     done = alone(TOLD + before + START.format(watchdog=300) + after, **own)
     assert done.stdout.splitlines() == [expected, expected.split()[1]], done.stderr
@@ -261,8 +253,8 @@ def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
     assert "--no-cache-dir --no-binary mpi4jax mpi4jax" in done.stderr
 
 
-# A call that was compiled against the interface 0.99: when XLA asks for its metadata, it fills in
-# that version.
+# A call compiled against version 0.99 of the interface, which it writes when XLA asks for its
+# metadata.
 FOREIGN_CALL = """
 import ctypes, jax
 
@@ -279,8 +271,8 @@ jax.ffi.register_ffi_target("foreign", jax.ffi.pycapsule(handler), platform="cpu
 
 @pytest.mark.integration
 def test_an_mpi4jax_for_a_newer_jaxlib_is_explained(tmp_path):
-    """The rank ends in `initialize()`, not at its first array, and the remedy names the jaxlib that
-    is installed.
+    """The rank ends in `initialize()` rather than at its first array, and the remedy names the
+    installed jaxlib.
     """
     (tmp_path / "mpi4jax.py").write_text(FOREIGN_CALL)
     done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path), JAXCROSS_WIRE="mpi4jax")
@@ -339,13 +331,14 @@ SCRIPT_RAISES = (
 
 
 def launched(tmp_path, code, **environ):
-    """The lines of a script under `jaxcross launch`, but for MPI's own, and the folders that it
-    left.
+    """Runs a script under `jaxcross launch`.
+
+    Returns its lines, without MPI's own, and the folders that it left.
     """
     script, left = tmp_path / "train.py", tmp_path / "left"
     script.write_text(code)
     left.mkdir()
-    # mpi4jax warns of a JAX newer than those that it was tried with.
+    # mpi4jax warns if JAX is newer than the versions it was tested with.
     environ = {**os.environ, "TMPDIR": str(left), "MPI4JAX_NO_WARN_JAX_VERSION": "1", **environ}
     done = subprocess.run(
         [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(script)],
@@ -358,7 +351,7 @@ def launched(tmp_path, code, **environ):
     assert done.returncode == 1, done.stderr
     text = re.sub(
         r"^-{20,}\n.*?^-{20,}\n", "", done.stderr, flags=re.DOTALL | re.MULTILINE
-    )  # of Open MPI
+    )  # Open MPI's own text
     lines = [
         line for line in text.splitlines() if line.strip("\0") and not line.startswith("Abort(")
     ]
@@ -367,14 +360,14 @@ def launched(tmp_path, code, **environ):
 
 @pytest.mark.integration
 def test_failing_job_prints_one_traceback(tmp_path):
-    """A job that raises prints one traceback and a line for each rank."""
+    """A job that raises prints one traceback, and one line per rank."""
     script, lines, left = launched(tmp_path, JOB_RAISES)
-    lines = [line for line in lines if line.strip(" ~^")]  # Pythons mark a call in different ways
+    lines = [line for line in lines if line.strip(" ~^")]  # Python versions mark a call differently
     wanted = [line.format(script=script) for line in JOB_LINES]
     assert [line for line in lines if line in wanted] == wanted
     ends = [line for line in lines if line not in wanted]
     assert ENDS.format(rank=0) in ends or ENDS.format(rank=1) in ends
-    # A rank that is late is ended by the other's, which says so.
+    # A late rank is terminated by the other rank's notice, and says so.
     assert all(
         line.startswith(("jaxcross: rank 0 of 2 ends ", "jaxcross: rank 1 of 2 ends "))
         for line in ends
@@ -383,7 +376,7 @@ def test_failing_job_prints_one_traceback(tmp_path):
 
 
 def test_failing_script_prints_one_traceback(tmp_path):
-    """A script that raises prints one traceback and a line for each rank."""
+    """A script that raises prints one traceback, and one line per rank."""
     script, lines, left = launched(tmp_path, SCRIPT_RAISES)
     assert len(lines) == 7 and left == [], lines
     assert (
@@ -403,7 +396,6 @@ def test_jax_may_be_told_to_leave_all_lines(tmp_path):
 
 @pytest.mark.integration
 def test_silently_dying_rank_leaves_a_post_mortem(tmp_path):
-    """A rank that dies without a message leaves a post-mortem."""
     dies = "import os\nif world.rank == 1:\n    os._exit(1)"
     _, lines, left = launched(tmp_path, START.format(watchdog=300) + dies + WAIT)
     assert any("post-mortem" in line for line in lines) and len(left) == 1
