@@ -1,4 +1,4 @@
-"""Fixtures for tests of benchmarks."""
+"""Fixtures for the benchmark tests."""
 
 from tests.support.benchmark_runs import lab, smoke
 

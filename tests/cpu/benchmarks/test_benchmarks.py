@@ -1,6 +1,4 @@
-"""Benchmarks of one process run at toy size, and write numbers with the question, the command and
-the versions.
-"""
+"""Single-process benchmarks at toy size; their output has the question, command and versions."""
 
 import sys
 from pathlib import Path
@@ -32,8 +30,8 @@ def test_overhead(smoke):
             == 3
         )
     assert result["host_time_mlp"]["segments"] == 3
-    # A toy step's memory is exact arithmetic on XLA's figures, not a timing: the whole cut keeps
-    # little more alive.
+    # The memory of a toy step is computed from XLA's figures rather than timed, so the bound can be
+    # tight: cut as a whole, the step keeps little more alive than the fused step.
     assert 1 <= result["memory_transformer"]["cut_whole_over_fused"] < 1.05
 
 
@@ -133,10 +131,10 @@ def test_convergence(smoke, tmp_path):
     assert received["mean"] == [
         2 * 4 * elements,
         4 * 4 * elements,
-    ]  # of 2 ranks, after 2 and 4 steps
+    ]  # on 2 ranks, after 2 and 4 steps
     assert received["local_sgd, every 8"] == [0, 0]
     first, last = received["one_bit_adam"]
-    assert first > 4 * elements  # one step of Adam, then signs: a sixteenth and their scales
+    assert first > 4 * elements  # one Adam step, then signs: a sixteenth, plus scales
     assert last - first < 2 * 4 * elements / 16
     assert received["top_k 1%, exact"][-1] < 0.1 * received["mean"][-1]
     for row in result["rows"]:
@@ -145,7 +143,7 @@ def test_convergence(smoke, tmp_path):
     assert [(row["way"], row["ranks"]) for row in growth["rows"]] == [
         (way, ranks) for way in ("mean", "mean, rate times ranks", "adasum") for ranks in (1, 2)
     ]
-    # On one rank all ways are plain SGD.
+    # With a single rank, all variants reduce to plain SGD.
     assert len({tuple(row["loss"][0]) for row in growth["rows"] if row["ranks"] == 1}) == 1
     assert [row["strategy"] for row in result["longer"]["rows"]] == ["mean", "top_k 1%, exact"]
     again = smoke("convergence.py", "--resume")
@@ -168,9 +166,7 @@ def test_backend(smoke):
 
 
 def test_a_target_is_judged_by_every_repeat():
-    """Against the mean of the same repeat: a machine that is slower for a while is slower for
-    both.
-    """
+    """Strategies are compared with `mean` of the same repeat: a slow machine slows both."""
 
     def judged(own, of_mean):
         raw = {"mean": of_mean, "adasum of gradients": own}
@@ -196,7 +192,7 @@ def test_a_target_is_judged_by_every_repeat():
 
 
 def test_bytes_are_those_of_a_step_as_it_is_cut():
-    """Layers too small to travel in halves on four ranks share a buffer, which does."""
+    """Layers too small to be sent as float16 on four ranks share a buffer that's large enough."""
     layers = [jax.ShapeDtypeStruct((4096,), jnp.float32)] * 8
     wide, half = (
         strategies.received_bytes(mean("batch", wire_dtype=wire), layers, {"batch": 4})[0]

@@ -1,4 +1,4 @@
-"""`benchmarks/data.py` and `benchmarks/data_cache.py` run and write what they measured."""
+"""`benchmarks/data.py` and `benchmarks/data_cache.py` run, and write their measurements."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_smoke(smoke):
 @pytest.mark.integration
 @pytest.mark.usefixtures("lab")
 def test_smoke_of_the_cache(smoke, tmp_path):
-    """Over the link of a lab; counts of bytes are exact at any size, rates mean nothing here."""
+    """Over the lab link. Byte counts are exact at any size; rates mean nothing at this one."""
     ways = "cache, fits, 2 jobs;cache, half fits, 1 job"
     result = smoke("data_cache.py", "--ways", ways, "--png", str(tmp_path / "levels.png"))
     assert result["question"].startswith("Does training from slow storage run at full speed")

@@ -1,4 +1,4 @@
-"""The warm-up before DiLoCo: before it ends all is as with the mean, without one all is DiLoCo."""
+"""Warm-up before DiLoCo: identical to `mean` until it ends; with no warm-up, DiLoCo throughout."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmarks of faults run at toy size and keep what they found."""
+"""The fault benchmarks run at toy size and record what they found."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""gpu.py without an accelerator: how it reads a profile, and that everything runs on a device that
-stands in.
-"""
+"""gpu.py without an accelerator: how it reads a profile, and that it runs on a stand-in."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def target() -> Iterator[ModuleType]:
 
 
 def plane(name: str, lines: dict[str, list[tuple[str, int, int, str]]]) -> str:
-    """One plane as the profiler writes it; events are name, start and end in microseconds, and
-    executable.
-    """
+    """Returns one profiler plane from events of (name, start us, end us, executable)."""
     names = sorted({event[0] for events in lines.values() for event in events})
     text = "".join(
         f'event_metadata {{ key: {n} value {{ id: {n} name: "{x}" }} }}\n'
@@ -68,7 +64,7 @@ def plane(name: str, lines: dict[str, list[tuple[str, int, int, str]]]) -> str:
 
 
 def space(device: dict[str, list[tuple[str, int, int, str]]], *marks: tuple[int, int]) -> Any:
-    """A profile with clock marks: (microseconds in it, host's nanoseconds)."""
+    """Returns a profile with clock marks of (microseconds in the profile, host nanoseconds)."""
     python = [(f"jaxcross-clock {host}", at, at, "") for at, host in marks]
     return ProfileData.from_text_proto(
         plane("/host:CPU", {"python": python}) + plane("/device:GPU:0", device)
@@ -94,7 +90,7 @@ def test_copies_beside_kernels(profile: ModuleType) -> None:
     assert profile.overlap(recording) == {
         "kernels_s": pytest.approx(44e-6),
         "to_host_s": pytest.approx(16e-6),
-        "to_host_beside_kernels_s": pytest.approx(12e-6),  # 28 to 30, 34 to 44
+        "to_host_beside_kernels_s": pytest.approx(12e-6),  # from 28 to 30 and from 34 to 44
         "to_device_s": pytest.approx(15e-6),
         "to_device_beside_kernels_s": pytest.approx(5e-6),
     }
@@ -107,7 +103,7 @@ def test_idle_time_is_told_apart(profile: ModuleType) -> None:
     assert shares["idle_inside_segments_share"] == pytest.approx(2 / 50)
     assert shares["idle_between_ready_segments_share"] == pytest.approx(
         1 / 50
-    )  # 33 to 34: before, nothing was ready
+    )  # 33 to 34: nothing was ready before that
     assert shares["met"] is False
     assert profile.idleness(recording, [(10 * US, 20 * US)])["met"] is True
     unready = profile.idleness(recording)
@@ -117,7 +113,7 @@ def test_idle_time_is_told_apart(profile: ModuleType) -> None:
 def test_the_quickest_mark_tells_the_clock(profile: ModuleType) -> None:
     data = space(
         STREAMS, (1, 5_000_000), (5, 5_000_000 + 5 * US)
-    )  # the first began a microsecond after its time
+    )  # the first one started a microsecond late
     assert profile.clock_shift_ns(data) == 5_000_000
     assert profile.read(data).window == (5_000_000 + 10 * US, 5_000_000 + 60 * US)
 
@@ -132,7 +128,7 @@ def test_nothing_is_invented_on_a_cpu(profile: ModuleType) -> None:
 
 
 def test_profile_marks_use_the_host_clock(profile: ModuleType, tmp_path: Path) -> None:
-    """The marks of a real profile are on the host's clock."""
+    """The marks in a real profile use the host's clock."""
     with jax.profiler.trace(str(tmp_path)):
         before = time.monotonic_ns()
         profile._mark()
@@ -260,7 +256,7 @@ def test_target_config_of_a_gpu(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """The card's text is saved under a plain name before JAX is asked to compile for it."""
+    """The GPU's description is saved under a plain name before JAX is asked to compile for it."""
     card = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(target, "prepare", lambda stand_in: None)
     monkeypatch.setattr(target, "accelerator", lambda stand_in: card)
@@ -292,7 +288,7 @@ def test_no_target_config_on_a_cpu(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(target, "prepare", lambda stand_in: None)  # this process has started JAX
+    monkeypatch.setattr(target, "prepare", lambda stand_in: None)  # this process initialised JAX
     monkeypatch.setattr(target, "accelerator", lambda stand_in: jax.devices()[0])
     monkeypatch.setattr(sys, "argv", ["gpu_target.py", *flags, str(tmp_path)])
     with pytest.raises(SystemExit, match=str(code)):
@@ -302,7 +298,7 @@ def test_no_target_config_on_a_cpu(
 
 
 def test_first_parts_on_a_gpu_get_their_full_time() -> None:
-    """Crossover comes first, and the limits of the first parts leave time for the installation."""
+    """The crossover comes first, and the first parts' limits leave time for the installation."""
     script = (BENCHMARKS / "gpu_first.sh").read_text()
     limits = {
         name: int(most)
@@ -315,9 +311,7 @@ def test_first_parts_on_a_gpu_get_their_full_time() -> None:
 
 @pytest.mark.exhaustive
 def test_the_first_minutes_on_a_gpu(tmp_path: Path) -> None:
-    """The script for a machine with a GPU, from end to end on the stand-in: every part ends and
-    leaves its numbers.
-    """
+    """Runs the GPU machine's script on the stand-in: every part ends and leaves its numbers."""
     script = BENCHMARKS / "gpu_first.sh"
     done = subprocess.run(
         ["bash", str(script), "rehearse", str(tmp_path)],
@@ -356,7 +350,7 @@ def test_misspelt_names_end_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    del profile  # it finds the benchmarks
+    del profile  # `profile` puts the benchmarks on the path
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--stand-in", *words])
     with pytest.raises(SystemExit, match="2"):
         import_module("gpu").main()

@@ -1,6 +1,4 @@
-"""Loss against seconds of training over a link: rows, the picture, and the bytes of steps that take
-turns.
-"""
+"""Loss against training time over a link: rows, the plot, and bytes of alternating fragments."""
 
 import sys
 from pathlib import Path
@@ -55,7 +53,7 @@ def test_a_row_is_a_line_and_the_picture_is_drawn(tmp_path):
 def test_the_title_has_the_answer_of_each_task():
     rare = {**ROW, "strategy": "streaming_diloco, every 8, 4 bits"}
     slow = {**ROW, "seconds": [[120.0, 240.0]] * 3}
-    images = {**rare, "task": "images"}  # without the mean there is nothing to compare
+    images = {**rare, "task": "images"}  # without `mean`, there's no baseline
     question, *answers = link_loss_show.title(
         {"rows": [slow, rare, images]}, ["text", "images"]
     ).split("\n")
@@ -66,8 +64,10 @@ def test_the_title_has_the_answer_of_each_task():
 @pytest.mark.integration
 @pytest.mark.parametrize(("delay", "sends"), [(0, {3, 7, 11}), (4, {4, 5, 6, 7, 8, 9, 10, 11})])
 def test_bytes_of_a_step_follow_the_turns_of_fragments(delay, sends):
-    """Two fragments in turn every 4 steps: none, or all of the steps after the first turn, carry a
-    part of one.
+    """Sends two fragments in turn, one every 4 steps.
+
+    With a delay of 0, only the steps at which a turn begins send anything; otherwise every step
+    after the first turn sends a part of a fragment.
     """
     tx = exchange.streaming_diloco(
         optax.sgd(0.1), optax.sgd(1.0), AXIS, every=8, fragments=2, delay=delay, bits=8
@@ -75,5 +75,5 @@ def test_bytes_of_a_step_follow_the_turns_of_fragments(delay, sends):
     params = [jax.ShapeDtypeStruct((512,), jnp.float32)] * 4
     found = strategies.received_bytes(tx, params, one_axis(2), range(12))
     assert {step for step, nbytes in found.items() if nbytes} == sends
-    a_fragment = 1024 + 4 * 1024 // 128 // 4 * 4  # integers, and a float32 scale for 128 of them
+    a_fragment = 1024 + 4 * 1024 // 128 // 4 * 4  # integers, and one float32 scale per 128 of them
     assert sum(found.values()) == pytest.approx(len(sends) / (delay or 1) * a_fragment, rel=0.05)

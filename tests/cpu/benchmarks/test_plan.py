@@ -1,4 +1,4 @@
-"""Predictions are judged by what agrees; a miss is split by cause without a rest."""
+"""Predictions are judged by rows whose repeats agree; a miss splits by cause, with no remainder."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def test_time_of_a_step_is_without_first_steps():
     steady = twin.rounds.s_per_step
     assert steady is not None
     assert plan_show.s_per_step(twin.spans) == pytest.approx(steady, rel=0.03)
-    slow = [  # a first step that takes 1 s longer, and moves all that follows
+    slow = [  # the first step takes 1 s longer and delays everything after it
         replace(span, start_ns=span.start_ns + late, end_ns=span.end_ns + late)
         for span in twin.spans
         for late in [10**9 if span.end_ns > min(s.end_ns for s in twin.spans if s.step == 1) else 0]

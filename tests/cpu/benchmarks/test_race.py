@@ -1,5 +1,6 @@
-"""How a race runs: model sizes, turns, rivals that are left out, and answers of a rank. A real race
-is in tests/mpi.
+"""How a race runs: model sizes, turns, rivals left out, and a rank's replies.
+
+The real race is tested in tests/mpi.
 """
 
 import importlib.util
@@ -35,8 +36,9 @@ def test_parameters_are_those_of_the_jax_models(spec):
 
 
 def test_parameters_are_those_of_the_torch_models():
-    """In one test, for PyTorch takes 4 s to import; without the optimizers, which import its
-    compiler.
+    """A single test, since importing PyTorch takes 4 s.
+
+    Skips the optimizers, which would import PyTorch's compiler.
     """
     pytest.importorskip("torch")
     from rivals import torch_models
@@ -84,18 +86,18 @@ def test_one_after_the_other_or_at_once(name, runs, peak):
 
 
 def test_turn_is_timed_between_compute_measurements():
-    """A turn is timed between two measurements of its own compute."""
+    """Each turn is timed between two measurements of its own compute time."""
     made, told = entrants(1 << 30)
     sample = made.turn(cases.RIVALS["fused"], 4)
     assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute"]
-    assert sample["own_c_s"] == [4.5, 4.5]  # told third and sixth: of 3, 3, 6, 6
+    assert sample["own_c_s"] == [4.5, 4.5]  # reported third and sixth: of 3, 3, 6, 6
     assert sample["c_raw"] == [
         {"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}
     ]
 
 
 def test_same_processes_continue_and_others_rest():
-    """Rivals that run the same processes continue, and others find those processes at rest."""
+    """Rivals that share processes continue with them; for the others, those processes are idle."""
     made, told = entrants(1 << 30)
     first = made.turn(cases.RIVALS["fused"], 4)
     told.clear()
@@ -115,7 +117,6 @@ def test_same_processes_continue_and_others_rest():
 
 
 def test_rival_that_does_not_use_the_link_is_detected():
-    """A rival that does not use the link is detected."""
     made, _ = entrants(1000)
     with pytest.raises(
         TeamError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"
@@ -144,9 +145,7 @@ def test_a_table_is_shown_before_its_rows_are_written(monkeypatch):
     ],
 )
 def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
-    """An exchange of 100 MB takes 2 s at 400 Mbit/s, as predicted, or a second more, which no rate
-    changes.
-    """
+    """A 100 MB exchange takes 2 s at 400 Mbit/s as predicted, or a second more at any rate."""
     made, _ = entrants(1)
     made.case, made.stage.lab.rate = "one", "800mbit"
 
@@ -207,7 +206,7 @@ def test_torch_is_left_out_with_a_reason(monkeypatch):
 
 
 def test_separate_kinds_make_room_for_each_other(monkeypatch):
-    """Kinds of teams that must run apart make room for each other."""
+    """Teams that can't run at the same time are stopped to make room for each other."""
     made, _ = entrants(1 << 30)
     made.case, made.apart = "two", ("gloo", "ddp")
     made.rivals = [cases.RIVALS[name] for name in ("gloo", "gloo-k", "ddp", "crossover")]
@@ -239,7 +238,7 @@ def test_separate_kinds_make_room_for_each_other(monkeypatch):
         "ddp starts",
         "ddp",
         "crossover",
-        # the order turns by one, and back
+        # the order rotates by one, and then back
         "ddp ends",
         "gloo starts",
         "gloo",
@@ -284,7 +283,7 @@ def test_who_fails_is_left_out_from_there_on():
 
 @pytest.mark.parametrize("apart", [(), ("ddp",)])
 def test_baselines_race_again_only_if_a_rival_needs_it(monkeypatch, capsys, apart):
-    """Rivals that others are compared with race again only if someone needs them."""
+    """Baselines race again only if some rival still needs a comparison."""
     made, _ = entrants(1 << 30)
     made.rivals, made.apart = [cases.RIVALS[name] for name in ("ddp", "ddp-k", "crossover")], apart
     made.turn = lambda rival, steps: pytest.fail("nobody is to race")  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The arithmetic of the race: bounds, hidden shares, rates, and the row of numbers for a rival."""
+"""The arithmetic of the race: bounds, hidden shares, rates, and a rival's row of numbers."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.race_entrants import cost
     [
         ([cost(2, 1), cost(2, 1)], 2),  # sum c
         ([cost(1, 2), cost(1, 2)], 2),  # sum m
-        ([cost(1, 1), cost(5, 4)], 4.5),  # one job's chain
+        ([cost(1, 1), cost(5, 4)], 4.5),  # the chain of a single job
         ([cost(2, 1)], 3),
     ],
 )
@@ -35,7 +35,7 @@ def test_bound_is_the_longest_of_three(jobs, bound):
     [(cost(2, 4), 1.0, 0.1, 5.0), (cost(4, 2), 1.0, 0.1, 4.2), (cost(2, 2), 2.0, 1.0, 4.0)],
 )
 def test_wait_free_bound_of_one_job(job, first, last, best):
-    """No cut of one job beats its first bucket and the wire, or its last bucket."""
+    """However a job is cut, its first bucket and the wire, or its last bucket, are a bound."""
     assert race_bounds.wait_free_s(job, first, last) == best
 
 
@@ -44,9 +44,9 @@ def test_a_job_that_overlaps_itself_has_no_chain():
 
 
 def test_tax_is_the_compute_time_lost_to_exchanges():
-    """The tax is the time that exchanges take from the computing core."""
+    """The tax is the time that exchanges take away from the core that computes."""
     assert race_bounds.taxed_bound_s([cost(2, 1, 0.5), cost(2, 1, 0.25)]) == 2.375
-    # network-bound: what is lost fits beside the exchange
+    # network-bound: the lost compute time still fits alongside the exchange
     assert race_bounds.taxed_bound_s([cost(1, 4, 0.1), cost(1, 4, 0.1)]) == 4
 
 
@@ -58,7 +58,7 @@ def test_hidden_share(measured, share):
 
 
 def test_rate_gives_the_wanted_exchange_time():
-    # 100 MB at 500 Mbit/s: 1.6 s and a constant of 0.1 s, twice
+    # 100 MB at 500 Mbit/s take 1.6 s plus a constant 0.1 s; there are two of them
     jobs, sent = [cost(1.5, 1.7)] * 2, [100e6] * 2
     rate = race_bounds.rate_for(3.0, jobs, sent, 500e6)
     assert 2 * (0.1 + 8 * 100e6 / rate) == pytest.approx(3.0)
@@ -85,7 +85,8 @@ def test_a_row_says_what_was_measured():
         raw={},
     )
     sample = {"cpu_s": 3.0, "wire_bytes": 8.0, "peak_rss_bytes": 9}
-    # each repeat is judged by its own c: the slow machine of the last one is not the rival's fault
+    # Each repeat is judged by its own c, so the rival isn't blamed for the slow machine of the last
+    # one.
     own = {"own_c_s": [7, 8]}
     samples = [
         {**sample, **own, "s_per_job_step": s, "c_s": [c, c]}

@@ -1,6 +1,4 @@
-"""The options of the race and of other benchmarks: wrong arguments, output files, machines without
-a lab, resuming.
-"""
+"""Options of the race and other benchmarks: bad arguments, output files, no lab, resuming."""
 
 import contextlib
 import json
@@ -164,7 +162,7 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     lacking = race.lacking("one", race.options(), new)
     assert [([r.name for r in rivals], rates) for rivals, rates in lacking.items()] == [
         ([r.name for r in cases.rivals_of("one")], ["network", "compute"]),
-        (["fused", "wait-free"], ["balanced"]),  # and whom it is held against
+        (["fused", "wait-free"], ["balanced"]),  # together with the rival it is compared with
     ]  # fmt: skip
     race.write(
         out, {**new, "runs": [{**run, "steps": 4, "versions": {**run["versions"], "jax": "0"}}]}
@@ -176,4 +174,4 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     )
     assert (
         len(race.earlier(race.options())["runs"]) == 2
-    )  # another case is not held against those rows
+    )  # another case isn't compared with those rows

@@ -1,6 +1,4 @@
-"""Every benchmark that starts ranks, on hosts that a real link joins or on this one, runs at toy
-size.
-"""
+"""Runs every multi-rank benchmark at toy size, on hosts joined by a real link or on this host."""
 
 import pytest
 
@@ -9,7 +7,7 @@ from jaxcross.commands.launch import find_mpirun
 
 @pytest.mark.integration
 def test_endurance(smoke, tmp_path):
-    """Counts, not times: jobs that come and go leave nothing behind but their results."""
+    """Checks counts, not times: jobs that come and go leave nothing behind but their results."""
     if find_mpirun() is None:
         pytest.skip("no mpirun")
     result = smoke("endurance.py", "--png", str(tmp_path / "counts.png"))
@@ -19,14 +17,13 @@ def test_endurance(smoke, tmp_path):
             first, *_, last = rank["parts"][part]["rows"]
             done = last["done"] - first["done"]
             assert done >= least * 0.7
-            assert last["files"] <= first["files"] + 1  # the watchdog looks into /proc now and then
+            assert last["files"] <= first["files"] + 1  # the watchdog reads /proc now and then
             assert last["communicators"] == first["communicators"] == 1
             assert (
                 last["threads"] <= first["threads"] + 8
-            )  # of those that joined last, some may be about to end
+            )  # some of those that joined last may be about to finish
             objects = last["objects"] - first["objects"]
-            # What is kept of a job that has ended is 61 to 65 objects, counted with 8 to 40 of
-            # them.
+            # A finished job leaves 61 to 65 objects behind, as counted with 8 to 40 jobs.
             assert objects <= (72 * done if part == "joins" else 300)
 
 
@@ -88,8 +85,8 @@ def test_crossover(smoke):
     assert all(row["bound_s"] >= max(row["c_s"], row["m_s"]) > 0 for row in result["rows"])
     assert result["why"][0].startswith("Exchanges take ")
     assert result["link"].startswith("real link 500mbit")
-    # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte
-    # once.
+    # At least what the all-reduces in all rivals' steps must send: with 2 ranks, each gradient byte
+    # is sent once.
     assert result["bytes_crossed"] > 1e6
 
 

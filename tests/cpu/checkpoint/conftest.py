@@ -1,4 +1,4 @@
-"""Fixtures of the tests of checkpoints: a folder of whole checkpoints, and the run without any."""
+"""Fixtures for the checkpoint tests: a folder of complete checkpoints, and a run without any."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.checkpoint_jobs import train
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two jobs' checkpoints after steps 3, 6 and 8, of 2 ranks that each had leaves of its own."""
+    """Checkpoints of two jobs after steps 3, 6 and 8, by 2 ranks with rank-local leaves."""
     folder = tmp_path_factory.mktemp("saved")
     train(2, folder, own=True, steps=8, keep=3)
     return folder

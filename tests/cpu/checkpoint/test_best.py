@@ -1,6 +1,4 @@
-"""`Checkpoints(best=...)`: the best state is kept next to the last ones, whatever was killed, and
-can be read back.
-"""
+"""`Checkpoints(best=...)` keeps the best state alongside the latest ones, despite any kill."""
 
 import math
 import shutil
@@ -43,9 +41,7 @@ def test_the_best_state_is_kept_next_to_the_last(mode, step, keep, tmp_path):
 
 
 def test_the_best_of_several_saves_is_the_only_extra(tmp_path):
-    """An evaluation that is not the best writes nothing, and the best one is saved when it is
-    made.
-    """
+    """An evaluation that isn't the best writes nothing; the best is saved immediately."""
     train(2, tmp_path, best="max", keep=9, save_every=100)
     assert steps_on_disk(tmp_path) == [2, 6, STEPS]
 
@@ -67,8 +63,9 @@ def test_nan_is_never_the_best(values, tmp_path):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["equal", "own"])
 def never_killed(request, tmp_path_factory):
-    """A run that nothing stops: whether ranks have leaves of their own, its folder, each rank's `w`
-    of step 6.
+    """Trains without interruption.
+
+    Returns whether ranks have rank-local leaves, the folder, and each rank's `w` of step 6.
     """
     folder = tmp_path_factory.mktemp("never_killed")
     jobs = train(2, folder, best="max", keep=1, own=request.param, save_every=1)
@@ -98,9 +95,7 @@ def test_the_best_is_that_of_a_run_that_was_not_killed(stop, never_killed, tmp_p
 @pytest.mark.integration
 @pytest.mark.parametrize("moment", range(1, 28))
 def test_a_kill_at_any_write_or_deletion_keeps_a_best(moment, tmp_path, monkeypatch):
-    """Where one rank's disk takes nothing more from some moment on, what is there has a newest and
-    a best state.
-    """
+    """If one rank's disk fails from some moment on, a newest and a best state remain on disk."""
     common = {"best": "max", "keep": 1, "save_every": 1, "own": True}
     left, commit, delete = [moment], Folders.commit, Folders.delete
 
@@ -116,7 +111,7 @@ def test_a_kill_at_any_write_or_deletion_keeps_a_best(moment, tmp_path, monkeypa
 
     monkeypatch.setattr(Folders, "commit", counted(commit))
     monkeypatch.setattr(Folders, "delete", counted(delete))
-    with suppress(JobError, OSError):  # the latter where it was the very last deletion
+    with suppress(JobError, OSError):  # `OSError` if it was the very last deletion
         train(2, tmp_path / "c", **common)
     monkeypatch.undo()
     like = LIKE | {"residual": np.zeros(2)}
@@ -173,7 +168,7 @@ def test_load_refuses_what_is_not_there(tmp_path, saved):
 @pytest.mark.mostly_integration("True-6")
 @pytest.mark.parametrize(("own", "step"), [(False, 8), (True, 6)])
 def test_load_needs_all_parts_only_if_ranks_differ(own, step, tmp_path):
-    """If no leaf belongs to a rank, rank 0's part holds the whole state."""
+    """Without rank-local leaves, rank 0's part holds the whole state, so it suffices."""
     train_plainly(2, tmp_path, names="a", own=own, steps=8)
     shutil.rmtree(newest(tmp_path) / "rank-0001")
     assert (

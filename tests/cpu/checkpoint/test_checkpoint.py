@@ -1,6 +1,4 @@
-"""Jobs that end early, and go on: on one rank and several, with every kind of data, as if they had
-never stopped.
-"""
+"""Interrupted jobs resume as if they had never stopped, on any ranks and with any data."""
 
 import itertools
 
@@ -40,7 +38,7 @@ from tests.support.fakes import FakeControl, FakeWorld, run_ranks
 def test_jobs_go_on_as_if_they_had_not_stopped(ranks, own, tmp_path):
     whole = train(ranks, None, own=own)
     for after, steps in ((4, STEPS), (None, 8)):
-        # Saving at each step, all ranks have finished it when one of them fails.
+        # With a save at every step, all ranks have finished saving when one of them fails.
         for rank in train(
             ranks, tmp_path, after=after, own=own, steps=steps, every=1 if after else 3
         ):
@@ -93,7 +91,7 @@ def test_each_node_may_have_a_disk_of_its_own(tmp_path):
 
 
 class Counting:
-    """An iterator that knows its place. `dropped` counts what was taken from it in vain."""
+    """An iterator that can save and restore its position."""
 
     def __init__(self, world, state_of=lambda n: {"next": n}):
         self.world, self.n, self.state_of, self.sets = world, 0, state_of, []
@@ -117,8 +115,9 @@ class Counting:
     "state_of", [lambda n: {"next": n}, lambda n: b"%d" % n, lambda n: {"next": {n}}]
 )
 def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
-    """Behind the last batch that was trained on: two more were ready, and one was in the loop's
-    hands.
+    """The restored position follows the last batch trained on.
+
+    Two more batches were ready by then, and the loop held one.
     """
     made = []
 
@@ -158,7 +157,6 @@ def test_grain_goes_on_at_its_place(threads, tmp_path):
 
 
 def test_failed_job_resumes_after_last_committed_step(tmp_path):
-    """A job that failed resumes after its last committed step."""
     whole = train(1, None, names="a")
     train(1, tmp_path, names="a", after=5, every=100)
     mine = train(1, tmp_path, names="a", every=100)
@@ -211,7 +209,7 @@ def make_step_with_metrics(world):
 
 @pytest.mark.parametrize("first", [{"n": 0}, {"n": jnp.int32(0)}], ids=["number", "array"])
 def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
-    """A counter would lose its upper half, and a parameter half of its digits."""
+    """Restored as 32-bit, a counter would lose its upper half, and a parameter half its digits."""
 
     def work(world, x64, first, *, refused=False):
         def fn(job):
@@ -243,9 +241,7 @@ def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
 
 @pytest.mark.integration
 def test_state_changed_between_steps_is_saved(tmp_path, caplog):
-    """A step's results are not what the next one is given: when a job fails, the changed ones are
-    lost.
-    """
+    """A state changed between steps isn't what the next step gets; it's lost if a job fails."""
 
     @jaxcross.crossover(axes="batch")
     def step(state, x):
@@ -308,7 +304,7 @@ def test_resumed_job_counts_from_its_resume_point(tmp_path):
 
 
 def test_states_are_numpy_s_and_python_s_own(tmp_path):
-    """What a job gets back can be changed in place, and is no one else's."""
+    """A restored state belongs to the job alone, which may change it in place."""
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path))
@@ -332,9 +328,7 @@ def test_states_are_numpy_s_and_python_s_own(tmp_path):
 
 
 def test_stop_right_after_the_marks_is_remembered(tmp_path):
-    """The ranks may agree on a stop once the lane has read the marks, and before the job's thread
-    goes on.
-    """
+    """Ranks may agree to stop after the lane read the marks but before the thread continues."""
     folders, writer = Folders(tmp_path, rank=0, ranks=1), Writer()
     (control,) = FakeControl.group(1)
     log, world = JobLog("a", print), FakeWorld(control)

@@ -1,6 +1,4 @@
-"""Checkpoints that are damaged, half written or unreadable: the one before is used, or all ranks
-say why not.
-"""
+"""Damaged, incomplete or unreadable checkpoints: the previous one is used, or all ranks raise."""
 
 import os
 import re
@@ -35,7 +33,7 @@ DAMAGES = [flip, truncate, linked, emptied, os.remove]
 
 
 def kinds(folder):
-    """One file of each kind."""
+    """Returns one file of each kind."""
     found = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         found[re.sub(r"[0-9a-f]{32}", "...", str(path.relative_to(folder)))] = path
@@ -43,7 +41,7 @@ def kinds(folder):
 
 
 def restored(folder, ranks=2, job="a"):
-    """What each rank restores, without a run: state and step, or None."""
+    """Returns the state and step that each rank restores without a run, or None."""
 
     def work(world):
         session = Session(Checkpoints(folder), world, jobs=["a", "b"], policy="")
@@ -58,7 +56,6 @@ def restored(folder, ranks=2, job="a"):
 @pytest.mark.integration
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 def test_any_damaged_file_falls_back_to_previous(damage, saved, tmp_path, caplog):
-    """After any damage to any file, the previous checkpoint is used."""
     before = train(2, None, own=True, steps=6)
     names = list(kinds(newest(saved)))
     assert len(names) >= 12 and "rank-0001/state/manifest.ocdbt" in names
@@ -74,7 +71,7 @@ def test_any_damaged_file_falls_back_to_previous(damage, saved, tmp_path, caplog
 
 
 def test_damaged_checkpoint_is_deleted_after_a_better(saved, whole, tmp_path):
-    """A damaged checkpoint is deleted once there is a better one."""
+    """A damaged checkpoint is deleted once a better one exists."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     flip(newest(folder) / "rank-0001/state/manifest.ocdbt")
     for mine, theirs in zip(train(2, folder, own=True), whole, strict=True):
@@ -111,7 +108,7 @@ def test_what_was_half_written_is_not_used(saved, whole, tmp_path, caplog):
     "file", ["rank-0000/part.json", "rank-0001/part.json", "rank-0001/state/manifest.ocdbt"]
 )
 def test_no_intact_checkpoint_prevents_a_fresh_start(file, damage, saved, tmp_path):
-    """A job whose checkpoints are all damaged does not start again from the beginning."""
+    """A job whose checkpoints are all damaged raises instead of starting from scratch."""
     shutil.copytree(saved / "a", tmp_path / "a")
     for path in (tmp_path / "a").glob(f"0*/{file}"):
         damage(path)
@@ -125,7 +122,7 @@ def test_no_intact_checkpoint_prevents_a_fresh_start(file, damage, saved, tmp_pa
 
 
 def test_moving_the_folder_away_allows_a_fresh_start(saved, whole, tmp_path):
-    """A job whose checkpoint folder was moved away starts again from the beginning."""
+    """A job whose checkpoint folder was moved away starts from scratch."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     for part in folder.glob("a/*/rank-0000/part.json"):
         flip(part)
@@ -136,7 +133,7 @@ def test_moving_the_folder_away_allows_a_fresh_start(saved, whole, tmp_path):
 
 
 def test_rank_with_an_empty_disk_does_not_start_over(tmp_path):
-    """A node was replaced, say. What was once whole is known from the other rank's disk."""
+    """One disk is empty, e.g. after a node was replaced, but the other shows what was complete."""
     train(2, lambda rank: tmp_path / str(rank), own=True, steps=8)
     before = names(tmp_path / "1")
     shutil.rmtree(tmp_path / "0")
@@ -161,7 +158,6 @@ def test_what_was_never_whole_lets_the_job_begin_anew(whole, tmp_path, caplog):
 
 
 def test_deleted_checkpoints_are_forgotten(saved, tmp_path):
-    """Checkpoints that someone deleted are forgotten."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     for name in names(folder):
         shutil.rmtree(folder / "a" / name)
@@ -185,7 +181,7 @@ TROUBLES = [
     ("owner", "method", "error"), TROUBLES, ids=lambda x: getattr(x, "__name__", str(x))
 )
 def test_read_error_is_not_treated_as_damage(owner, method, error, saved, whole, tmp_path):
-    """One rank's disk answers with an error, once."""
+    """A read error occurs once, on one rank's disk."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     real = getattr(owner, method)
 
@@ -227,7 +223,6 @@ def test_errors_of_reading_name_the_file(read, tmp_path):
 
 
 def test_unreadable_mark_is_not_treated_as_absent(saved, tmp_path):
-    """A mark that cannot be read is not treated as absent."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     real = Folders.marked
 
@@ -241,7 +236,7 @@ def test_unreadable_mark_is_not_treated_as_absent(saved, tmp_path):
 
 
 def test_damaged_checkpoint_stays_until_one_is_whole(saved, tmp_path):
-    """A damaged checkpoint stays until a newer one is whole."""
+    """A damaged checkpoint stays until a newer one is complete."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     flip(newest(folder) / "rank-0001/state/manifest.ocdbt")
     half_written(folder)

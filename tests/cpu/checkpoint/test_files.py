@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: leaves of every kind, parts, folders."""
+"""The layout of a checkpoint on disk: leaves of every kind, parts, folders."""
 
 import importlib
 import os
@@ -118,7 +118,7 @@ EXCHANGES = {
 def test_what_an_exchange_keeps_for_a_rank_is_known(make):
     tx = optax.chain(optax.clip(1.0), make(), optax.adam(0.1))
     params = {"residual": jnp.zeros((64, 64)), "queue": jnp.zeros((200, 100))}
-    # Meant is the exchange's own field, not what the user called so.
+    # What counts is the exchange's own field, rather than a parameter the user gave the same name.
     found = rank_local_leaves({"params": params, "opt": tx.init(params)})
     assert found and all(
         re.match(r"\['opt'\]\[1\]\.(\w*residual|queue)\b", path) for path in found
@@ -137,7 +137,7 @@ def test_plain_states_hold_nothing_of_one_rank_s_own():
 
 @pytest.mark.parametrize("name", ["residual", "queue", "worker_residual", "server_residual"])
 def test_sole_parameter_may_have_an_exchange_name(name):
-    """A user's only parameter may have a name that an exchange uses in its own state."""
+    """A model's only parameter may be named like a field of an exchange's state."""
     params = {name: {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}}
     assert rank_local_leaves({"params": params, "opt": optax.adam(0.1).init(params)}) == []
     model = nnx.Dict(**{name: nnx.Linear(3, 2, rngs=nnx.Rngs(0))})
@@ -188,9 +188,7 @@ def test_every_element_type_comes_back(tmp_path):
 
 
 def test_a_folder_that_another_rank_deletes_first_is_no_error(tmp_path, monkeypatch):
-    """Both ranks delete one checkpoint: the folder is gone between rank 0's look at it and its
-    listing.
-    """
+    """Both ranks delete one checkpoint, so it's gone between rank 0's check and its listing."""
     name, look = checkpoint_name(3, "0" * 16), os.scandir
     (tmp_path / name).mkdir()
 

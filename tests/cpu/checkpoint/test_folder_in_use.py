@@ -1,6 +1,4 @@
-"""Two runs at a time cannot use one folder of checkpoints: the second one is refused on every
-rank.
-"""
+"""Two concurrent runs can't share a checkpoint folder: the second one is rejected on every rank."""
 
 import dataclasses
 import json
@@ -19,7 +17,7 @@ from tests.support.runner_jobs import loop, make_step
 
 
 def train(folder):
-    """Runs a job of a few steps on two ranks."""
+    """Runs a short job on two ranks."""
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(folder))
@@ -35,7 +33,7 @@ def owner_of(folder):
 
 @pytest.fixture
 def other():
-    """Another process of this host, as an owner of a folder."""
+    """Yields another process of this host, with its identity as a folder's owner."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started = _stat(process.pid)
         assert started is not None

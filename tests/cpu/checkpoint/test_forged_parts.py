@@ -1,6 +1,4 @@
-"""The text of a part of a checkpoint: any change to it is noticed, and a forged one does no
-harm.
-"""
+"""The text of a checkpoint part: any change to it is detected, and a forged part does no harm."""
 
 import json
 from dataclasses import replace
@@ -62,7 +60,7 @@ def test_any_change_to_a_part_is_noticed(data):
     text = to_text(PART_0)
     at = data.draw(st.integers(0, len(text) - 1))
     changed = text[:at] + data.draw(st.text(max_size=3)) + text[at + data.draw(st.integers(0, 3)) :]
-    assert parsed(changed) in (None, PART_0)  # a blank more changes nothing
+    assert parsed(changed) in (None, PART_0)  # an extra space changes nothing
 
 
 JSON = st.recursive(
@@ -94,9 +92,7 @@ def places_in(tree, path=()):
 @given(st.data())
 @settings(deadline=None, max_examples=scaled(200))
 def test_forged_part_is_rejected_or_has_valid_types(data):
-    """One with a digest of its own: whatever stands in it, nothing else than these errors comes
-    out.
-    """
+    """The forged part has a valid digest. It's rejected, or its leaves have valid types."""
     body = json.loads(to_text(PART_0))
     del body["digest"], body["format"]
     path = data.draw(st.sampled_from([path for path in places_in(body) if path]))
@@ -115,13 +111,13 @@ def test_forged_part_is_rejected_or_has_valid_types(data):
 
 
 def test_too_deep_or_too_long_texts_are_rejected(tmp_path):
-    """Texts that are too deeply nested or too long are not accepted as parts."""
+    """Texts that are too deeply nested or too long are rejected."""
     assert parsed("[" * 100_000) is None
     assert parsed('{"digest": ' + "9" * 10_000 + "}") is None
     folders = Folders(tmp_path, rank=0, ranks=1)
     folders.part_path("000000000003-0000000000000000").mkdir(parents=True)
     with (folders.part_path("000000000003-0000000000000000") / "part.json").open("wb") as file:
-        file.truncate(2**40)  # holds no blocks
+        file.truncate(2**40)  # sparse: occupies no blocks
     with pytest.raises(UnusableError, match="more than any part"):
         folders.read("000000000003-0000000000000000")
 

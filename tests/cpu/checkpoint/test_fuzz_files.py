@@ -1,6 +1,4 @@
-"""Files and states that come from elsewhere: read, refused with a clear error, or ignored where
-that loses nothing.
-"""
+"""Files and states from outside are read, rejected with a clear error, or safely ignored."""
 
 import json
 
@@ -27,7 +25,7 @@ FILES = st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode
 
 
 def quick(examples):
-    """A few examples, each in whatever time it takes."""
+    """Returns settings for a few examples with no time limit on any of them."""
     return settings(
         max_examples=scaled(examples),
         deadline=None,
@@ -37,7 +35,7 @@ def quick(examples):
 
 @pytest.fixture
 def book(tmp_path, monkeypatch):
-    """What keeps the cuts that were found, in a folder that is not there yet."""
+    """Returns a cache of found cuts whose folder doesn't exist yet."""
     monkeypatch.setattr(cut_tuner, "compilation_cache_dir", lambda: tmp_path / "cache")
     return cut_tuner.CutCache("key")
 
@@ -68,7 +66,7 @@ def test_a_damaged_book_of_cuts_is_measured_again(book, content):
 
 
 def test_invalid_cut_file_is_left_alone(book, monkeypatch, caplog):
-    """A stored file of cuts that is not a regular file or is too large is left alone."""
+    """A cut cache that isn't a regular file, or is too large, isn't touched."""
     book._file.mkdir(parents=True)
     assert book.read() is None
     book.write(4, 0.5)
@@ -83,7 +81,6 @@ def test_invalid_cut_file_is_left_alone(book, monkeypatch, caplog):
 @given(st.lists(st.text("0123456789.²٣xv-", min_size=1, max_size=6), max_size=4))
 @example(["1.²"])
 def test_newest_version_is_found_among_other_entries(tmp_path_factory, names):
-    """The newest version is found, whatever else is in the folder."""
     root = tmp_path_factory.mktemp("data")
     names = [name for name in names if name not in (".", "..")]
     for name in (*names, "5.1.0"):
@@ -131,14 +128,14 @@ def test_a_damaged_picture_is_decoded_or_refused(data):
 
 def test_a_picture_that_says_it_is_enormous_is_refused():
     jpeg = bytearray(picture())
-    at = jpeg.index(b"\xff\xc0") + 5  # height and width in the frame's header
+    at = jpeg.index(b"\xff\xc0") + 5  # height and width in the frame header
     jpeg[at : at + 4] = b"\xff\xdc\xff\xdc"
     with pytest.raises(ValueError, match="cannot be decoded"):
         decode(bytes(jpeg))
 
 
 class NoStream:
-    """What a position is compared with."""
+    """A stand-in for the stream that a position is checked against."""
 
     batch_size = image_size = 1
     rank = seed = 0
@@ -156,7 +153,7 @@ class NoStream:
 @example({"step": -1})
 @example({"step": True})
 def test_data_position_must_belong_to_the_stream(changes):
-    """A position in the data belongs to this stream or is refused."""
+    """A data position either belongs to this stream or is rejected."""
     batches = Batches(NoStream(), threads=1)
     state = batches.get_state() | changes
     try:

@@ -1,6 +1,4 @@
-"""The set of jobs survives a restart: what was submitted, what was stopped, what rests, what joined
-by a function.
-"""
+"""The set of jobs survives a restart: submitted, stopped, paused, and added by a function."""
 
 import json
 import os
@@ -29,19 +27,21 @@ STEPS = 30
 
 
 def as_killed(folder, copy):
-    """What a run that is killed at this moment leaves; other threads may be writing."""
+    """Copies the files a kill at this moment would leave, while other threads may be writing."""
     for where, _, files in os.walk(folder):
         target = copy / Path(where).relative_to(folder)
         target.mkdir(parents=True, exist_ok=True)
         for file in files:
-            with suppress(FileNotFoundError):  # deleted meanwhile
+            with suppress(FileNotFoundError):  # deleted in the meantime
                 shutil.copyfile(Path(where, file), target / file)
 
 
 def train(folder, *, killed=None, by="submit", offers=True, added=()):
-    """`first` makes `later` join, stops `endless`, lets `rests` rest from its step 5 to 25, and at
-    20 keeps what a kill would leave. By rank: name -> (how, step, state), and whether `rests`
-    rested at its step 22.
+    """Runs jobs of which `first` makes `later` join, stops `endless`, and pauses `rests` from its
+    step 5 to 25.
+
+    At its step 20, `first` copies what a kill would leave. Returns, per rank, name -> (how, step,
+    state), and whether `rests` was paused at its step 22.
     """
 
     def work(world):
@@ -59,8 +59,8 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
                 if job.step == 3 and by == "add":
                     runner.add("later", offered, {"seed": 3})
                 if job.step == 5:
-                    # Its checkpoint of step 3 is begun, so a kill leaves one. In a restart it may
-                    # be over.
+                    # The checkpoint of step 3 has been started, so a kill leaves one. After a
+                    # restart the job may have ended already.
                     while not all_see(job, lambda: endless.step > 3 or endless.done.is_set()):
                         pass
                     endless.stop()
@@ -115,7 +115,7 @@ def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
 @pytest.mark.integration
 @pytest.mark.parametrize("by", ["submit", "add"])
 def test_a_step_that_adds_a_job_may_be_made_again(by, tmp_path):
-    """Killed after the job was added, and before the adding one saved that step."""
+    """The kill came after the job was added, but before the job that added it saved that step."""
     whole = train(tmp_path / "whole", killed=tmp_path / "killed", by=by)
     for folder in (tmp_path / "killed" / "first").glob("0*"):
         shutil.rmtree(folder)
@@ -134,7 +134,7 @@ def test_marks_of_ranks_that_are_no_more_are_forgotten(tmp_path):
 
 
 def test_leaf_sharded_for_one_rank_names_the_ranks(tmp_path):
-    """The error for a leaf that is cut for one rank names the numbers of ranks."""
+    """The error for a leaf that was sharded for one rank names both rank counts."""
 
     def cut(job, world, data):
         step, state = (
@@ -169,7 +169,7 @@ def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
 
 @pytest.mark.integration
 def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
-    """A stored submission that no longer means anything is left out."""
+    """Stored submissions that are no longer valid are skipped."""
     folder = tmp_path / "set"
     folder.mkdir()
     strange = {

@@ -1,6 +1,4 @@
-"""Checkpoints that another number of ranks restores: equal state is taken over, and a rank's own
-state is refused.
-"""
+"""Restoring on a different number of ranks keeps replicated state and rejects rank-local state."""
 
 import re
 
@@ -21,7 +19,6 @@ from tests.support.fakes import run_ranks
 @pytest.mark.mostly_integration("2-1")
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
 def test_other_rank_count_restores_equal_state(before, after, tmp_path, caplog):
-    """Another number of ranks takes over the state that was equal on all ranks."""
     saved = train(before, tmp_path, steps=6)
     for rank in train(after, tmp_path, steps=6):
         same(rank["a"][0], saved[0]["a"][0])
@@ -35,7 +32,7 @@ def test_other_rank_count_restores_equal_state(before, after, tmp_path, caplog):
 @pytest.mark.mostly_integration("2-3", "1-2")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, caplog):
-    """Where one rank wrote them, the states that two would begin with tell."""
+    """If a single rank wrote it, the initial states of two ranks show what is rank-local."""
     train(before, tmp_path, own=True, names=("a",))
 
     def work(world):
@@ -57,7 +54,7 @@ def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, capl
     [(2, 2, ""), (2, 4, r"`\['opt'\]\.(anchor|pending)"), (1, 2, r"`\['opt'\]\.pending")],
 )
 def test_a_pending_fragment_fits_its_own_run_only(ranks, fragments, said, tmp_path):
-    """Other fragments, and another number of ranks, are refused before the first step."""
+    """A different number of fragments or ranks is rejected before the first step."""
 
     def work(world, count):
         begun = []
@@ -100,9 +97,7 @@ def test_a_pending_fragment_fits_its_own_run_only(ranks, fragments, said, tmp_pa
 
 @pytest.mark.parametrize("mode", ["check", "broadcast"])
 def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
-    """It is neither compared nor taken from rank 0, at the start, in comparisons, and after two
-    restarts.
-    """
+    """A leaf named by `rank_local` is neither compared nor copied, even after two restarts."""
 
     def work(world, start, steps):
         def fn(job):
@@ -128,8 +123,9 @@ def test_each_rank_resumes_with_its_own_named_leaf(mode, tmp_path):
 @pytest.mark.parametrize("saved_as", [(), "mask"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_other_rank_count_rejects_a_named_leaf(saved_as, before, after, tmp_path):
-    """It is refused even if all ranks saved the same values, and even if `rank_local` did not name
-    the leaf then.
+    """A leaf named by `rank_local` is rejected even if all ranks saved equal values.
+
+    That holds even if `rank_local` didn't name the leaf when it was saved.
     """
 
     def work(world, names, steps):
@@ -174,7 +170,7 @@ def test_ranks_must_name_the_same_leaves():
 
 
 def test_one_rank_checkpoint_resumes_broadcast_ranks(tmp_path):
-    """A checkpoint of one rank serves ranks that would have begun with rank 0's values."""
+    """A single rank's checkpoint works for ranks that would have started from rank 0's values."""
     saved = train(1, tmp_path, steps=6, names=("a",))
 
     def work(world):
@@ -191,7 +187,7 @@ def test_one_rank_checkpoint_resumes_broadcast_ranks(tmp_path):
 
 
 def test_residuals_saved_by_one_rank_are_not_copied(tmp_path):
-    """They are zero when two ranks begin: nothing tells but what they are."""
+    """Residuals are zero when two ranks start, so only their type shows they're rank-local."""
 
     def work(world):
         def fn(job):

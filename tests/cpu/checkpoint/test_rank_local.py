@@ -1,6 +1,4 @@
-"""Which leaves of a state are each rank's own and which are common to all ranks, for each
-strategy.
-"""
+"""Which leaves of a state are rank-local and which are identical across ranks, per strategy."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ ALL = ["['bias']", "['w']"]
 
 MOMENTUM = optax.sgd(0.7, momentum=0.9)
 
-# What is common of the parameters, and of the strategy's state the names of the fields that are.
+# Per strategy: the common parameters, and the names of the common fields of its state.
 STRATEGIES = {
     "top_k": (lambda: exchange.top_k(0.1, "b"), ALL, {"step"}),
     "gtop_k": (lambda: exchange.gtop_k(0.1, "b"), ALL, {"step"}),
@@ -137,9 +135,7 @@ ON_VECTORS = {
 @pytest.mark.parametrize("nnx_dicts", [False, True])
 @pytest.mark.parametrize(("make", "common"), ON_VECTORS.values(), ids=ON_VECTORS)
 def test_a_strategy_that_compresses_nothing_is_recognised(make, common, nnx_dicts):
-    """Of a model of vectors there are no residuals, but under `sparse_loco` each rank has a model
-    all the same.
-    """
+    """With vectors only there are no residuals, yet `sparse_loco` has rank-local parameters."""
     inner = make().init(VECTORS)
     dicts = {name: value for name, value in inner._asdict().items() if jax.tree.leaves(value)}
     state = {"params": VECTORS, "opt_state": dicts if nnx_dicts else inner}
@@ -174,7 +170,7 @@ def test_leaves_are_named_by_a_key_or_the_beginning_of_a_path():
 
 
 class Progress(NamedTuple):
-    """A user's, with the names of `GossipState` and `LocalSGDState`."""
+    """A user's own type, with field names from `GossipState` and `LocalSGDState`."""
 
     round: Any
     since: Any = None
@@ -219,7 +215,7 @@ def test_names_of_a_users_nnx_variables_mean_nothing():
 
 
 def test_nested_and_nnx_strategy_states_are_recognised():
-    """States of strategies inside one another and in `nnx` are recognised."""
+    """Strategy states are recognised when nested inside one another and when held by `nnx`."""
     tx = exchange.local_sgd(exchange.top_k(0.1, "b"), "b", every=4)
     state = {"opt": (optax.EmptyState(), tx.init(PARAMS)), "params": PARAMS}
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -239,7 +235,7 @@ def test_batch_statistics_of_linen_are_left_out():
 
 
 def test_digests_cover_the_values_of_every_leaf_kind():
-    """Digests are computed from values and read every kind of leaf."""
+    """Digests are computed from values, for every kind of leaf."""
     state = {"a": jnp.arange(3), "k": jax.random.key(1), "n": np.float64(2), "p": 3}
     paths = set(common_leaves(state))
     found = digests(state, paths)

@@ -1,4 +1,4 @@
-"""A state, a setting or a folder that cannot be used is refused on every rank, with the reason."""
+"""An unusable state, setting or folder is rejected on every rank, with the reason."""
 
 import json
 from unittest import mock
@@ -82,7 +82,7 @@ def test_only_what_a_restart_could_use_is_saved(tmp_path, caplog):
 
 
 def test_other_return_value_leaves_the_last_save(tmp_path, caplog):
-    """A function that returns something other than its state leaves its last save in place."""
+    """A function that returns something other than its state doesn't replace its last save."""
 
     def fn(job, world, data, steps):
         loop(job, world, data, steps=steps)
@@ -97,7 +97,6 @@ def test_other_return_value_leaves_the_last_save(tmp_path, caplog):
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("step", [3, STEPS])
 def test_disk_failure_on_one_rank_ends_job_on_all(bad, step, tmp_path):
-    """A disk that fails on one rank ends the job on all ranks."""
     write = Folders.commit
 
     def commit(self, name, part):
@@ -107,14 +106,13 @@ def test_disk_failure_on_one_rank_ends_job_on_all(bad, step, tmp_path):
 
     with mock.patch.object(Folders, "commit", commit):
         steps = refused(2, tmp_path, f"could not be saved, on rank {bad}: OSError: .*No space left")
-    assert steps == [min(step + 3, STEPS)] * 2  # the next save tells
+    assert steps == [min(step + 3, STEPS)] * 2  # the next save reports it
     whole = train(2, None, names="a")
     for mine, theirs in zip(train(2, tmp_path, names="a"), whole, strict=True):
         same(mine["a"][0], theirs["a"][0])
 
 
 def test_uncreatable_folder_is_an_error_on_every_rank(tmp_path):
-    """A folder that cannot be created is an error on every rank."""
     (tmp_path / "file").write_text("")
 
     def work(world):
@@ -172,7 +170,7 @@ def test_each_job_has_a_folder_of_its_own(jobs):
 
 @pytest.mark.integration
 def test_job_name_cannot_replace_the_sets_own_file(tmp_path):
-    """A job cannot take the place of a file that belongs to the checkpoint set itself."""
+    """A job can't overwrite a file that belongs to the checkpoint set itself."""
     names = ("jobs.json", "jobs.json.draft", "left-0000")
     first = train(2, tmp_path, names=names, after=7)
     assert (tmp_path / "jobs.json").is_file()
@@ -183,7 +181,7 @@ def test_job_name_cannot_replace_the_sets_own_file(tmp_path):
 
 
 def test_what_lies_in_the_way_of_a_deletion_stays(tmp_path):
-    """A file where a part's folder should be, and a folder where its text should be."""
+    """There is a file in place of a part's folder, and a folder in place of its text."""
     train(2, tmp_path, steps=3)
     for number, place in enumerate(("rank-0000", "rank-0001/part.json/x")):
         path = tmp_path / "a" / f"{number:012d}-{number:016x}" / place
@@ -202,7 +200,7 @@ def test_what_lies_in_the_way_of_a_deletion_stays(tmp_path):
 
 @pytest.mark.integration
 def test_parts_on_other_ranks_disks_are_refused(tmp_path):
-    """Nodes in another order: to begin anew would lose the night."""
+    """The nodes come in a different order. Starting from scratch would lose a night's training."""
     train(3, lambda rank: tmp_path / str(rank), own=True, steps=8)
     with pytest.raises(
         JobError, match="that of rank 0 on rank 1's disk, that of rank 1 on rank 0's disk"

@@ -1,6 +1,4 @@
-"""A run that breaks off before its first step leaves no folder of checkpoints, unless a restart
-needs it.
-"""
+"""A run that fails before its first step leaves no checkpoint folder unless a restart needs it."""
 
 import jax.numpy as jnp
 import pytest
@@ -26,7 +24,7 @@ def is_stopped(job):
 
 
 def run(folder, ranks, *jobs):
-    """Runs jobs of which one fails, and returns what is left."""
+    """Runs jobs of which one fails, and returns the files that remain."""
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(folder))

@@ -1,6 +1,4 @@
-"""Fixtures of the tests of the data cache: a small data set, its batches without a cache, and
-caches of one folder.
-"""
+"""Fixtures for the data cache tests: a small data set, uncached batches, caches in one folder."""
 
 import pytest
 
@@ -15,7 +13,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """The bits of 20 batches without a cache."""
+    """Digests of 20 batches read without a cache."""
     return digests(train_batches(folder, steps=20, **STREAM))
 
 

@@ -1,6 +1,4 @@
-"""Batches through the levels of a cache: the same bits, the predicted hits, budgets, and several
-users of a folder.
-"""
+"""Batches through the levels of a cache: identical bits, predicted hits, budgets, several users."""
 
 import itertools
 import json
@@ -25,7 +23,7 @@ BUDGETS = {
 @pytest.mark.mostly_integration("(0, 0, 1000000)", "(0, 1000000, 1000000)")
 @pytest.mark.parametrize("budgets", list(itertools.product(*BUDGETS.values())), ids=str)
 def test_same_bits_with_any_levels(folder, plain, open_cache, budgets):
-    """And the origin is not changed, and no level's files exceed its budget."""
+    """The origin doesn't change either, and no level's files exceed its budget."""
     before = tree(folder)
     cache = open_cache(**dict(zip(BUDGETS, budgets, strict=True)))
     assert digests(train_batches(folder, steps=20, cache=cache, **STREAM)) == plain
@@ -56,9 +54,7 @@ def test_evaluation_has_the_same_bits(folder, open_cache):
 @pytest.mark.integration
 @pytest.mark.parametrize("steps", [1, 7, 8, 13])
 def test_resuming_has_the_same_bits(folder, plain, open_cache, steps):
-    """At any place of a pass, by a position and by a start step, while the stream reads ahead of
-    it.
-    """
+    """Resumes anywhere in a pass, by position or start step, while the stream reads ahead."""
     cache = open_cache(disk_bytes=90_000, memory_bytes=70_000)
     stopped = train_batches(folder, steps=20, cache=cache, **STREAM)
     for _ in range(steps):
@@ -91,7 +87,7 @@ def sizes_of(records):
 def test_hits_and_bytes_are_as_predicted(
     folder, open_cache, tmp_path, monkeypatch, disk, memory, ahead
 ):
-    """To the byte, for one stream."""
+    """For a single stream, the prediction is exact to the byte."""
     monkeypatch.setattr(streams, "START_S", 60)
     with Cache(tmp_path / "other") as other:
         sizes = sizes_of(open_records(folder, cache=other))
@@ -123,9 +119,7 @@ def test_hits_and_bytes_are_as_predicted(
 
 
 def test_waits_are_counted_by_level(folder, open_cache):
-    """The first pass waits for the origin, the second for memory; a stream without a cache for
-    none.
-    """
+    """The first pass waits for the origin, the second for memory, an uncached stream for none."""
     cache = open_cache(memory_bytes=10**6)
     assert list(waits_of_a_pass(train_batches(folder, epochs=1, cache=cache, **STREAM))) == [
         "origin"
@@ -154,7 +148,7 @@ def test_jobs_of_two_seeds_read_the_origin_once(folder, open_cache):
 
 
 def test_jobs_of_one_seed_read_the_origin_once(folder, open_cache):
-    """They need the same record in the same moment: one claims it, and the other waits for it."""
+    """The jobs need the same record at the same moment: one claims it, and the others wait."""
     cache = open_cache(memory_bytes=10**6)
     jobs = [train_batches(folder, epochs=2, cache=cache, **STREAM) for _ in range(3)]
     for one, two, three in zip(*jobs, strict=True):
@@ -165,9 +159,7 @@ def test_jobs_of_one_seed_read_the_origin_once(folder, open_cache):
 
 
 def test_ranks_of_a_node_share_the_levels(folder, open_cache):
-    """Two caches of one folder, as two processes have: a rank needs what the other one has read the
-    pass before.
-    """
+    """Two caches in one folder, as with two processes: a rank needs what the other just read."""
     caches = [open_cache(memory_bytes=10**6) for _ in range(2)]
     ranks = [
         train_batches(folder, epochs=4, rank=rank, size=2, cache=cache, **STREAM)
@@ -180,7 +172,7 @@ def test_ranks_of_a_node_share_the_levels(folder, open_cache):
 
 
 def test_a_claim_excludes_other_users_of_the_file(tmp_path):
-    """Also those of the same process; and closing one leaves the claims of the others."""
+    """Users in the same process are excluded too, and closing one keeps the others' claims."""
     one, two = Claims(tmp_path / "claims"), Claims(tmp_path / "claims")
     assert one.take([3, 5]) == {3, 5}
     assert two.take([4, 5]) == {4}
@@ -193,8 +185,9 @@ def test_a_claim_excludes_other_users_of_the_file(tmp_path):
 
 
 def test_a_record_that_another_fetches_is_needed_at_once(tmp_path, monkeypatch):
-    """Once a stream has taken it: else a full level would drop it before the stream could read it
-    there.
+    """A record that another stream fetches is needed until the waiting stream has it.
+
+    Otherwise a full level would drop the record before the stream could read it there.
     """
     monkeypatch.setattr(streams, "START_S", 60)
     open_streams = streams.Streams(tmp_path)

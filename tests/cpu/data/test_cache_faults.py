@@ -1,6 +1,4 @@
-"""What can go wrong with a cache: killed processes, full disks, a storage that is away, lost files,
-late orders.
-"""
+"""What can go wrong with a cache: kills, full disks, storage outages, lost files, late orders."""
 
 import hashlib
 import json
@@ -29,7 +27,7 @@ def test_a_changed_data_set_is_read_again(tmp_path, open_cache):
 
 
 def test_lost_numbers_give_no_wrong_record(folder, open_cache):
-    """The list of data sets is damaged, and another split takes the numbers of the first."""
+    """The list of data sets is damaged, and another split reuses the first split's numbers."""
     first = open_cache(disk_bytes=10**6)
     records = open_records(folder, cache=first)
     assert [records.read(n)[1] for n in range(IMAGES)]
@@ -90,7 +88,7 @@ with Cache(
 
 @pytest.mark.integration
 def test_processes_share_one_folder(folder, tmp_path):
-    """Two of the same seed and one of another: each record is read from the origin once in all."""
+    """Two processes share a seed, a third has another: the origin reads each record once."""
     (tmp_path / "memory").mkdir()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     places = [str(folder), str(tmp_path / "cache"), str(tmp_path / "memory")]
@@ -145,7 +143,7 @@ def test_a_killed_run_leaves_a_good_cache(folder, plain, open_cache, tmp_path):
 
 @pytest.mark.integration
 def test_memory_of_a_killed_run_is_freed(folder, open_cache, tmp_path):
-    """By the next cache of the same user, be it another one."""
+    """The user's next cache frees it, even if it's a different cache."""
     places = [str(folder), str(tmp_path / "killed"), str(tmp_path / "memory")]
     assert (
         subprocess.run(
@@ -161,7 +159,7 @@ def test_memory_of_a_killed_run_is_freed(folder, open_cache, tmp_path):
 
 
 def test_private_tables_where_no_file_can_be_made(folder, plain, open_cache, monkeypatch, caplog):
-    """The folder of streams is full: the stream still counts in its own process."""
+    """If the folder of streams is full, the stream still counts within its own process."""
     cache = open_cache(disk_bytes=90_000)
 
     def full(*_):
@@ -174,9 +172,7 @@ def test_private_tables_where_no_file_can_be_made(folder, plain, open_cache, mon
 
 
 def test_an_order_that_is_known_late(folder, plain, open_cache, monkeypatch):
-    """As that of a million records: the stream goes on without it, and levels keep by it from then
-    on.
-    """
+    """If an order takes long, the stream starts without it, and levels use it once it's known."""
     known = threading.Event()
     compute = Passes._compute
 
@@ -230,7 +226,7 @@ UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 @pytest.mark.integration
 def test_a_full_disk_turns_the_level_off_once(folder, plain, tmp_path):
-    """A real one: a file system in memory with place for some of the records."""
+    """Uses a real full disk: an in-memory file system with room for some of the records."""
     if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("this machine has no namespaces for users")
     (tmp_path / "disk").mkdir()

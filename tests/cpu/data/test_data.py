@@ -1,4 +1,4 @@
-"""The records, the augmentation, the stream of batches: real ArrayRecord files, no TensorFlow."""
+"""The records, the augmentation and the batch stream, on real ArrayRecord files, no TensorFlow."""
 
 import hashlib
 import subprocess
@@ -56,9 +56,7 @@ def test_batch_has_the_promised_shapes_and_scale(folder: Path) -> None:
 
 
 def test_ranks_share_out_each_pass(folder: Path) -> None:
-    """Every record once a pass, none twice; the augmentation of a record does not depend on the
-    number of ranks.
-    """
+    """A pass reads each record exactly once; augmentation doesn't depend on the rank count."""
     alone = next(train_batches(folder, batch_size=IMAGES, image_size=16, steps=1))
     parts = [
         next(train_batches(folder, batch_size=8, image_size=16, rank=r, size=3, steps=1))
@@ -100,7 +98,7 @@ def test_independent_of_threads(folder: Path) -> None:
 
 
 def test_resume_from_state_and_from_start_step(folder: Path) -> None:
-    """Across a pass: 4 steps a pass, stopped in the second."""
+    """Resumes across passes: a pass has 4 steps, and the stream stops in the second pass."""
     options: dict[str, Any] = {"batch_size": 6, "image_size": 8, "seed": 3, "steps": 9}
     through = list(train_batches(folder, **options))
     stopped = train_batches(folder, **options)
@@ -193,7 +191,7 @@ def test_a_long_image_falls_back_to_its_centre() -> None:
 def test_evaluation_crop_of_a_plain_image() -> None:
     _, jpeg = cv2.imencode(
         ".png", np.full((40, 60, 3), (255, 0, 0), np.uint8)
-    )  # blue, as OpenCV orders it
+    )  # blue, in OpenCV's channel order
     image = eval_image(jpeg.tobytes(), 8)
     expected = (np.array([0, 0, 1]) - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     np.testing.assert_allclose(image, np.broadcast_to(expected, image.shape), atol=1e-5)

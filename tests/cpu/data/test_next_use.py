@@ -1,6 +1,4 @@
-"""Which records a level keeps: against the optimum, against brute force, and never beyond its
-pages.
-"""
+"""Which records a level keeps: against the optimum, brute force, and its limit of pages."""
 
 import numpy as np
 import pytest
@@ -22,12 +20,12 @@ quick = settings(max_examples=scaled(60), deadline=None)
 
 
 def passes(seed, records, length):
-    """A stream of another random order each pass, of `length` of the records."""
+    """Returns a stream of `length` of the records, in a different random order each pass."""
     return lambda epoch: np.random.default_rng((seed, epoch)).permutation(records)[:length]
 
 
 def optimal_hits(sequence, capacity):
-    """Belady's algorithm, with a newcomer that may be refused, on records of one page."""
+    """Belady's algorithm for one-page records, extended so that a new record may be rejected."""
     following, last = [], {}
     for place in range(len(sequence) - 1, -1, -1):
         following.append(last.get(sequence[place], NEVER))
@@ -46,8 +44,9 @@ def optimal_hits(sequence, capacity):
 @quick
 @given(st.integers(0, 99), st.integers(2, 40), st.integers(1, 45), st.integers(1, 5))
 def test_hits_of_small_levels_are_optimal(seed, records, capacity, epochs):
-    """Below 64 records a level looks at every newcomer and drops one record at a time, which is
-    Belady's algorithm.
+    """With fewer than 64 records, this is Belady's algorithm.
+
+    A level then considers every new record and drops one record at a time.
     """
     order = passes(seed, records, records)
     sizes = np.full(records, PAGE_BYTES)
@@ -59,7 +58,7 @@ def test_hits_of_small_levels_are_optimal(seed, records, capacity, epochs):
 @quick
 @given(st.integers(0, 99), st.integers(100, 400), st.floats(0.1, 0.9), st.integers(1, 3))
 def test_hits_of_large_levels_are_near_the_optimum(seed, records, share, streams):
-    """A batch is a 64th of a level: what it costs is at most some of that."""
+    """A batch is a 64th of a level, and batching loses at most part of that."""
     orders = [passes((seed, stream), records, records) for stream in range(streams)]
     capacity = int(share * records)
     budgets, sizes = [capacity * PAGE_BYTES], np.full(records, PAGE_BYTES)
@@ -79,8 +78,9 @@ def test_hits_of_large_levels_are_near_the_optimum(seed, records, share, streams
 @quick
 @given(st.integers(0, 99), st.integers(1, 30), st.data())
 def test_next_use_is_the_next_use(seed, records, data):
-    """By brute force, up to the end of the next pass; also where a pass leaves records out, as on
-    several ranks.
+    """Compares with brute force up to the end of the next pass.
+
+    A pass may leave out records, as with several ranks.
     """
     length = data.draw(st.integers(1, records))
     start = data.draw(st.integers(0, 2 * length))
@@ -135,8 +135,9 @@ def test_a_set_that_fits_is_read_once():
 
 
 def test_copies_replace_nothing_for_one_stream():
-    """A refusal stands for a while, a 64th of the level; what was taken, and another stream, end
-    it.
+    """After a rejection, copies aren't offered for a while, a 64th of the level.
+
+    The pause ends early if a copy is taken or there are several streams.
     """
     room, offers = Room(128), []
 
@@ -144,7 +145,7 @@ def test_copies_replace_nothing_for_one_stream():
         return lambda exchange: offers.append(exchange) or taken
 
     assert [room.offer_copy(put(False), several_streams=False) for _ in range(7)] == [False] * 7
-    assert offers == [False, False, False]  # the first, the fourth and the seventh
+    assert offers == [False, False, False]  # the first, fourth and seventh
     assert room.offer_copy(put(True), several_streams=True)
     assert offers.pop() is True
     room.offer_copy(put(False), several_streams=False)
@@ -158,9 +159,7 @@ def test_copies_replace_nothing_for_one_stream():
 @quick
 @given(st.integers(0, 99), st.integers(16, 200), st.floats(0.1, 0.3))
 def test_a_small_level_gives_its_share_of_hits(seed, records, share):
-    """In front of a level that holds all: each pass after the first has as many hits as the small
-    one has records.
-    """
+    """After the first pass, a small level before a complete one has as many hits as records."""
     order, capacity = passes(seed, records, records), int(share * records)
     budgets, sizes = [capacity * PAGE_BYTES, records * PAGE_BYTES], np.full(records, PAGE_BYTES)
     found = simulate([order], sizes, budgets, length=records, epochs=4)

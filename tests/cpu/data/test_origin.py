@@ -1,4 +1,4 @@
-"""Data sets that a URL names: byte ranges over HTTP and S3, and what a server can do wrong."""
+"""Data sets named by a URL: byte ranges over HTTP and S3, and what a server can do wrong."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def footer_of(content):
     st.integers(0, 999),
 )
 def test_any_records_are_read_from_their_ranges(tmp_path_factory, sizes, options, seed):
-    """With nothing of the file in place but their chunks and the footer."""
+    """Reads them with nothing of the file available but their chunks and the footer."""
     path = tmp_path_factory.mktemp("shard") / "shard"
     random = Random(seed)
     records = [random.randbytes(size) for size in sizes]
@@ -79,9 +79,7 @@ def test_any_records_are_read_from_their_ranges(tmp_path_factory, sizes, options
 
 
 def test_an_index_of_many_blocks(tmp_path):
-    """The footer of 40 000 records is longer than the 64 KiB after which a block header interrupts
-    it.
-    """
+    """The footer of 40 000 records exceeds 64 KiB, so a block header interrupts it."""
     path = tmp_path / "shard"
     records = [os.urandom(index % 50 + 1) for index in range(40_000)]
     write_shard(path, records)
@@ -131,9 +129,7 @@ def test_a_damaged_footer_file_counts_as_missing(tmp_path):
 
 @pytest.mark.integration
 def test_http_has_the_same_bits(folder, cache):
-    """Each record's bytes are sent once, the second pass and a second stream read nothing, and
-    nothing is changed.
-    """
+    """Records are sent once; the second pass and a second stream fetch nothing."""
     before = tree(folder)
     with range_server(folder) as sent:
         assert digests(train_batches(sent.url, steps=20, cache=cache, **STREAM)) == digests(
@@ -153,7 +149,7 @@ def test_http_has_the_same_bits(folder, cache):
 
 
 def test_a_chained_url_has_the_same_records(folder, cache):
-    """File systems of fsspec that keep copies themselves read one range after the other."""
+    """fsspec file systems that keep copies themselves read one range after another."""
     with range_server(folder) as sent:
         records = open_records(f"simplecache::{sent.url}", cache=cache)
         plain = open_records(folder)
@@ -263,9 +259,7 @@ def test_a_damaged_shard_is_named(folder, tmp_path, cache, monkeypatch, damage, 
 
 
 def test_closing_ends_waiting_between_tries(folder, tmp_path, monkeypatch):
-    """An error of the storage is waited for with a growing pause, which the end of the cache cuts
-    short.
-    """
+    """Retries after storage errors wait longer and longer, but closing the cache ends the wait."""
     monkeypatch.setattr(origin_module, "WAIT_S", 1e6)
     cache = Cache(tmp_path / "cache", disk_bytes=10**6)
     with range_server(folder) as sent:
@@ -289,7 +283,7 @@ def test_closing_ends_waiting_between_tries(folder, tmp_path, monkeypatch):
 
 @pytest.mark.integration
 def test_s3_has_the_same_bits(folder, tmp_path, monkeypatch):
-    """From a server of moto on this machine, by the byte ranges of S3."""
+    """Reads S3 byte ranges from a local moto server."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")

@@ -1,4 +1,4 @@
-"""One level of the cache: its budget, its checksums, crashes, full disks, and several processes."""
+"""One cache level: its budget, checksums, crashes, full disks, and several processes."""
 
 import errno
 import logging
@@ -28,7 +28,7 @@ def file_bytes(folder):
 
 
 def kept(store, pages=3):
-    """The records that are there, each of which must be whole."""
+    """Returns the records that are present, after checking that each is intact."""
     found = [
         number
         for number in range(RECORDS)
@@ -39,8 +39,8 @@ def kept(store, pages=3):
 
 
 def free_pages(store):
-    """As counted, after counting again from the rows."""
-    with store._locked():  # counts where a process was killed
+    """Returns the number of free pages, after checking it against a recount from the rows."""
+    with store._locked():  # recounts if a process was killed
         counted = int(store._header[page_store.FREE])
         store._header[page_store.DIRTY] = 1
     with store._locked():
@@ -54,11 +54,11 @@ def free_pages(store):
     st.integers(0, 2**32 - 1),
 )
 def test_any_records_in_any_order(tmp_path_factory, offers, seed):
-    """What is there is what was put, and neither pages nor files ever exceed the budget."""
+    """What's stored is what was put, and neither pages nor files ever exceed the budget."""
     folder = tmp_path_factory.mktemp("store")
     random = Random(
         seed
-    )  # each draw of `st.randoms()` is a part of the example, which may not be so large
+    )  # draws of `st.randoms()` are part of the example, which is limited in size
     distance = [random.randrange(100) for _ in range(RECORDS)]
     store = open_store(
         folder,
@@ -87,7 +87,7 @@ def test_what_is_needed_last_is_dropped_first(tmp_path):
 
 
 def test_a_copy_replaces_what_no_stream_needs(tmp_path):
-    """With one stream nothing else; with several also what is needed later."""
+    """With one stream, a copy replaces nothing else; with several, also records needed later."""
     needed, more_streams = np.array([NEVER, 90, 80, 5, 5]), []
     store = open_store(
         tmp_path,
@@ -296,9 +296,7 @@ for number in range(63, -1, -1):
 @pytest.mark.integration
 @pytest.mark.parametrize("place", ["pwrite", "crc", "row", "drop"])
 def test_kill_while_writing_leaves_whole_records(tmp_path, place):
-    """In the middle of a record's bytes, between its pages and its row, and while others are
-    dropped for it.
-    """
+    """Kills amid a record's bytes, before its row, and while others are dropped for it."""
     store = open_store(tmp_path)
     command = [*warm_python.COMMAND, "-c", KILLED, str(tmp_path), place]
     done = subprocess.run(command, check=False, timeout=120, cwd=ROOT)
@@ -331,7 +329,7 @@ assert store.damaged == 0
 
 @pytest.mark.integration
 def test_processes_fill_one_level_together(tmp_path):
-    """They drop each other's records while the other reads them, and see whole records only."""
+    """Processes drop records that others are reading, yet only whole records are read."""
     store = open_store(tmp_path)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     children = [
@@ -350,9 +348,7 @@ def test_processes_fill_one_level_together(tmp_path):
 
 
 def test_a_store_closes_behind_a_write(tmp_path, monkeypatch):
-    """A thread that is storing a record never writes into a file that got the store's
-    descriptor.
-    """
+    """A thread that stores a record never writes to a file that reuses the descriptor."""
     store, write = open_store(tmp_path / "level"), page_store._write
     begun, go_on = threading.Event(), threading.Event()
 
@@ -379,13 +375,13 @@ def test_a_store_closes_behind_a_write(tmp_path, monkeypatch):
 
 
 def test_a_store_may_be_closed_while_a_record_is_looked_up(tmp_path):
-    """Another thread closes it between two looks at its rows."""
+    """Another thread closes the store between two accesses to its rows."""
     store = open_store(tmp_path / "level")
     store.put(3, content(3))
     rows = store._rows
 
     class Closing:
-        """The rows, behind which the store is closed after the first look."""
+        """Rows whose store is closed after the first access."""
 
         def __len__(self):
             store.close()
@@ -400,7 +396,7 @@ def test_a_store_may_be_closed_while_a_record_is_looked_up(tmp_path):
 
 
 def test_a_file_that_the_disk_has_no_place_for_keeps_its_size(tmp_path, monkeypatch):
-    """Otherwise the next process would find the right size, map the file, and end with SIGBUS."""
+    """With a grown file, the next process would map it and die from SIGBUS."""
     path = tmp_path / "rows"
     path.write_bytes(b"x" * 100)
 

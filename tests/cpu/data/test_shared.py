@@ -1,4 +1,4 @@
-"""One decode for several readers, in any interleaving."""
+"""Decodes once for several readers, whatever the order of their calls."""
 
 import threading
 from pathlib import Path
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Numbers(Batches):
-    """A stream like `Batches` whose batch n holds n: opened, read and closed without files."""
+    """Like `Batches`, except that batch n holds n: opened, read and closed without files."""
 
     def __init__(self, steps: int, step: int = 0) -> None:
         self._steps, self.step = steps, step
@@ -71,7 +71,7 @@ def test_one_after_the_other_gets_the_same_bits(folder: Path) -> None:
 
 
 def test_every_reader_gets_an_unreadable_batchs_error(folder: Path, monkeypatch: Any) -> None:
-    """Not the batch behind it: all later ones would be others than alone."""
+    """Readers don't skip to the next batch, or later ones would differ from a lone stream's."""
     whole = Stream.example
 
     def damaged(self: Stream, place: Any) -> Any:
@@ -94,9 +94,9 @@ def test_every_reader_gets_an_unreadable_batchs_error(folder: Path, monkeypatch:
 
 
 def test_idle_reader_does_not_block_resuming_readers(folder: Path) -> None:
-    """A reader that no one asks for batches does not hold up the readers that resume."""
+    """A reader nobody reads from doesn't hold up the readers that resume."""
     shared = SharedDecode(train_batches(folder, batch_size=4, image_size=8, steps=STEPS))
-    shared.reader()  # of a job that is over already
+    shared.reader()  # belongs to a job that has already ended
     ahead, *readers = [shared.reader() for _ in range(3)]
     for reader, step in ((ahead, 5), *((reader, 3) for reader in readers)):
         reader.set_state(reader.get_state() | {"step": step})
@@ -163,13 +163,12 @@ def test_window_must_hold_a_batch() -> None:
 def test_any_call_order_gives_each_reader_all_batches(
     order: list[int], window: int, starts: list[int], leave: set[int]
 ) -> None:
-    """Any order of calls gives each reader all batches in order."""
     shared = SharedDecode(Numbers(10), window=window)
     readers = [shared.reader(start_step=start) for start in starts]
     seen: list[list[int]] = [[] for _ in readers]
     for place, turn in enumerate(order):
         if place > 30 and turn in leave:
-            readers[turn].close()  # a closed reader may still be used: it stands where it stood
+            readers[turn].close()  # a closed reader may still be used: it keeps its position
         batch = next(readers[turn], None)
         if batch is not None:
             seen[turn].append(int(batch["image"][0]))
@@ -181,9 +180,7 @@ def test_any_call_order_gives_each_reader_all_batches(
 
 
 def test_threads_decode_each_batch_once() -> None:
-    """A barrier keeps four threads within a batch of each other: whatever their order, ten
-    decodes.
-    """
+    """A barrier keeps four threads within one batch, so ten decodes suffice in any order."""
     shared = SharedDecode(Numbers(10), window=2)
     barrier = threading.Barrier(4, timeout=60)
     seen: dict[int, list[int]] = {}

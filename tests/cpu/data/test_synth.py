@@ -1,4 +1,4 @@
-"""`jaxcross data synth`: a real TFDS data set."""
+"""`jaxcross data synth` writes a real TFDS data set."""
 
 import argparse
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_tfds_itself_reads_it(tmp_path: Path) -> None:
 
 
 def test_synthesise_is_repeatable_and_writes_once(tmp_path: Path) -> None:
-    """The same arguments give the same files, which are not written a second time."""
+    """The same arguments give the same files, which aren't written again."""
     options: dict[str, Any] = {"images": 8, "classes": 2, "width": 32, "height": 32}
     first, second = synthesise(tmp_path / "a", **options), synthesise(tmp_path / "b", **options)
     written = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
@@ -59,9 +59,7 @@ def test_interrupted_writing_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_the_class_can_be_told_from_the_image(tmp_path: Path) -> None:
-    """Nearest mean colour, learnt on augmented training images, names the class of most validation
-    images.
-    """
+    """The nearest mean colour, learnt from training images, classifies most validation images."""
     synthesise(tmp_path, images=96, classes=6, width=64, height=48)
     train = next(train_batches(tmp_path, batch_size=96, image_size=32))
     test = next(eval_batches(tmp_path, batch_size=24, image_size=32))

@@ -1,4 +1,4 @@
-"""The reference lists names that exist: Sphinx leaves out unknown members without a word."""
+"""The API reference lists only names that exist: Sphinx silently omits unknown members."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""The commands in the README and the docs exist, and links between pages lead somewhere.
+"""Commands in the README and docs exist, and links between pages resolve.
 
 The program that a `$` line of a `console` block names parses that line. tests/mpi/docs runs the
 Python blocks.
@@ -21,7 +21,8 @@ from tests.support.pages import PAGES, ROOT, blocks
 
 TIMEOUT_S = 240
 MARK = "\x1e"
-# Words that a shell, a package manager or a cluster provides: nothing of ours to check.
+# Commands that a shell, a package manager or a cluster provides, so there's nothing of ours to
+# check.
 FOREIGN = {
     "pip",
     "git",
@@ -61,7 +62,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def test_every_command_is_a_real_one() -> None:
-    """One test, because the scripts that the commands name take seconds to import."""
+    """A single test, because importing the scripts that the commands name takes seconds."""
     assert commands()
     for where, command in commands():
         for part in re.split(r"&&|;|\|\|?", command):
@@ -117,7 +118,7 @@ def check_ours(arguments: Sequence[str], where: str) -> None:
 
 
 def check_script(script: str, arguments: Sequence[str], where: str) -> None:
-    if "/" not in script:  # the user's own
+    if "/" not in script:  # the user's own script
         return
     assert (ROOT / script).is_file(), f"{where}: there is no {script}"
     known = help_of(script)
@@ -127,7 +128,7 @@ def check_script(script: str, arguments: Sequence[str], where: str) -> None:
             assert re.search(rf"{re.escape(option)}\b", known), f"{where}: {script} has no {option}"
 
 
-# What each script answers to `--help`, all in one process: what they import takes seconds.
+# Prints each script's `--help`, all in one process, because their imports take seconds.
 ASK = f"""
 import contextlib, io, os, runpy, sys
 for script in sys.argv[1:]:
@@ -153,7 +154,7 @@ for script in sys.argv[1:]:
 
 @cache
 def helps() -> dict[str, str]:
-    """Script -> its help, of all that the pages name."""
+    """Maps every script named by the docs to its help text."""
     named = {
         word
         for _, command in commands()

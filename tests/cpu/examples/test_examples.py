@@ -1,6 +1,7 @@
-"""Each example as a user runs it on one rank, at toy size.
+"""Runs each example as a user would, on one rank and at toy size.
 
-CI has those whose ranks do the same; `tests/mpi/examples` runs the others, on several ranks.
+In CI, these are the examples whose ranks all do the same; `tests/mpi/examples` runs the others, on
+several ranks.
 """
 
 import json
@@ -19,9 +20,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def run(env: Mapping[str, str], *words: object, timeout: float = 240) -> str:
-    """Runs an example to its end and returns what it printed; fails with all of it if the example
-    fails.
-    """
+    """Runs an example and returns its output; fails with all of it if the example fails."""
     command = [*warm_python.COMMAND, str(EXAMPLES / str(words[0])), *map(str, words[1:])]
     done = subprocess.run(
         command,
@@ -88,13 +87,13 @@ def test_imagenet_resnet(tmp_path: Path, quick_compiler: dict[str, str]) -> None
     )
     assert "all final states are equal, bit for bit" in out
     result = json.loads((tmp_path / "result.json").read_text())
-    runs = {"sequential", "crossover", "sequential-2", "crossover-2"}  # each way in two turns
+    runs = {"sequential", "crossover", "sequential-2", "crossover-2"}  # two turns per mode
     assert set(result["runs"]) == runs
     jobs = result["runs"]["crossover-2"]["jobs"]
     assert [job["name"] for job in jobs] == ["job0 lr=0.1,seed=0", "job1 lr=0.2,seed=1"]
     assert [job["steps"] for job in jobs] == [10, 10]
-    # Four classes: chance is 0.25. The images tell their class, so twenty steps are enough to beat
-    # it clearly.
+    # With four classes, chance is 0.25. The classes are visible in the images, so twenty steps
+    # clearly beat it.
     assert all(score["accuracy"] > 0.5 for score in result["evaluation"].values())
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {f"{run}.{kind}" for run in runs for kind in ("json", "png", "trace.json")}

@@ -1,6 +1,4 @@
-"""The ImageNet example's parts: models, train step, recipe, command line. Nothing here
-communicates.
-"""
+"""The parts of the ImageNet example, without communication: models, train step, recipe, CLI."""
 
 import sys
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ def example() -> Iterator[ModuleType]:
         sys.path.remove(str(EXAMPLES))
 
 
-# Parameters with 1000 classes, as published for ResNet v1.5.
+# Parameter counts with 1000 classes, as published for ResNet v1.5.
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "millions"),
@@ -51,7 +49,7 @@ def test_number_of_parameters(example: ModuleType, name: str, millions: float) -
 
 @pytest.mark.integration
 def test_resnet_stride_and_last_norm_initial_scale(example: ModuleType) -> None:
-    """The stride is in the 3x3 convolution, and the last norm's scale starts at zero."""
+    """The stride is in the 3x3 convolution, and the last norm's scale is initialised to zero."""
     model = example.MODELS["resnet50"](num_classes=10)
     image = jnp.zeros((1, 64, 64, 3))
     _, state = jax.eval_shape(
@@ -68,11 +66,11 @@ def test_resnet_stride_and_last_norm_initial_scale(example: ModuleType) -> None:
     assert params["BasicBlock_1"]["BatchNorm_0"]["scale"].all()
 
 
-@cache  # equal states and steps compile once
+@cache  # compile once for equal states and steps
 def make(
     example: ModuleType, precision: str = "float32", steps: int = 4, **options: Any
 ) -> tuple[Any, Any]:
-    """A small state and a batch for each of two ranks."""
+    """Returns a small state, and one batch for each of two ranks."""
     model = example.MODELS["resnet8"](
         num_classes=4, dtype=precision, stage_sizes=(1,), num_filters=4, **options
     )
@@ -102,7 +100,7 @@ def on_two_ranks(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
 def test_step_keeps_ranks_equal_and_params_float32(
     example: ModuleType, precision: str, options: dict
 ) -> None:
-    """A step keeps the ranks equal and the parameters in float32."""
+    """A step keeps the state identical across ranks and the parameters in float32."""
     state, batch = make(example, precision, **options)
     new, metrics = on_two_ranks(example.train_step, state, batch)
     for leaf in jax.tree.leaves((new, metrics)):
@@ -115,7 +113,7 @@ def test_step_keeps_ranks_equal_and_params_float32(
 
 @pytest.mark.integration
 def test_sync_norm_on_two_ranks_equals_joined_batch(example: ModuleType) -> None:
-    """Synchronised norm on two ranks equals one rank with both batches."""
+    """Synchronised norm on two ranks equals one rank given both batches."""
     state, batch = make(example, axis_name="batch")
     two, _ = on_two_ranks(example.train_step, state, batch)
     joined = {name: array.reshape(1, 8, *array.shape[2:]) for name, array in batch.items()}
@@ -130,7 +128,6 @@ def test_sync_norm_on_two_ranks_equals_joined_batch(example: ModuleType) -> None
 
 @pytest.mark.integration
 def test_float16_overflow_leaves_params_and_momentum(example: ModuleType) -> None:
-    """A float16 overflow leaves the parameters and the momentum unchanged."""
     state, batch = make(example, "float16")
     new, _ = on_two_ranks(example.train_step, state, batch | {"image": batch["image"] * 1e6})
     for name in ("params", "opt_state"):

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one step of the optimizer, and one exchange, for every few gradients."""
+"""Gradient accumulation: one optimizer step and one exchange per group of gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = {"w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4), "b": np.o
 
 
 def gradients(step: int) -> Any:
-    """All ranks' gradients, each rank's own."""
+    """Returns the gradients of all ranks, different on each rank."""
     rng = np.random.default_rng(step)
     return jax.tree.map(lambda p: rng.normal(size=(RANKS, *p.shape)).astype(p.dtype), PARAMS)
 
@@ -31,7 +31,7 @@ def gradients(step: int) -> Any:
 def trained(
     tx: Any, steps: int, change: Callable[[int, Any], Any] = lambda n, grads: grads
 ) -> list[Any]:
-    """(parameters, state, updates) after each step, of all ranks, under `vmap`."""
+    """Returns all ranks' (parameters, state, updates) after each step, under `vmap`."""
     everywhere = jax.tree.map(lambda p: np.stack([p] * RANKS), PARAMS)
 
     @jax.jit
@@ -51,7 +51,7 @@ def trained(
 
 
 def means_of(tx: Any, steps: int) -> list[Any]:
-    """The same for `tx` itself, called with the mean of each `EVERY` gradients."""
+    """Does the same for `tx` alone, which gets the mean of every `EVERY` gradients."""
 
     def averaged(n: int, grads: Any) -> Any:
         del grads
@@ -83,9 +83,7 @@ INNER = {
 @pytest.mark.integration
 @pytest.mark.parametrize("make", INNER.values(), ids=INNER)
 def test_accumulate_equals_its_optimizer_on_the_means(make: Callable[[], Any]) -> None:
-    """Updates between two steps are zero, and neither parameters nor the optimizer's state
-    change.
-    """
+    """In between, updates are zero, and neither parameters nor optimizer state change."""
     steps = 3 * EVERY
     got, want = trained(accumulate(make(), every=EVERY), steps), means_of(make(), steps)
     before = jax.tree.map(lambda p: np.stack([p] * RANKS), PARAMS), jax.vmap(make().init)(got[0][0])
@@ -119,8 +117,9 @@ def test_accumulate_of_every_gradient_is_its_optimizer() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_spoils_one_step(bad: float) -> None:
-    """It is seen in that step; the next sum begins at zero, which `(1 - emit) * total` would not
-    be.
+    """The non-finite value shows up in that step only.
+
+    The next sum starts from zero, which `(1 - emit) * total` wouldn't ensure.
     """
 
     def spoil(n: int, grads: Any) -> Any:
@@ -176,7 +175,7 @@ def step_of(tx: Any) -> Callable[..., Any]:
 
 
 def exchanges_of(tx: Any, steps: int) -> list[int]:
-    """How many exchanges each step's program makes."""
+    """Returns the number of exchanges in each step's program."""
     step, state, found = step_of(tx), tx.init(PARAMS), []
     for _ in range(steps):
         args = PARAMS, state, PARAMS
@@ -191,11 +190,11 @@ def exchanges_of(tx: Any, steps: int) -> list[int]:
 
 @pytest.mark.integration
 def test_accumulate_exchanges_only_in_every_kth_step() -> None:
-    """In `accumulate`, only every k-th step exchanges, and in `optax.MultiSteps` each step does."""
+    """`accumulate` exchanges on every k-th step only, whereas `optax.MultiSteps` always does."""
     tx = optax.chain(mean("batch"), optax.sgd(0.1))
     assert exchanges_of(accumulate(tx, every=3), 6) == [0, 0, 2, 0, 0, 2]
     assert exchanges_of(optax.MultiSteps(tx, 3), 3) == [2, 2, 2]
-    # One counter within another: every second of the steps of the optimizer.
+    # Nested counters: exchanges on every second optimizer step.
     assert exchanges_of(accumulate(local_sgd(optax.sgd(0.1), "batch", every=2), every=2), 4) == [
         0,
         0,
@@ -251,7 +250,7 @@ def repeated(tx: Any, wrap: Callable[[Any], Any] = lambda step: step) -> list[st
 )
 @pytest.mark.parametrize("name", REPEATED)
 def test_multi_steps_around_an_exchange_is_found(name: str, wrap: Callable[[Any], Any]) -> None:
-    """By the user's line, which calls `update`, wherever in the step it stands."""
+    """The error names the user's line that calls `update`, wherever it is in the step."""
     (source,) = repeated(REPEATED[name], wrap)
     assert "test_accumulate.py" in source and "step_of.<locals>.step" in source
 
@@ -260,5 +259,5 @@ def test_multi_steps_around_an_exchange_is_found(name: str, wrap: Callable[[Any]
 def test_other_exchanges_are_not_taken_for_it(name: str) -> None:
     repeated(
         REPEATED["jitted"]
-    )  # what has been traced there once is known to JAX by lines of `MultiSteps`
+    )  # JAX attributes what was traced once there to lines of `MultiSteps`
     assert repeated(NOT_REPEATED[name]) == []

@@ -1,4 +1,4 @@
-"""Adasum against a tree of float64 vectors in NumPy, and the algebra that the operator has."""
+"""Adasum against a tree of float64 NumPy vectors, and the algebraic properties of the operator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def combine(gradients, ranks=None):
 @pytest.mark.mostly_exhaustive("1", "5")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16])
 def test_adasum_matches_the_tree_with_equal_bits(ranks):
-    """Adasum equals the tree layer by layer, with the same bits on every rank."""
+    """Adasum equals the tree layer by layer, and is bitwise identical across ranks."""
     given = grads(ranks)
     got = combine(given)
     for name, layer in given.items():
@@ -82,7 +82,6 @@ def test_equal_gradients_stay_as_they_are(ranks):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_finite_values_near_the_maximum_stay_finite(dtype):
-    """Finite values stay finite near the largest number of the type."""
     g = jnp.asarray([[2e38, -3e38, 1e38]], dtype)
     for sign, want in ((1, g[0]), (-1, 0 * g[0])):
         np.testing.assert_array_equal(combine(jnp.concatenate([g, sign * g]))[1], want)
@@ -91,7 +90,6 @@ def test_finite_values_near_the_maximum_stay_finite(dtype):
 @pytest.mark.mostly_exhaustive("2", "3")
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_orthogonal_gradients_add_and_parallel_average(ranks):
-    """Orthogonal gradients are added, and parallel ones are averaged."""
     rng = np.random.default_rng(1)
     q, _ = np.linalg.qr(rng.normal(size=(12, 12)))
     orthogonal = np.asarray(q[:ranks] * rng.uniform(1, 5, (ranks, 1)), np.float32)
@@ -117,7 +115,7 @@ def test_symmetry_scaling_rotation_zero():
     np.testing.assert_allclose(combine(rotated)[0], ab @ q, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(combine(np.stack([np.zeros_like(b), b]))[0], b)
     assert (combine(np.zeros((4, 12), np.float32)) == 0).all()
-    # In one argument alone it does not scale.
+    # Scaling only one argument doesn't scale the result.
     assert norm(combine(np.stack([3 * a, b]))[0] - (ab + 2 * a)) > 0.1
 
 
@@ -167,12 +165,12 @@ def test_the_smallest_numbers_next_to_large_ones():
         [[tiny, -tiny, 0], [1e19, 1e19, 1e19], [3 * tiny, tiny, tiny], [tiny / 4, 0, 0]], np.float32
     )
     assert np.isfinite(combine(layer)).all()
-    # Half of the smallest number counts as zero, so a little above it the operator is itself again.
+    # Half of the smallest number counts as zero, but slightly above it the operator works again.
     np.testing.assert_allclose(combine(8 * layer[[0, 0]])[0], 8 * layer[0], rtol=4 * EPS)
 
 
 def test_magnitudes_may_differ_within_a_layer():
-    """Magnitudes may differ between the parts of one layer."""
+    """Magnitudes may differ across the parts of one layer."""
     layer = np.asarray(np.random.default_rng(6).normal(size=(4, 64)), np.float32)
     layer[:, :16] *= 1e-30
     layer[:, 32:48] *= 1e15

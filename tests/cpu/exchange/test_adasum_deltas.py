@@ -1,5 +1,7 @@
-"""Adasum of what optimizers make of gradients. The optimizers' states are compared bit for bit with
-those of optimizers alone, so that all is compiled as users have it.
+"""Adasum of optimizer updates rather than gradients.
+
+The optimizers' states are compared bit for bit with those of the optimizers alone, so everything is
+compiled as it is for users.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ def test_deltas_come_from_each_rank_s_own_optimizer(optimizer):
 
 
 def test_deltas_are_averaged_in_nodes_before_combining():
-    """Deltas are averaged within nodes before they are combined."""
     optimizer, axes = optax.adam(0.1), {"node": 2, "local": 2}
     tx = adasum(("node", "local"), optimizer=optimizer)
     params = jax.tree.map(lambda x: x[0], grads(1))

@@ -1,4 +1,4 @@
-"""Axes in a list, leaves that are no real floats: taken as they are meant, or refused by name."""
+"""Axes in a list and leaves that aren't real floats are accepted as meant, or rejected by name."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 
@@ -71,7 +71,7 @@ def test_a_list_is_held_to_the_same_rules() -> None:
 
 @pytest.mark.parametrize("axes", ["batch", ("node", "local")])
 def test_flat_top_k_rejects_inner_ranks(axes: Any) -> None:
-    """Nodes that a flat `top_k` would not see are refused."""
+    """A flat `top_k` rejects `inner_ranks`, since it doesn't use nodes."""
     with pytest.raises(
         ValueError, match=r'^`inner_ranks` of `top_k` is 8, but `pattern="flat"` knows no nodes'
     ):
@@ -272,14 +272,14 @@ def no_loco(**changed: Any) -> Any:
     ],
 )
 def test_out_of_range_numbers_are_rejected_early(make: Callable[[], Any], message: str) -> None:
-    """Numbers out of range are refused when the exchange is made."""
+    """Out-of-range numbers are rejected when the exchange is constructed."""
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.integration
 def test_numbers_may_be_numpys_and_jaxs() -> None:
-    """Also in a step, where what is computed from JAX's would be traced."""
+    """Numbers may even be JAX's inside a step, where computing with them would be traced."""
     grads = jax.ShapeDtypeStruct((8, 6), jnp.float32)
     for number in (np.float32(0.5), np.asarray(0.5), jnp.float32(0.5), jnp.bfloat16(0.5)):
         for tx in (
@@ -328,7 +328,7 @@ NODES = partial(exchange.top_k, 0.1, list(AXES), pattern="hierarchical")
 BITS = partial(exchange.one_bit_adam, 1, "node", block=8)
 LOW = partial(exchange.power_sgd, axes="node", min_ratio=0)
 WIDE, NARROW = jnp.ones((6, 10)), jnp.ones((6, 9))
-# The exchange, the one whose state it is given, the parameters of that, and where shapes differ.
+# The exchange, the one whose state it receives, the latter's parameters, and where shapes differ.
 OTHERS: dict[str, tuple[Any, Any, jax.Array, str]] = {
     "top_k": (
         NODES(inner_ranks=2),
@@ -385,7 +385,7 @@ def test_who_compresses_nothing_is_told_once(make: Any) -> None:
         state = tx.init(grads)
     jax.make_jaxpr(tx.update, axis_env=[("batch", 2)])(
         grads, state
-    )  # warnings are errors in this suite
+    )  # this suite turns warnings into errors
 
 
 def test_no_warning_if_compression_is_partial_or_off() -> None:

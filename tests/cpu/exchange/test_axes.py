@@ -1,6 +1,4 @@
-"""Over two axes named together, an exchange is the one over as many ranks along one axis, or is
-refused.
-"""
+"""Over two axes, an exchange equals one over as many ranks along one axis, or is rejected."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ from tests.support.quick_compiler import OPTIONS
 
 NODES = {"node": 2, "local": 2}
 NAMES = tuple(NODES)
-# Adasum gives two axes each its role, of which `test_adasum.py` has the tests.
+# Adasum gives each of two axes its own role; `test_adasum.py` tests that.
 ROWS = [
     row for row in TABLE if list(row.axes(4)) == ["batch"] and not row.name.startswith("adasum")
 ]
-# Whose ranks are hops apart, or own a part each: they need one order of ranks.
+# Their ranks send to ranks some hops away or own one part each, so they need a single rank order.
 ORDERED = (
     "asynchronous",
     "federated_average",
@@ -81,7 +79,7 @@ def test_two_axes_as_one(row: Row) -> None:
     ],
 )
 def test_duplicate_axis_is_rejected_on_construction(make: Any) -> None:
-    """An axis that is named twice is refused when the exchange is made."""
+    """An axis named twice is rejected when the exchange is constructed."""
     with pytest.raises(
         ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"
     ):
@@ -102,7 +100,7 @@ def test_every_exchange_calls_its_axes_so() -> None:
 
 
 def test_sizes_are_left_to_the_step() -> None:
-    """`crossover` takes axes with sizes under the same name; an exchange takes their names."""
+    """`crossover` takes axes with sizes under the same name; an exchange takes only names."""
     sized: Any = NODES
     with pytest.raises(
         ValueError,

@@ -1,5 +1,6 @@
-"""What a rank receives for large trees, against numbers that no helper of the exchanges takes part
-in. Traced only.
+"""What a rank receives for large trees.
+
+The expected numbers use none of the exchanges' helpers. The steps are only traced.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 from jaxcross.wire.bytes import wire_bytes
 
-# Two blocks of a Transformer: 3.5 million elements, in layers of 384 beside layers of 590 thousand.
+# Two Transformer blocks: 3.5 million elements, in layers of 384 as well as 590 thousand elements.
 SHAPES = {
     f"{block}/{name}": shape
     for block in range(2)
@@ -41,7 +42,7 @@ ONE = {"kernel": (1001, 333)}
 def received(
     tx: optax.GradientTransformation, ranks: int, shapes: dict[str, tuple[int, ...]]
 ) -> int:
-    """In the first step, of float32 gradients."""
+    """Returns the bytes received in the first step, with float32 gradients."""
     values = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     args = (values, jax.eval_shape(tx.init, values), values)
     traced = trace(
@@ -55,12 +56,12 @@ def received(
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_adasum_pads_by_two_in_a_hundred_at_most(ranks: int) -> None:
     ideal = 2 * (ranks - 1) / ranks * 4 * ELEMENTS
-    # At each of log2(P) levels five numbers a layer, from every other rank.
+    # At each of log2(P) levels: five numbers per layer from every other rank.
     statistics = math.log2(ranks) * 5 * 4 * len(SHAPES) * (ranks - 1)
     assert ideal < received(exchange.adasum("batch"), ranks, SHAPES) <= 1.02 * ideal + statistics
 
 
-# Of 333,333 elements, 1% is 3,333; a rank's part of them is rounded up.
+# 1% of 333,333 elements is 3,333; each rank's share of those is rounded up.
 EXACT: dict[str, tuple[Callable[[int], Any], Callable[[int], int]]] = {
     "mean": (
         lambda ranks: exchange.mean("batch"),

@@ -1,7 +1,7 @@
-"""A state that was made with other arguments, as after a restart: what each strategy makes of it,
-or why it refuses it.
+"""A state created with other arguments, e.g. before a restart: what each strategy does with it.
 
-`streaming_diloco` with another `every` is in `test_streaming_diloco.py`.
+Either a strategy continues from it, or it says why it can't. A different `every` of
+`streaming_diloco` is tested in `test_streaming_diloco.py`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Make = Callable[[int], Any]
 
 
 def gradients(step: int) -> Any:
-    """All ranks' gradients, each rank's own."""
+    """Returns the gradients of all ranks, different on each rank."""
     rng = np.random.default_rng(step)
     return {name: rng.normal(size=(RANKS, *p.shape)).astype(p.dtype) for name, p in PARAMS.items()}
 
 
 def begun(tx: Any) -> Any:
-    """Parameters and state of every rank before the first step."""
+    """Returns every rank's parameters and state before the first step."""
     everywhere = jax.tree.map(lambda p: np.stack([p] * RANKS), PARAMS)
     return everywhere, jax.vmap(tx.init)(everywhere)
 
@@ -42,7 +42,7 @@ def begun(tx: Any) -> Any:
 def trained(
     tx: Any, steps: range, carry: Any, grads: Callable[[int], Any] = gradients
 ) -> tuple[Any, list[Any]]:
-    """Parameters and state of every rank after these steps, and the updates of each."""
+    """Returns every rank's parameters and state after these steps, and the updates of each step."""
 
     def one(grads: Any, state: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)
@@ -84,9 +84,7 @@ ROUNDS: dict[str, Make] = {
 def test_a_round_under_way_takes_the_new_length_or_ends_at_once(
     name: str, made: int, every: int, then: int, length: int
 ) -> None:
-    """It equals a round that was as long from the start: nothing is lost, and nothing counts
-    twice.
-    """
+    """The result equals a round of that length from the start: nothing is lost or counted twice."""
     make = ROUNDS[name]
     under_way, _ = trained(make(every), range(made), begun(make(every)))
     got, _ = trained(make(then), range(made, length), under_way)
@@ -96,9 +94,7 @@ def test_a_round_under_way_takes_the_new_length_or_ends_at_once(
 
 
 def test_accumulated_gradients_are_divided_by_their_number() -> None:
-    """Four gradients of 1 move the parameter by 1, with half of the round as well as with all of
-    it.
-    """
+    """Four gradients of 1 move the parameter by 1, though `every` drops to 2 after three."""
     three, two = (exchange.accumulate(optax.sgd(1.0), every=every) for every in (4, 2))
     state, params = three.init(jnp.zeros(())), jnp.zeros(())
     for _ in range(3):
@@ -129,9 +125,7 @@ def test_another_density_sends_what_the_old_one_left(make: Callable[[float], Any
 def test_one_bit_adam_knows_its_second_moment_after_another_freeze_step(
     before: int, then: int
 ) -> None:
-    """Gradients that never change give a direction of one in every step, if the moments are
-    corrected by their ages.
-    """
+    """With moments corrected by age, constant gradients give directions of magnitude one."""
 
     one = jax.tree.map(
         lambda p: np.where(np.arange(p.size).reshape(p.shape) % 3, 2, -2).astype(p.dtype), PARAMS
@@ -229,12 +223,10 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize(("before", "then", "words"), REFUSED.values(), ids=REFUSED)
 def test_a_state_of_another_form_is_refused(before: Any, then: Any, words: str) -> None:
-    """Every rank reports it while tracing, before the first exchange. `job.restore` refuses it by
-    its shapes.
-    """
+    """Every rank raises while tracing, before any exchange. `job.restore` rejects its shapes."""
     params = jax.tree.map(jnp.asarray, PARAMS)
 
-    state = before.init(params)  # outside of the step, where no axis is bound
+    state = before.init(params)  # outside the step, where no axis is bound
 
     def update(params: Any) -> Any:
         return then.update(params, state, params)

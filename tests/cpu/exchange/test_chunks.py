@@ -1,4 +1,4 @@
-"""Integers of a few bits as bytes, and the largest elements of each chunk."""
+"""Packs integers of a few bits into bytes, and selects the largest elements of each chunk."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_columns_of_several_leaves_share_one_message() -> None:
     layouts = [chunks.chunked(3, 5, 0.4), chunks.chunked(1, 4096, 0.001)]
     columns = [jnp.asarray([[4, 0], [1, 2], [3, 4]]), jnp.asarray([[4095, 0, 17, 1]])]
     packed = chunks.pack(columns, layouts)
-    assert packed.shape == (3 + 6,)  # six indices of 3 bits, four of 12
+    assert packed.shape == (3 + 6,)  # six 3-bit indices, four 12-bit ones
     found = chunks.unpack(jnp.stack([packed, packed]), layouts)
     for got, want in zip(found, columns, strict=True):
         assert (np.asarray(got) == np.asarray(want).reshape(1, -1)).all()

@@ -1,6 +1,4 @@
-"""What low rank, quantised and sign exchanges promise beyond what all do, all ranks in one
-process.
-"""
+"""Guarantees of low-rank, quantised and sign exchanges beyond the general ones, in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly
 def test_power_sgd_gives_a_mean_of_low_rank_as_it_is() -> None:
     noise = normal(RANKS, 30, 20)
     low = normal(30, 2, seed=1) @ normal(2, 20, seed=2)
-    grads = low + noise - noise.mean(0)  # each rank's has full rank, their mean has rank 2
+    grads = low + noise - noise.mean(0)  # each rank's gradient has full rank, their mean has rank 2
     for rank, exact in ((1, False), (2, True), (3, True)):
         tx = power_sgd(rank, "batch")
         updates, _ = on_ranks(tx)(grads, states(tx, grads))
@@ -42,7 +40,6 @@ def test_power_sgd_gives_a_mean_of_low_rank_as_it_is() -> None:
 
 
 def test_power_sgd_residual_is_sent_later() -> None:
-    """PowerSGD stores what it leaves out and sends it later."""
     tx = power_sgd(2, "batch")
     grads = normal(RANKS, 30, 20)
     step, state = on_ranks(tx), states(tx, grads)
@@ -58,7 +55,7 @@ def test_power_sgd_residual_is_sent_later() -> None:
 
 
 def test_power_sgd_residual_of_16_bits_is_float32() -> None:
-    """PowerSGD stores in float32 what it leaves out of 16-bit gradients."""
+    """For 16-bit gradients, PowerSGD keeps its residual in float32."""
     tx = power_sgd(2, "batch")
     grads = normal(RANKS, 30, 20).astype(jnp.bfloat16)
     step, state = on_ranks(tx), states(tx, grads)
@@ -73,7 +70,7 @@ def test_power_sgd_residual_of_16_bits_is_float32() -> None:
 
 
 def test_power_sgd_checks_overflow_only_in_float16() -> None:
-    """PowerSGD looks for values that are too large only where exponents are short."""
+    """PowerSGD checks for overflow only in types with a short exponent."""
 
     def differences(dtype: Any) -> int:
         grads = jnp.ones((30, 20), dtype)
@@ -87,9 +84,9 @@ def test_power_sgd_checks_overflow_only_in_float16() -> None:
 
 
 def test_power_sgd_sends_overlarge_values_in_parts() -> None:
-    """PowerSGD sends piece by piece what has become too large for the update."""
+    """PowerSGD sends a value too large for the update in several parts."""
     tx = power_sgd(1, "batch")
-    # Of rank two: the larger part goes out first, and the rest has grown by then.
+    # A rank-two gradient: the larger part is sent first, and the rest has grown by then.
     grads = jnp.zeros((RANKS, 20, 10), jnp.float16).at[:, 0, 0].set(40000).at[:, 1, 1].set(39000)
     step, state = on_ranks(tx), states(tx, grads)
     total = np.zeros((20, 10))
@@ -104,14 +101,14 @@ def test_power_sgd_sends_overlarge_values_in_parts() -> None:
 
 
 def test_power_sgd_compresses_mean_and_subtracts_it() -> None:
-    """PowerSGD compresses the mean and subtracts a projection of it."""
+    """PowerSGD compresses the mean, and subtracts a projection of it."""
     tx, grads = power_sgd(2, "batch"), normal(RANKS, 30, 20)
     updates, state = on_ranks(tx)(grads, states(tx, grads))
     mean_of = grads.mean(0, keepdims=True)
     alone, after = on_ranks(tx, {"batch": 1})(mean_of, states(tx, mean_of))
     np.testing.assert_allclose(updates[0], alone[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state.residual.mean(0), after.residual[0], rtol=1e-4, atol=1e-5)
-    # With the same right factors, what comes out scales with what goes in.
+    # For fixed right factors, the output scales with the input.
     scaled, _ = on_ranks(tx)(-3 * grads, states(tx, grads))
     np.testing.assert_allclose(scaled, -3 * updates, rtol=1e-4, atol=1e-5)
     square = lambda x: float(jnp.sum(x**2))  # noqa: E731
@@ -121,7 +118,7 @@ def test_power_sgd_compresses_mean_and_subtracts_it() -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_power_sgd_handles_degenerate_gradients(scale: float) -> None:
-    """PowerSGD survives zeros, dependent columns and any magnitude."""
+    """PowerSGD handles zeros, dependent columns and any magnitude."""
     tx = power_sgd(3, "batch")
     one = scale * jnp.outer(jnp.arange(1.0, 31), jnp.arange(1.0, 21))
     grads = jnp.stack([one] * RANKS)
@@ -136,7 +133,7 @@ def test_power_sgd_handles_degenerate_gradients(scale: float) -> None:
 
 
 def test_power_sgd_finds_an_orthogonal_row_space() -> None:
-    """PowerSGD finds a row space that is orthogonal to the last one."""
+    """PowerSGD finds a row space that is orthogonal to the previous one."""
     tx = power_sgd(1, "batch")
     grads = jnp.zeros((RANKS, 64, 8))
     step, state = on_ranks(tx), states(tx, grads)
@@ -148,7 +145,7 @@ def test_power_sgd_finds_an_orthogonal_row_space() -> None:
 
 
 def precisions(jaxpr: Any) -> list[Any]:
-    """Of all products, also in what a jaxpr calls."""
+    """Returns the precision of every product, including those in nested jaxprs."""
     found = []
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         found += [eqn.params["precision"]] if eqn.primitive.name == "dot_general" else []
@@ -158,12 +155,12 @@ def precisions(jaxpr: Any) -> list[Any]:
 
 
 def test_power_sgd_makes_all_products_in_full_float32() -> None:
-    """As GPUs do not unless they are told to."""
+    """GPUs use less unless the precision is set explicitly."""
     tx = power_sgd(3, "batch")
     made = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g)), axis_env=[("batch", RANKS)])(
         jnp.ones((30, 20))
     )
-    # The four of a step, and two for each pair of columns.
+    # A step has four products, plus two for each pair of columns.
     assert precisions(made) == [(jax.lax.Precision.HIGHEST,) * 2] * (4 + 2 * 3)
 
 
@@ -196,7 +193,6 @@ def test_qsgd_is_unbiased_and_its_variance_is_bounded() -> None:
 
 
 def test_qsgd_rounding_depends_on_rank_leaf_step_seed() -> None:
-    """QSGD rounds differently on each rank, leaf, step and seed."""
     one = normal(50)
     grads = [jnp.stack([one] * RANKS)] * 2
     tx, other = qsgd(2, "batch"), qsgd(2, "batch", seed=1)
@@ -221,7 +217,7 @@ def test_qsgd_survives_any_magnitude(scale: float) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 7, 127])
 def test_qsgd_of_finite_gradients_is_finite(levels: int) -> None:
-    """Where the norm, or a level more than an element has, would be larger than any number."""
+    """Updates are finite even if the norm, or an element's next level, would overflow."""
     largest = float(jnp.finfo(jnp.float32).max)
     tx = qsgd(levels, "batch")
     step = on_ranks(tx, {"batch": 1})
@@ -265,14 +261,13 @@ def test_the_majority_decides() -> None:
 
 
 def test_lying_minority_does_not_change_a_vote() -> None:
-    """Fewer than half the ranks that lie change nothing where the others agree."""
+    """A lying minority changes nothing wherever the other ranks agree."""
     truth = np.sign(np.asarray(normal(20)))
     np.testing.assert_array_equal(voted([truth] * 3 + [-1000 * truth] * 2), truth)
     np.testing.assert_array_equal(voted([truth] * 2 + [-1000 * truth] * 3), -truth)
 
 
 def test_ties_and_zeros_are_positive_without_overflow() -> None:
-    """Ties and zeros count as positive, and no vote overflows."""
     np.testing.assert_array_equal(voted([[1, 0, -1, -1], [-1, 0, 1, -1]]), [1, 1, 1, -1])
     np.testing.assert_array_equal(voted([[1, -1]] * 300), [1, -1])
     np.testing.assert_array_equal(voted([[0, 0]] * 2), [0, 0])
@@ -302,7 +297,7 @@ def test_one_bit_adam_loses_nothing_on_its_two_ways() -> None:
 
 
 def test_one_bit_adam_leaves_zero_gradients_alone() -> None:
-    """One-bit Adam does not move elements that had no gradient."""
+    """One-bit Adam doesn't move elements whose gradient was always zero."""
     tx = one_bit_adam(2, "batch", ranks=RANKS, block=8)
     grads = normal(RANKS, 10, 10).at[:, 3].set(0)
     step, state = on_ranks(tx), states(tx, grads)
@@ -313,7 +308,7 @@ def test_one_bit_adam_leaves_zero_gradients_alone() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bit_adam_shows_nonfinite_new_gradients(bad: float) -> None:
-    """One-bit Adam shows a value that is not finite where there was no gradient before."""
+    """One-bit Adam passes on a non-finite value even if the gradient was zero before."""
     tx = one_bit_adam(1, "batch", ranks=RANKS, block=8)
     grads = normal(RANKS, 10, 10).at[:, 3].set(0).at[:, 7].set(0)
     step, state = on_ranks(tx), states(tx, grads)
@@ -342,7 +337,7 @@ def test_one_bit_adam_refuses() -> None:
         on_ranks(tx)(grads, states(tx, grads))
 
 
-# Patterns of the mean
+# Patterns of `mean`
 
 
 def test_patterns_refuse_axes_that_they_cannot_serve() -> None:

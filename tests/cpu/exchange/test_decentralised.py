@@ -1,6 +1,4 @@
-"""Local SGD and federated averaging against NumPy; what all decentralised exchanges refuse and
-leave alone.
-"""
+"""Local SGD and federated averaging against NumPy; what decentralised exchanges reject."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def test_for_adam_it_is_not():
 
 
 def test_local_steps_differ_and_exchange_averages():
-    """Local steps are independent on each rank, and the exchange is the mean."""
+    """Local steps are independent on each rank, and the exchange takes the mean."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     history, state = train(local_sgd(optimizer, "batch", every=3), starts(RANKS), 6)
     alone, _ = train(optimizer, starts(RANKS), 3)
@@ -62,7 +60,7 @@ def test_local_steps_differ_and_exchange_averages():
 
 
 def test_exchange_preserves_the_parameter_mean():
-    """The exchange preserves the mean of parameters that differ between ranks."""
+    """The exchange preserves the mean of parameters that differ across ranks."""
     start = starts(RANKS, equal=False)
     (got,), _ = train(local_sgd(optax.sgd(0.1), "batch", every=1), start, 1, zero)
     assert_close(got, jax.tree.map(lambda x: x.mean(0, keepdims=True) + 0 * x, start))
@@ -97,7 +95,7 @@ def test_between_exchanges_nothing_is_sent(tx):
 
 
 def test_full_federated_average_is_local_sgd():
-    """Full participation and equal weights make `federated_average` the same as `local_sgd`."""
+    """With full participation and equal weights, `federated_average` equals `local_sgd`."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     (*_, got), _ = train(
         federated_average(optimizer, "batch", every=2, weights=[7.0] * RANKS), starts(RANKS), 4
@@ -116,7 +114,7 @@ def test_weights_weigh():
 
 @pytest.mark.parametrize("weights", [[1, 1e-46], [1e-300, 1e300]])
 def test_share_too_small_for_float32_still_counts(weights):
-    """A share that float32 cannot hold is still a share."""
+    """A share too small for float32 still counts as a share."""
     alone = [np.asarray(_shares(jnp.int32(n), 2, 0.5, weights, 0)) for n in range(8)]
     assert {tuple(shares) for shares in alone} == {(1, 0), (0, 1)}
     few = jax.jit(lambda n: _shares(n, 4, 0.75, [*weights, max(weights), max(weights)], 0))
@@ -140,7 +138,7 @@ def test_who_is_not_chosen_stands_still(participation, chosen):
         first, last = history[number * every], history[number * every + 1]
         moved = np.abs(first["w"] - start["w"]).max((1, 2)) > 1e-7
         assert moved.sum() == chosen
-        # The mean over the chosen alone, which one more local step of theirs leads to.
+        # All ranks have the mean of the chosen ranks alone, each of which took one more local step.
         assert distance(last, jax.tree.map(lambda x: x[:1], last)) < 1e-5
         who.append(tuple(moved))
         start = last
@@ -182,7 +180,7 @@ def test_another_seed_chooses_others():
 
 
 def test_unchosen_rank_is_excluded_from_the_average():
-    """Nor are parameters of its own that are not finite: its share is 0, and 0 times NaN is NaN."""
+    """Even non-finite parameters are excluded: the share is 0, but 0 times NaN would be NaN."""
     tx = federated_average(optax.sgd(0.1), "batch", every=1, participation=0.5, seed=0)
     start = starts(RANKS)
     chosen = np.asarray(_shares(jnp.int32(0), RANKS, 0.5, None, 0)) > 0
@@ -195,7 +193,7 @@ def test_unchosen_rank_is_excluded_from_the_average():
 
 
 def test_integer_parameters_stay_local_to_each_rank():
-    """Integers among the parameters remain each rank's own."""
+    """Integer parameters remain rank-local."""
     params = {"w": np.ones((RANKS, 2), np.float32), "n": np.arange(RANKS, dtype=np.int32)}
     start = {
         "w": np.arange(RANKS, dtype=np.float32)[:, None] * np.ones((RANKS, 2), np.float32),

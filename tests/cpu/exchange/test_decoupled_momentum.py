@@ -1,4 +1,4 @@
-"""Decoupled momentum against the authors' order of operations in SciPy, and what it keeps."""
+"""Decoupled momentum against the authors' order of operations in SciPy, and what stays behind."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def test_dct_matrix_is_scipys_and_orthonormal(size: int) -> None:
 def authors_step(
     momentum: np.ndarray, grads: np.ndarray, decay: float, tile: tuple[int, int], k: int
 ) -> Any:
-    """One step of every rank as the paper has it, by tiles of a padded matrix: (momenta, the mean
-    of what was sent).
+    """Returns (momenta, mean of what was sent) after one step of all ranks.
+
+    Follows the paper: works tile by tile on a padded matrix.
     """
     momentum = decay * momentum + grads
     sent = np.zeros_like(momentum)
@@ -44,11 +45,11 @@ def authors_step(
 
 @pytest.mark.integration
 def test_steps_equal_the_papers_order_of_operations() -> None:
-    """Momentum, transform, largest, inverse, subtraction: over padded tiles, for three steps."""
+    """Momentum, transform, selection, inverse, subtraction: over padded tiles, for three steps."""
     tx = exchange.decoupled_momentum(0.25, "batch", decay=0.9, chunk=4)
     every = [
         normal(RANKS, 10, 7, seed=n) for n in range(3)
-    ]  # ten rows are parts of 4, 4, 2; seven columns of 4, 3
+    ]  # ten rows in parts of 4, 4 and 2; seven columns in 4 and 3
     step, state = on_ranks(tx), states(tx, every[0])
     momentum = np.zeros((RANKS, 12, 8))
     for grads in every:
@@ -63,7 +64,7 @@ def test_steps_equal_the_papers_order_of_operations() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
 def test_what_is_kept_comes_later(wire_dtype: Any) -> None:
-    """Without decay, steps without a gradient bring the rest of the first one."""
+    """Without decay, steps without a gradient send what remains of the first gradient."""
     tx = exchange.decoupled_momentum(0.25, "batch", decay=1, chunk=4, wire_dtype=wire_dtype)
     grads = {"w": normal(RANKS, 9, 6), "bias": normal(RANKS, 6, seed=1)}
     step, state = on_ranks(tx), states(tx, grads)
@@ -79,7 +80,7 @@ def test_what_is_kept_comes_later(wire_dtype: Any) -> None:
 
 @pytest.mark.integration
 def test_momenta_that_other_ranks_cancel_leave_too() -> None:
-    """A rank subtracts what it has sent, not the mean of what all have sent."""
+    """A rank subtracts what it has sent itself rather than the mean over all ranks."""
     tx = exchange.decoupled_momentum(1.0, "batch", decay=1)
     grads = normal(1, 8, 8) * jnp.asarray([1.0, -1.0, 1.0, -1.0])[:, None, None]
     updates, state = on_ranks(tx)(grads, states(tx, grads))

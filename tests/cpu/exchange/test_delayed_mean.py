@@ -1,4 +1,4 @@
-"""The mean of the step before: the simulator's bits, and an exchange that computation can hide."""
+"""The previous step's mean: bitwise equal to the simulator, and hidden by computation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_its_exchange_is_carried():
     for donated, needs in (
         ((0,), "0,1"),
         ((), "1"),
-    ):  # the update overwrites what segment 0 reads, if it may
+    ):  # if allowed, the update overwrites what segment 0 reads
         program = stages.cut(
             trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=donated)
         )

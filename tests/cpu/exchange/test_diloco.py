@@ -1,4 +1,4 @@
-"""DiLoCo against its algorithm in NumPy, against local SGD, and what it refuses."""
+"""DiLoCo against its algorithm in NumPy and against local SGD, and what it rejects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_outer_rate_of_one_is_local_sgd():
 
 
 def test_rounds_are_those_of_the_algorithm():
-    """Two rounds of SGD inside and Nesterov momentum outside, written out."""
+    """Two rounds written out by hand, with inner SGD and outer Nesterov momentum."""
     every, rate = 2, 0.05
     history, state = train(
         diloco(optax.sgd(rate), NESTEROV, "batch", every=every), starts(RANKS), 2 * every
@@ -50,8 +50,9 @@ def test_rounds_are_those_of_the_algorithm():
 
 
 def growth(rates, every, momentum=0.9, outer_momentum=0.9):
-    """The factor by which a round on the parabola x**2 / 2, a linear map there, grows in the long
-    run, at each rate.
+    """Returns the asymptotic growth factor per round on the parabola x**2 / 2, for each rate.
+
+    A round is a linear map there.
     """
     outer = optax.sgd(0.7, momentum=outer_momentum, nesterov=True)
 
@@ -84,8 +85,9 @@ def growth(rates, every, momentum=0.9, outer_momentum=0.9):
 
 @pytest.mark.integration
 def test_two_momenta_diverge_in_short_rounds():
-    """At rates between bounds that meet as rounds grow; the inner optimizer alone converges at all
-    of these.
+    """Two momenta diverge at rates in an interval that vanishes as rounds get longer.
+
+    The inner optimizer alone converges at all of these rates.
     """
     assert (growth([0.005, 0.02, 0.1, 0.2], 4) > 1).all() and (
         growth([0.004, 0.22, 1.0], 4) < 1
@@ -101,8 +103,9 @@ def test_two_momenta_diverge_in_short_rounds():
 
 
 def test_finish_drops_the_steps_of_an_open_round():
-    """Within a round ranks differ, and their model is the anchor, also inside a chain; others' are
-    the parameters.
+    """Within a round ranks differ, and their model is the anchor, even inside a chain.
+
+    With another optimizer, the model is the parameters.
     """
     tx = optax.chain(optax.clip(10.0), diloco(optax.sgd(0.05), NESTEROV, "batch", every=2))
     history, state = train(tx, starts(RANKS), 5)

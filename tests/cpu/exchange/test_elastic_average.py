@@ -1,4 +1,4 @@
-"""Elastic averaging: its equations, the sum that it conserves, and springs that are refused."""
+"""Elastic averaging: its equations, the conserved sum, and springs that are rejected."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pull_of_zero_passes_nothing_on(alpha, beta, bad):
     broken = {k: np.where(per_rank(x, lambda r: r == 1), bad, x) for k, x in start.items()}
     state = jax.vmap(tx.init)(start)
     step = jax.vmap(tx.update, axis_name="batch")
-    for _ in range(2):  # the first may spoil the centre, the second what is pulled towards it
+    for _ in range(2):  # the first may corrupt the centre, the second what it pulls
         updates, state = step(zero(start, 0), state, broken)
     for k, u in updates.items():
         assert np.isfinite(np.asarray(u)[[0, 2, 3]]).all(), k

@@ -1,4 +1,4 @@
-"""Optimizers that parameter servers may step on flat parts, and those that they refuse."""
+"""Optimizers that parameter servers may apply to flat parts, and those they reject."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def matrices(params: Any) -> Any:
 
 
 def remembers_a_norm() -> optax.GradientTransformation:
-    """A norm that the next step uses."""
+    """Returns an optimizer that keeps a norm for the next step."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda u: u * state.astype(u.dtype), updates), optax.tree.norm(updates)
@@ -116,7 +116,7 @@ BY_SHAPE = {
 
 
 def kernel(sums: bool) -> optax.GradientTransformation:
-    """Momentum in a kernel of Pallas, which writes what it makes and returns nothing."""
+    """Returns momentum in a Pallas kernel, which writes its result instead of returning it."""
 
     def step(u: Any, m: Any, out: Any) -> None:
         out[...] = u[...] + 0.9 * (m[...].sum() if sums else m[...])
@@ -134,7 +134,7 @@ def kernel(sums: bool) -> optax.GradientTransformation:
 
 
 def two_moments() -> optax.GradientTransformation:
-    """Its state holds them in one array, a row each."""
+    """Returns an optimizer whose state keeps two moments as the rows of one array."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         new = jax.tree.map(lambda s, u: jnp.stack([0.9 * s[0] + u, s[1] + u * u]), state, updates)
@@ -146,7 +146,7 @@ def two_moments() -> optax.GradientTransformation:
 
 
 GOOD["two moments"] = two_moments()
-# Counts to as many as some parts have elements, and makes one number of that.
+# Counts up to as many as some parts have elements, and reduces that to one number.
 GOOD |= {
     f"a schedule of {n}": optax.sgd(lambda c, n=n: 0.1 * 0.5 ** jnp.sum(jnp.arange(n) * 9 < c))
     for n in (1, 2, 3, 6)

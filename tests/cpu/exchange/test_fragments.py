@@ -1,4 +1,4 @@
-"""Trees in fragments of equal size, and vectors as integers of few bits."""
+"""Splits trees into fragments of equal size, and encodes vectors as integers of a few bits."""
 
 from __future__ import annotations
 

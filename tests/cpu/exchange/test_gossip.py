@@ -1,4 +1,4 @@
-"""Gossip over a topology: its mixing matrix, the mean that it keeps, and how fast ranks agree."""
+"""Gossip over a topology: its mixing matrix, the mean it preserves, and how fast ranks converge."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_gossip_keeps_the_mean_and_what_agrees(topology):
     assert distance(got, start) > 0.1
     equal = starts(6)
     (*_, same), _ = train(gossip(optax.sgd(0.1), "batch", topology), equal, 3, zero)
-    # Where neighbours agree nothing moves; a sum over all rounds.
+    # Equal neighbours leave each other unchanged; `complete`, a sum over all rounds, does up to
+    # rounding.
     assert distance(same, equal) <= (1e-6 if topology == "complete" else 0)
 
 
@@ -100,7 +101,6 @@ def test_exponential_graph_agrees_after_one_turn(ranks, agree):
 
 
 def test_complete_graph_adapting_first_is_synchronous():
-    """A complete graph that adapts first is synchronous training."""
     tx = gossip(optax.sgd(0.1, momentum=0.9), "batch", "complete", adapt_first=True)
     (*_, got), _ = train(tx, starts(RANKS), 4)
     (*_, want), _ = train(

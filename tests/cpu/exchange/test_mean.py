@@ -1,4 +1,4 @@
-"""The mean exchange as an optax transformation, several ranks in one process."""
+"""The mean exchange as an optax transformation, with several ranks in one process."""
 
 import re
 
@@ -66,8 +66,8 @@ def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     assert jnp.allclose(
         over_ranks(mean("batch", jnp.bfloat16, pattern=pattern), grads), 1e4, rtol=1e-2
     )
-    # That is the price of keeping what is small: divided by 8 before it is rounded, this would be
-    # 0.
+    # Overflow is the price of keeping small values: dividing by 8 before rounding would give 0
+    # here.
     small = jnp.full((8, 16), 2.0**-24)
     assert (over_ranks(mean("batch", jnp.float16, pattern=pattern), small) == small).all()
 
@@ -75,7 +75,7 @@ def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
 @pytest.mark.integration
 @pytest.mark.parametrize("pattern", ["auto", "hierarchical", "ring", "tree"])
 def test_dtypes_travel_apart_and_integers_are_averaged(pattern):
-    """Different types are exchanged separately, and integers have a mean."""
+    """Different types are exchanged separately, and integers are averaged too."""
     ranks = jnp.arange(4).reshape(2, 2)
     grads = {
         "i": jnp.stack([ranks, 300 + ranks], -1),

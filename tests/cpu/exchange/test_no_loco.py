@@ -1,4 +1,4 @@
-"""NoLoCo against NumPy: its pairs, its outer step, and what it has in common with local SGD."""
+"""NoLoCo against NumPy: its pairs, its outer step, and what it shares with local SGD."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def mean_with(partner: np.ndarray, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("pull", [None, 0.3])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 6])
 def test_outer_steps_equal_numpy(ranks: int, pull: float | None) -> None:
-    """Pairs, progress, pull and momentum over three exchanges, from parameters that differ between
-    ranks.
-    """
+    """Pairs, progress, pull and momentum over three exchanges; initial parameters differ."""
     rate, momentum, seed, sgd = 0.7, 0.5, 3, 0.05
     start = starts(ranks, equal=False)
     tx = no_loco(
@@ -90,7 +88,7 @@ def test_two_ranks_at_rate_one_are_local_sgd() -> None:
 
 
 def test_mean_is_kept_and_ranks_draw_together() -> None:
-    """Without gradients and momentum, the mean over ranks stays and the distances to it shrink."""
+    """With no gradients or momentum, the mean over ranks stays fixed and distances to it shrink."""
     start = starts(6, equal=False)
     history, _ = train(
         no_loco(optax.sgd(0.1), "batch", every=1, rate=1, momentum=0), start, 40, zero

@@ -1,4 +1,4 @@
-"""Two strategies on one leaf are refused when they are traced."""
+"""Applying two strategies to one leaf is rejected during tracing."""
 
 import gc
 
@@ -33,7 +33,7 @@ def on_ranks(axes):
 
 
 def traced(exchange, axes):
-    """One update on all ranks, traced only."""
+    """Traces one update on all ranks."""
 
     def step(updates):
         params = jax.tree.map(jnp.zeros_like, updates)
@@ -43,7 +43,6 @@ def traced(exchange, axes):
 
 
 def test_overlapping_masks_error_names_leaf_and_both():
-    """Overlapping masks are refused with an error that names the leaf and both exchanges."""
     mixed = optax.chain(optax.masked(top_k(0.5, "batch"), MASK), optax.masked(mean("batch"), OTHER))
     message = (
         r"^`mean` is given the leaf `\['other'\]`, "
@@ -62,14 +61,14 @@ def test_masks_that_part_the_leaves_are_not_refused():
 
 
 def rows(*arithmetic: str):
-    """All rows but those with arithmetic on that side, of norms or of an optimizer."""
+    """Returns all rows except those whose norms or optimizer compute something on that side."""
     return pytest.mark.parametrize(
         "row", [r for r in TABLE if r.name not in arithmetic], ids=lambda row: row.name
     )
 
 
-# `accumulate` adds gradients up before their exchange and returns what a conditional selects:
-# arithmetic on both sides.
+# `accumulate` adds up gradients before their exchange and returns the result of a conditional, so
+# it computes something on both sides.
 CONDITIONAL = ("accumulate", "accumulate, top_k")
 
 
@@ -96,14 +95,13 @@ def test_no_strategy_follows_another_over_its_axes(row: Row):
 
 
 def test_valid_chains_of_exchanges_are_accepted():
-    """One axis after another, norms after a mean, and arithmetic in between are not refused."""
+    """One axis after another, norms after a mean, and arithmetic in between are all accepted."""
     traced(optax.chain(mean("local"), top_k(0.5, "node")), AXES)
     traced(optax.chain(mean("node"), lars("node", 0.1)), AXES)
     traced(optax.chain(mean("node"), optax.scale(2.0), mean("node")), AXES)
 
 
 def test_same_gradients_may_be_exchanged_in_two_ways():
-    """The same gradients may be exchanged in two ways."""
     one, two = mean("batch"), qsgd(15, "batch")
 
     def step(updates):
@@ -121,7 +119,7 @@ def test_nothing_is_kept():
             on_ranks({"batch": 4}), optax.EmptyState()
         )
         gc.collect()
-        assert not trace._exchanged  # of tracers, which ended with the `vmap`
+        assert not trace._exchanged  # holds tracers, which are gone after the `vmap`
     assert current_tracing() is None and out is not None
 
 
@@ -135,7 +133,6 @@ def test_nothing_is_kept():
     ],
 )
 def test_exchange_nested_in_an_optimizer_is_rejected(inner, outer):
-    """An exchange inside the optimizer of another exchange is refused."""
     exchange = {"mean": mean("batch"), "top_k": top_k(0.5, "batch")}[inner]
     nested = outer(optax.chain(exchange, optax.sgd(0.1)))
     message = (
@@ -144,7 +141,7 @@ def test_exchange_nested_in_an_optimizer_is_rejected(inner, outer):
     )
     with pytest.raises(ValueError, match=message):
         traced(nested, {"batch": 4})
-    # Nothing is left of the failure; and over different axes they go together.
+    # The failure leaves nothing behind, and the two may be combined over different axes.
     traced(outer(optax.sgd(0.1)), {"batch": 4})
     for axes in ("node", ("node", "local")):
         traced(local_sgd(optax.chain(mean("local"), optax.sgd(0.1)), axes, every=1), AXES)

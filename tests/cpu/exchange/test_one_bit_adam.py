@@ -1,4 +1,4 @@
-"""Signs of momenta where blocks are not full: padding takes no part in their scales."""
+"""Signs of momenta for partially filled blocks: padding doesn't contribute to their scales."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-STEPS = 15  # of signs, after one of Adam
+STEPS = 15  # steps with signs, after one Adam step
 
 
 def trained(one: jax.Array) -> tuple[Any, Any]:
-    """Update and state of rank 0 after all steps with this gradient on every rank, in blocks of the
-    usual size.
+    """Returns rank 0's update and state after all steps, in blocks of the default size.
+
+    Every rank has this same gradient at every step.
     """
     tx = one_bit_adam(1, "batch", ranks=RANKS)
     grads = jnp.stack([one] * RANKS)
@@ -32,7 +33,7 @@ def trained(one: jax.Array) -> tuple[Any, Any]:
 
 @pytest.mark.integration
 def test_small_leaf_equals_adam_if_signs_are_lossless() -> None:
-    """A leaf much smaller than a block equals Adam where signs lose nothing."""
+    """A leaf much smaller than a block equals Adam if the signs lose nothing."""
     one = jnp.where(normal(10, 10) > 0, 0.5, -0.5)
     updates, state = trained(one)
     np.testing.assert_allclose(state.mu, (1 - 0.9 ** (1 + STEPS)) * one, rtol=1e-5)
@@ -54,7 +55,7 @@ def test_its_momentum_is_as_large_as_the_exact_one() -> None:
     [(45, 16, 4), (100, 2048, 4), (64, 16, 4), (5, 8, 3), (301, 24, 2), (16, 16, 1)],
 )
 def test_scale_is_the_mean_of_existing_elements(size: int, block: int, ranks: int) -> None:
-    """A scale is the mean of the elements that exist, without padding."""
+    """A scale is the mean of the existing elements, excluding padding."""
     x = np.asarray(normal(size))
     blocks = -(-size // (ranks * block))
     parts = jnp.asarray(np.pad(x, (0, ranks * blocks * block - size)).reshape(ranks, -1))
@@ -74,7 +75,7 @@ def test_nothing_is_left_in_the_padding() -> None:
     tx = one_bit_adam(1, "batch", ranks=RANKS, block=16)
     grads = normal(
         RANKS, 9, 5
-    )  # 45 elements in four parts of 16: the third is not full, the last is empty
+    )  # 45 elements in four parts of 16: the third is partial, the last empty
     step, state = on_ranks(tx), states(tx, grads)
     for _ in range(4):
         _, state = step(grads, state)

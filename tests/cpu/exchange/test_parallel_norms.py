@@ -1,6 +1,4 @@
-"""LARS and LAMB with norms that ranks share out between them: the updates of Optax, and a fair
-share of layers.
-"""
+"""LARS and LAMB with norms shared out among ranks: Optax's updates, and a fair split of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QSGD on ranks of unlike norms: its mean is the mean, to a level of each rank's own."""
+"""QSGD on ranks of different norms: its mean is right to within one level of each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRADS = {
 
 
 def level(grads: Any, levels: int) -> float:
-    """The mean over ranks of what one level is: no element of the mean is rounded by more."""
+    """Returns the mean over ranks of one level, which bounds the rounding error of the mean."""
     return (
         float(np.linalg.norm(np.asarray(grads, np.float64).reshape(RANKS, -1), axis=1).mean())
         / levels
@@ -46,7 +46,7 @@ def test_it_is_the_mean_to_a_level(levels: int) -> None:
 
 @pytest.mark.integration
 def test_every_rank_has_its_part_in_it() -> None:
-    """What only the rank with the smallest norm brings is seen, to its own level."""
+    """What only the rank with the smallest norm contributes arrives, accurate to its level."""
     alone = jax.tree.map(
         lambda g: g * (jnp.arange(RANKS) == 0).reshape(-1, *[1] * (g.ndim - 1)), GRADS
     )
@@ -59,7 +59,7 @@ def test_every_rank_has_its_part_in_it() -> None:
 
 @pytest.mark.integration
 def test_a_level_beyond_float16_is_its_largest_number() -> None:
-    grads = jnp.full((RANKS, 100), 10000, jnp.float16)  # of norm 100,000, which is the only level
+    grads = jnp.full((RANKS, 100), 10000, jnp.float16)  # norm 100,000 is the only level
     tx = qsgd(1, "batch")
     step, state = on_ranks(tx), states(tx, grads)
     every = []

@@ -1,4 +1,4 @@
-"""What is rounded for the wire is rounded, also for the rank that sends it and goes on with it."""
+"""Rounding for the wire applies to the sending rank too, which continues with rounded values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from jaxcross.exchange.federated_average import federated_average
 from tests.support.exchange_row import Row
 from tests.support.exchange_table import TABLE, params
 
-# The plain mean sends what it rounds and does not read it again.
+# The plain mean sends rounded values without reading them again.
 ROWS = [row for row in TABLE if "bfloat16" in row.name and row.name != "mean, bfloat16"]
 
 
 def numbers() -> np.ndarray:
-    """float32 of every exponent and sign: any, halfway between two numbers of 16 bits, and a bit
-    beside that.
+    """Returns float32 numbers of every exponent and sign.
+
+    Some are arbitrary, some are halfway between two 16-bit numbers, and some are a single bit away
+    from halfway.
     """
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, np.uint32)
     halves = [bits & ~np.uint32((2 << n) - 1) | np.uint32(1 << n) for n in (12, 15)]
@@ -31,10 +33,8 @@ def numbers() -> np.ndarray:
         [bits, *halves, *(h + d for h in halves for d in (np.uint32(1), np.uint32(2**32 - 1)))]
     )
     x = every.view(np.float32)
-    with np.errstate(all="ignore"):  # NaN of both kinds are among them
-        x = x[
-            ~(np.abs(x) < np.finfo(np.float32).tiny)
-        ]  # XLA may flush float32's own subnormal numbers
+    with np.errstate(all="ignore"):  # both kinds of NaN are among them
+        x = x[~(np.abs(x) < np.finfo(np.float32).tiny)]  # XLA may flush float32 subnormals
     return np.concatenate([x, np.float32([0.0, -0.0, 65519, 65520, np.inf])])
 
 
@@ -83,9 +83,9 @@ def test_what_is_not_narrower_is_left_alone() -> None:
 @pytest.mark.mostly_integration("3-weights1")
 @pytest.mark.parametrize(("ranks", "weights"), [(3, None), (3, [1, 2, 4]), (7, None)])
 def test_average_of_equal_16_bit_params_is_exact(ranks: int, weights: Any) -> None:
-    """Parts of the average are not rounded to 16 bits before they are added."""
+    """Parts of the average aren't rounded to 16 bits before they're added."""
     tx = federated_average(optax.identity(), "batch", every=1, weights=weights)
-    # As many as there are from 2 to 4, and one of another size.
+    # All numbers from 2 to 4, and one of a different magnitude.
     for dtype, bits in ((jnp.bfloat16, 7), (jnp.float16, 10)):
         params = jnp.append(2 + jnp.arange(1 << bits) / (1 << (bits - 1)), 0.00302).astype(dtype)
 
@@ -97,7 +97,7 @@ def test_average_of_equal_16_bit_params_is_exact(ranks: int, weights: Any) -> No
 
 
 def conversions(jaxpr: Any) -> Iterator[str]:
-    """What made each float32 that becomes a bfloat16."""
+    """Yields the primitive that produced each float32 that is converted to bfloat16."""
     inner, _ = compat.open_jaxpr(jaxpr)
     makers = {v: eqn.primitive.name for eqn in inner.eqns for v in eqn.outvars}
     for eqn in inner.eqns:

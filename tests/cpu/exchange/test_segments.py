@@ -1,6 +1,4 @@
-"""Where the work of an exchange lies once a step is cut: selection and products compute, messages
-do not.
-"""
+"""Where an exchange's work ends up in a cut step: selection and products in compute segments."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def by_kind(tx: optax.GradientTransformation) -> dict[str, Counter[str]]:
-    """How often each primitive stands in compute and in collective segments."""
+    """Returns how often each primitive occurs in compute and in collective segments."""
     state = jax.eval_shape(tx.init, PARAMS)
     args = (PARAMS, state, PARAMS)
     traced = trace(
@@ -75,9 +73,7 @@ def test_heavy_work_is_in_compute_segments(
 @pytest.mark.parametrize("pattern", ["auto", "ring", "tree", "hierarchical"])
 @pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
 def test_mean_hop_values_stay_inside_the_segment(pattern, wire_dtype):
-    """What is not finite there is not finite at the end, so that `nonfinite` need not look at
-    it.
-    """
+    """A non-finite value inside it is non-finite at its end, so `nonfinite` needn't check there."""
     axes, names = (
         ({"node": 2, "local": 2}, ("node", "local"))
         if pattern == "hierarchical"

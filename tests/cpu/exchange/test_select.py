@@ -1,4 +1,4 @@
-"""Selection of the largest elements: both ways find the same, and the faster one is taken."""
+"""Selecting the largest elements: both methods find the same ones, and the faster one is used."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ def test_a_threshold_selects_what_sorting_does(
 ) -> None:
     monkeypatch.setattr(
         selection, "_SAMPLE", 512
-    )  # so that the sample is a part, and misleads where it can
-    monkeypatch.setattr(
-        selection, "_FLOAT_COUNTS", 20_000
-    )  # so that long ones are counted in parts
+    )  # makes the sample a part, which misleads where possible
+    monkeypatch.setattr(selection, "_FLOAT_COUNTS", 20_000)  # makes it count long vectors in parts
     chosen = jax.jit(functools.partial(select, k=k, selection="threshold"))
     for name, x in vectors(size).items():
         values, indices = map(np.asarray, chosen(x))
@@ -67,7 +65,7 @@ def test_a_threshold_selects_what_sorting_does(
     "size", [147456, 262144, 589824, 768000, 2048000, 2359296, 4096000, 25600000]
 )
 def test_the_sample_has_elements_of_all_columns(size: int) -> None:
-    """Weights have rows of these lengths, and their columns differ in scale."""
+    """Weights have rows of these lengths, with columns that differ in scale."""
     stride = selection.sample_stride(size)
     assert 8_000 <= size / stride <= selection._SAMPLE
     for columns in (64, 96, 384, 512, 1000, 1536, 4096):
@@ -75,19 +73,19 @@ def test_the_sample_has_elements_of_all_columns(size: int) -> None:
 
 
 def test_faster_measured_selection_is_used() -> None:
-    """The selection that was measured to be faster is used."""
     kept = Path(__file__).parents[3] / "benchmarks" / "results" / "selection.json"
     if not kept.exists():
         pytest.skip("no result is kept")
-    # What misleads the search is kept to tell its worst case: nobody can choose by that.
+    # Data that misleads the search are kept to show its worst case; the choice can't be based on
+    # that.
     rows = [row for row in json.loads(kept.read_text())["rows"] if row["data"] != "misleading"]
     for row in rows:
         raw = {way: found["s"]["raw"] for way, found in row["ways"].items()}
         taken = raw.pop(selection.faster_selection(row["size"], row["k"]))
         (other,) = raw.values()
-        assert min(taken) <= max(other), row  # where runs of both overlap, noise decides
-    # No vector is sorted that is longer than those of which sorting was faster, nor for four times
-    # the elements.
+        assert min(taken) <= max(other), row  # if their runs overlap, noise decides
+    # Sorting is never used for a vector longer than the longest for which it was faster, nor for
+    # four times as many elements.
     sorted_faster = [row for row in rows if row["faster"] == "exact"]
     longest, most = (max(row[key] for row in sorted_faster) for key in ("size", "k"))
     assert selection.faster_selection(longest, most) == "exact"

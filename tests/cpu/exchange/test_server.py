@@ -1,6 +1,4 @@
-"""The sharded parameter server: synchronous training, of which each rank keeps its part of the
-optimizer's state.
-"""
+"""The sharded parameter server: synchronous training with a sharded optimizer state."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def starts_from_values():
 
 
 def test_value_dependent_state_starts_in_the_step():
-    """State that starts from the parameters' values starts in the step."""
+    """State that starts from the parameters' values is initialised in the step."""
     tx = sharded_optimizer(starts_from_values(), "batch", ranks=RANKS)
     with pytest.raises(
         ValueError,
@@ -124,7 +122,7 @@ def test_messages_of_the_sharded_optimizer():
 
 
 def test_an_optimizer_that_exchanges_is_refused():
-    """Every rank steps another part: a mean over the same ranks would be one of unlike elements."""
+    """Every rank updates a different part, so a mean over them would mix unrelated elements."""
 
     def step_on(axes, averaged):
         own = optax.chain(optax.stateless(lambda u, _: jax.lax.pmean(u, averaged)), optax.sgd(1.0))

@@ -1,6 +1,4 @@
-"""Every exchange of the table under `jax.shard_map`, on devices of JAX's own, is what it is under
-`vmap`.
-"""
+"""Every exchange in the table works the same under `jax.shard_map` on devices as under `vmap`."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ for row in TABLE:
 
 @pytest.mark.exhaustive
 def test_every_row_equals_vmap(on_four_devices: Callable[..., str]) -> None:
-    """Four XLA devices need a process of their own."""
+    """Runs in its own process, since it needs four XLA devices."""
     assert on_four_devices(ON_DEVICES, timeout=500).count("holds") == sum(
         row.worlds(4) for row in TABLE
     )
@@ -68,7 +66,7 @@ def test_every_row_equals_vmap(on_four_devices: Callable[..., str]) -> None:
 )
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_replication_is_checked(row: Row) -> None:
-    """Traced only. What comes in and goes out is each rank's own."""
+    """Only traces. Inputs and outputs are rank-local."""
     axes, tx = row.axes(4), row.made(4)
     mesh = jax.sharding.AbstractMesh(
         tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
@@ -90,7 +88,7 @@ def test_replication_is_checked(row: Row) -> None:
 
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("batch")])
 def test_a_servers_optimizer_may_take_more_arguments(spec: PartitionSpec) -> None:
-    """The same on every rank, or a rank's own."""
+    """The argument may be identical across ranks or rank-local."""
 
     def update(
         updates: Any, state: Any, params: Any = None, *, loss: jax.Array, **_: Any

@@ -1,4 +1,4 @@
-"""What top-k and global top-k promise beyond what all exchanges do, all ranks in one process."""
+"""Guarantees of top-k and global top-k beyond those of all exchanges, in one process."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
         assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (
             3 * RANKS if options.get("bucket") else 0
         )
-    for name, g in grads.items():  # all steps together: of 1, 2, 3 and 4 times the gradients
+    for name, g in grads.items():  # all steps together: 1, 2, 3 and 4 times the gradients
         total = sent[name] + state.residual[name].sum(0)
         np.testing.assert_allclose(total, 10 * g.sum(0).ravel(), rtol=1e-5, atol=1e-4)
 
 
 def test_top_k_residual_of_16_bits_is_float32() -> None:
-    """Top-k stores in float32 what it does not send of 16-bit gradients."""
+    """For 16-bit gradients, top-k keeps its residual in float32."""
     tx = top_k(0.1, "batch", wire_dtype=jnp.bfloat16)
     grads = normal(RANKS, 12, 10).astype(jnp.bfloat16)
     step, state = on_ranks(tx), states(tx, grads)
@@ -66,7 +66,7 @@ def test_top_k_residual_of_16_bits_is_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
-    """Values that are too large for the wire type are sent piece by piece."""
+    """Values too large for the wire type are sent in several parts."""
     tx = top_k(0.1, "batch", wire_dtype=dtype)
     most = float(jnp.finfo(dtype).max)
     step, zero = on_ranks(tx), jnp.zeros((RANKS, 12, 10))
@@ -76,7 +76,7 @@ def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
     second, state = step(zero, state)
     assert second[0, 3, 4] > 0
     np.testing.assert_allclose((first + second)[0], large[1] / RANKS, rtol=2**-9)
-    # what is not finite is not hidden
+    # non-finite values aren't hidden
     first, _ = step(zero.at[1, 3, 4].set(jnp.inf), states(tx, zero))
     assert first[0, 3, 4] == jnp.inf
 
@@ -93,10 +93,10 @@ def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
     ids=["top_k", "bucket", "gtop_k", "threshold", "bfloat16"],
 )
 def test_residual_too_large_for_update_goes_in_parts(make: Any) -> None:
-    """What waits until it is too large for the update is sent piece by piece."""
+    """A residual that grows too large for the update is sent in several parts."""
     tx, zero = make(), jnp.zeros((RANKS, 10, 10), jnp.float16)
     step, state = on_ranks(tx), states(make(), zero)
-    grads = zero.at[:, 3, 4].set(40000).at[:, 5, 6].set(39000)  # one of them is sent in a step
+    grads = zero.at[:, 3, 4].set(40000).at[:, 5, 6].set(39000)  # one of the two is sent per step
     total = np.zeros((10, 10))
     for n in range(8):
         updates, state = step(grads if n < 3 else zero, state)
@@ -116,9 +116,7 @@ def test_a_sum_of_a_node_may_be_larger_than_the_update() -> None:
 
 
 def test_skipped_step_preserves_the_residual() -> None:
-    """As loss scaling does it: all ranks agree that a gradient overflowed, and go on with the old
-    state.
-    """
+    """As in loss scaling, all ranks agree on an overflow and continue with the old state."""
     tx = top_k(0.1, "batch")
 
     def careful(grads: Any, state: Any) -> Any:
@@ -140,10 +138,10 @@ def test_skipped_step_preserves_the_residual() -> None:
 
 
 def test_hierarchical_top_k_residual_is_per_shard() -> None:
-    """Hierarchical `top_k` stores on the shard what the node does not send."""
+    """Hierarchical `top_k` keeps what the node doesn't send on the shard."""
     axes = {"node": 2, "local": 3}
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", inner_ranks=3)
-    grads = normal(2, 3, 7, 4)  # 28 elements in shards of 10
+    grads = normal(2, 3, 7, 4)  # 28 elements, in shards of 10
     step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
     assert state.residual.shape == (2, 3, 10)
     for _ in range(3):
@@ -160,8 +158,9 @@ def test_hierarchical_top_k_residual_is_per_shard() -> None:
 
 
 def test_each_leaf_of_a_bucket_keeps_its_own_range() -> None:
-    """float16 ends at 65504; a float32 leaf beside it does not, and what float16 cannot hold
-    waits.
+    """float16 ends at 65504, but a float32 leaf in the same bucket doesn't.
+
+    What float16 can't hold waits for later steps.
     """
     grads = {"wide": jnp.full((2, 4, 4), 1e6), "narrow": jnp.full((2, 4, 4), 6e4, jnp.float16)}
     for bucket in (False, True):
@@ -176,14 +175,14 @@ def test_each_leaf_of_a_bucket_keeps_its_own_range() -> None:
 
 
 def test_hierarchical_16_bit_bucket_top_k_is_lossless() -> None:
-    """Hierarchical `top_k` of a bucket in 16 bits loses nothing either."""
+    """A bucket in 16 bits loses nothing under hierarchical `top_k` either."""
     axes = {"node": 2, "local": 2}
     options = {"bucket": True, "wire_dtype": jnp.bfloat16}
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", inner_ranks=2, **options)
     grads = {
         "a": normal(2, 2, 7, 5),
         "b": normal(2, 2, 4, 4, seed=1),
-    }  # 35 elements in shards of 18, 16 of 8
+    }  # 35 elements in shards of 18, 16 in shards of 8
     step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
     for _ in range(3):
         before = state.residual
@@ -223,7 +222,6 @@ def test_so_many_elements_are_sent(density: float, size: int, k: int, selection:
 
 
 def test_biases_are_averaged_uncompressed_by_default() -> None:
-    """Biases are averaged uncompressed unless `skip` says otherwise."""
     grads = {"bias": normal(RANKS, 10), "kernel": normal(RANKS, 10, 10)}
     tx = top_k(0.1, "batch")
     updates, state = on_ranks(tx)(grads, states(tx, grads))
@@ -237,8 +235,6 @@ def test_biases_are_averaged_uncompressed_by_default() -> None:
 
 @pytest.mark.parametrize("make", [top_k, gtop_k])
 def test_2d_biases_and_scales_are_not_compressed(make: Any) -> None:
-    """Biases and scales of two dimensions are averaged uncompressed."""
-
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x: Any, _: Any) -> Any:
@@ -324,7 +320,7 @@ def test_gtop_k_refuses(density: float) -> None:
     ("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))]
 )
 def test_more_elements_than_int32_are_rejected_early(bucket: bool, shape: Any) -> None:
-    """Traced only: nothing is as large as that."""
+    """Only traces, since no test could allocate that much."""
     tx = top_k(0.1, "batch", bucket=bucket)
     one = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     step = vmapped(lambda grads: tx.update(grads, tx.init(grads)), {"batch": 1})

@@ -1,4 +1,4 @@
-"""Top-k and global top-k converge with error feedback and stall without it."""
+"""Top-k and global top-k converge with error feedback, and stall without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly
 
 @pytest.mark.parametrize("density", [0.01, 0.05, 0.5])
 def test_top_k_is_a_contraction(density: float) -> None:
-    """Tight where all elements are as large."""
+    """The bound is tight if all elements have the same magnitude."""
     tx = top_k(density, "batch", error_feedback=False)
     for x in (
         normal(1, 30, 20),
@@ -36,15 +36,15 @@ def test_top_k_is_a_contraction(density: float) -> None:
 def opposing(
     tx: optax.GradientTransformation, axes: dict[str, int] | None = None, rate: float = 0.02
 ) -> float:
-    """Distance to the optimum of the mean of squares whose centres all ranks have, plus an offset
-    of two signs in one row that cancels in the mean and outshines everything else: over the last
-    quarter of 400 steps, or of as many as lead as far by another rate.
+    """Returns the distance to the optimum over the last quarter of training.
+
+    The loss is the mean of squares around a centre common to all ranks, plus an offset of two signs
+    in one row that cancels in the mean but dwarfs everything else. Takes 400 steps at the default
+    rate, or as many as cover the same way at another rate.
     """
     centre = np.full((8, 8), 0.1, np.float32)
     offset = np.zeros((RANKS, 8, 8), np.float32)
-    offset[:, 0] = np.array([0.5, 0.5, -0.5, -0.5])[
-        :, None
-    ]  # so that it cancels between nodes, too
+    offset[:, 0] = np.array([0.5, 0.5, -0.5, -0.5])[:, None]  # so it cancels between nodes too
     tx, sizes = optax.chain(tx, optax.sgd(rate)), tuple((axes or {"batch": RANKS}).values())
     params = jnp.zeros((*sizes, 8, 8))
     step, state = on_ranks(tx, axes), states(tx, params, axes=len(sizes))
@@ -58,15 +58,15 @@ def opposing(
 
 
 def converges(tx: optax.GradientTransformation, axes: dict[str, int] | None = None) -> bool:
-    """Whether the distance falls with the rate, to a sixteenth with a sixteenth: what is sent late
-    is late by steps.
+    """Returns whether the distance falls with the rate, as delays are counted in steps.
+
+    At a sixteenth of the rate, it should be about a sixteenth.
     """
     coarse, usual, fine = (opposing(tx, axes, rate=rate) for rate in (0.08, 0.02, 0.005))
     return usual < 0.05 and usual < 0.4 * coarse and fine < 0.1 * coarse
 
 
 def test_top_k_converges_only_with_error_feedback() -> None:
-    """Top-k converges with error feedback and stalls without it."""
     assert opposing(mean("batch")) < 1e-3
     assert converges(top_k(0.125, "batch"))
     for rate in (0.02, 0.005):

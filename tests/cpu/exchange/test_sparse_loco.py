@@ -1,4 +1,4 @@
-"""SparseLoCo against NumPy, its two bits, and what it has in common with DiLoCo."""
+"""SparseLoCo against NumPy, its two bits, and what it shares with DiLoCo."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_all_elements_in_float32_are_diloco() -> None:
 
 
 def quantised(x: np.ndarray, sent: np.ndarray) -> np.ndarray:
-    """Each sent element of one rank's leaf as its sign times the mean size of its half."""
+    """Returns each sent element of a rank's leaf as its sign times its half's mean magnitude."""
     size = np.abs(x)
     above = sent & (size > size[sent].mean())
     levels = [size[half].mean() if half.any() else 0 for half in (sent & ~above, above)]
@@ -40,9 +40,7 @@ def quantised(x: np.ndarray, sent: np.ndarray) -> np.ndarray:
 
 
 def test_rounds_equal_numpy() -> None:
-    """Residual, largest of each chunk, two bits, mean over ranks, outer step: for three rounds of
-    two steps.
-    """
+    """Residual, chunks' largest, two bits, mean, outer step: three rounds of two steps."""
     rate, decay = 0.05, 0.9
     tx = sparse_loco(
         optax.sgd(rate), optax.sgd(0.8), "batch", every=2, density=0.5, decay=decay, chunk=3,
@@ -54,13 +52,13 @@ def test_rounds_equal_numpy() -> None:
     anchor, residual = (
         {k: v[:1] for k, v in mine.items()},
         np.zeros((RANKS, 2, 3)),
-    )  # w: six elements, two chunks
+    )  # w has six elements, so two chunks
     for step, got in enumerate(history):
         mine = {k: mine[k] - rate * g for k, g in grads(mine, step).items()}
         if step % 2:
             residual = decay * residual + (anchor["w"] - mine["w"]).reshape(RANKS, 2, 3)
             size = np.abs(residual)
-            sent = size >= np.sort(size, axis=-1)[..., -2:-1]  # half of three, rounded to two
+            sent = size >= np.sort(size, axis=-1)[..., -2:-1]  # half of three is rounded to two
             values = np.stack([quantised(*both) for both in zip(residual, sent, strict=True)])
             residual = residual - values
             way = {
@@ -97,7 +95,7 @@ def test_what_is_not_finite_is_in_a_level(bad: float) -> None:
 
 
 def test_a_chunk_leaves_room_for_codes() -> None:
-    """An index and its code share 31 bits, however long chunks may be."""
+    """An index and its code share 31 bits, however long the chunks are."""
     tx = sparse_loco(optax.sgd(0.1), optax.sgd(1.0), "batch", every=1, chunk=2**31 - 1)
     state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((2**15, 2**15), jnp.float32)})
     assert state.residual["w"].shape == (2, 2**29)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,4 @@
-"""Stale gradients by a schedule: each counts once and as late as the schedule says, and wrong
-schedules are refused.
-"""
+"""Scheduled stale gradients each count once, as late as scheduled; bad schedules are rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ pytestmark = pytest.mark.integration
     ids=["asynchronous", "bounded_stale"],
 )
 def test_waiting_gradients_are_not_rounded(tx):
-    """Gradients that wait are not rounded to the type of the parameters."""
+    """Pending gradients aren't rounded to the parameters' type."""
     params = jnp.zeros((2, 4), jnp.bfloat16)
     grads = jnp.stack([jnp.full(4, 1 / 3), jnp.full(4, 1 / 7)])  # float32
     init = jax.vmap(tx.init)(params)
@@ -64,7 +62,7 @@ def test_without_delay_it_is_synchronous_to_the_bit(name, stale):
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_bounded_stale_delays_only_other_ranks(bound):
-    """In `bounded_stale`, a rank sees its own gradients at once and those of others late."""
+    """With `bounded_stale`, a rank applies its own gradients at once and others' late."""
     rate, steps = 0.05, 7
     history, _ = train(
         bounded_stale(optax.sgd(rate), "batch", staleness=bound), parameters(), steps
@@ -87,9 +85,7 @@ def test_bounded_stale_delays_only_other_ranks(bound):
     ],
 )
 def test_every_gradient_counts_once(stale):
-    """After some steps of gradients and enough without, all ranks are where synchronous SGD would
-    be.
-    """
+    """After steps with gradients and enough without, all ranks are where synchronous SGD is."""
     rng = np.random.default_rng(0)
     fixed = [
         jax.tree.map(lambda x: rng.normal(size=(RANKS, *x.shape)).astype(np.float32), parameters())
@@ -192,7 +188,7 @@ def test_schedules_are_refused_when_they_are_made(build, message):
     ],
 )
 def test_a_state_of_other_delays_is_refused(of, to):
-    """What waits would be lost, or count twice."""
+    """With other delays, pending gradients would be lost or counted twice."""
     step = jax.vmap(
         lambda g: to.update(g, of.init(jnp.zeros(2)), jnp.zeros(2))[0], axis_name="batch"
     )

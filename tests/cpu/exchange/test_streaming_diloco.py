@@ -1,6 +1,4 @@
-"""Streaming DiLoCo against its algorithm in NumPy, its schedule, what travels, and what it
-refuses.
-"""
+"""Streaming DiLoCo against its algorithm in NumPy: schedule, messages, and what it rejects."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ RATE = 0.05
 
 
 def vectors(tree):
-    """All leaves of each rank as one vector, in the order of the tree."""
+    """Returns all leaves of each rank as one vector, in tree order."""
     return np.concatenate([x.reshape(RANKS, -1) for x in jax.tree.leaves(tree)], axis=1)
 
 
 def by_hand(every, fragments, delay, mix, steps):
-    """Parameters after each step, as vectors of all ranks, and the anchor."""
+    """Returns the parameters after each step, as vectors of all ranks, and the anchor."""
     x = starts(RANKS)
     anchor = vectors(x)
     trace_ = np.zeros_like(anchor)
@@ -81,7 +79,7 @@ def by_hand(every, fragments, delay, mix, steps):
     ],
 )
 def test_parameters_are_those_of_the_algorithm(every, fragments, delay, mix):
-    """Over more than two rounds, with fragments that cut leaves in two."""
+    """Covers more than two rounds, with fragments that split leaves in two."""
     tx = streaming_diloco(
         optax.sgd(RATE), NESTEROV, "batch", every=every, fragments=fragments, delay=delay, mix=mix
     )
@@ -100,8 +98,9 @@ def test_parameters_are_those_of_the_algorithm(every, fragments, delay, mix):
 @pytest.mark.parametrize("stopped", range(13))
 @pytest.mark.parametrize(("before", "after"), [(6, 12), (12, 6), (12, 9), (6, 6)])
 def test_rounds_of_another_length_keep_fragments(before, after, stopped):
-    """A restart with another `every`: what is pending still goes, once and whole, to the fragment
-    that it is of.
+    """After a restart with another `every`, a pending fragment is still applied once.
+
+    The whole fragment is applied, to its own part of the model.
     """
     clock, captured, slices, applied = Clock.begin(), [], [], []
     for every, steps in ((before, stopped), (after, 2 * after)):
@@ -140,7 +139,7 @@ def test_few_bits_end_near_the_whole_numbers(bits, off, delay):
 
 
 def programs(tx: Any, steps: int) -> Any:
-    """What one rank runs in each step: a step with products, around the exchange."""
+    """Yields the program one rank runs at each step: a step with products around the exchange."""
     params = {"w": jnp.ones((16, 16))}
 
     def step(params, state, x):
@@ -163,9 +162,7 @@ def programs(tx: Any, steps: int) -> Any:
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize(("delay", "wanted"), [(2, "..111111"), (1, "..1.1.1."), (0, ".1.1.1.1")])
 def test_exchanges_are_carried_and_spread_over_the_delay(delay, wanted, bits):
-    """Each step with an exchange brings the same bytes, and waits for them only where there is no
-    delay.
-    """
+    """Exchanging steps receive equally many bytes, and wait for them only without a delay."""
     tx = streaming_diloco(
         optax.adam(0.1), NESTEROV, "batch", every=4, fragments=2, delay=delay, mix=0.0, bits=bits
     )
@@ -178,8 +175,9 @@ def test_exchanges_are_carried_and_spread_over_the_delay(delay, wanted, bits):
 
 
 def test_state_is_as_large_as_promised():
-    """Anchor and momentum each like the parameters, and a fragment pending; a quarter and less of
-    it at 8 bits.
+    """Anchor and momentum are each as large as the parameters.
+
+    In addition, a fragment is pending, which takes a quarter of its size or less at 8 bits.
     """
     params = {"w": jnp.ones((64, 48)), "b": jnp.ones(1024)}
     whole = 4 * 4096

@@ -1,4 +1,4 @@
-"""What every exchange promises, all ranks in one process, for every row of the table."""
+"""What every exchange guarantees, for every row of the table, with all ranks in one process."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
 
 
 def check_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) -> None:
-    """The state preserves its types, and a run repeats and resumes bit for bit."""
+    """The state keeps its types, and a run repeats and resumes bit for bit."""
     first = run(row, ranks)
     assert same_bits(run(row, ranks), first) or not row.deterministic
     step, fresh = compiled(row, ranks, "make")
     carry, told = fresh, []
     for n in range(row.steps):
-        # Saved as plain arrays, and restored into a state made anew.
+        # Saves as plain arrays, and restores into a newly created state.
         saved = [np.array(x) for x in jax.tree.leaves(carry)]
         assert [(x.shape, x.dtype) for x in saved] == [
             (x.shape, x.dtype) for x in jax.tree.leaves(fresh)
@@ -135,9 +135,7 @@ def check_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, ba
     ],
 )
 def test_what_is_not_finite_is_an_exchanged_float(name: str, bad: float) -> None:
-    """A job's `nonfinite` looks at what exchanges made, on some rank, and at nothing that is
-    computed behind them.
-    """
+    """`nonfinite` checks what exchanges produced on some rank, and nothing computed after them."""
     (row,) = (row for row in TABLE if row.name == name)
     tx, axes = row.made(2), row.axes(2)
     for first in (0, *row.later[:1]) if row.later else (0,):
@@ -181,20 +179,21 @@ def check_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> No
 
 
 QUICK = {"mean, hierarchical, bfloat16", "gossip, ring"}
-SLOW = {"top_k, threshold"}  # takes as long to compile as ten other rows
+SLOW = {"top_k, threshold"}  # compiles as long as ten other rows
 
 
 def in_which_tier(row: Row, ranks: int) -> list[pytest.MarkDecorator]:
-    """Every row runs on 4 ranks in the quick or the integration tier unless it's slow; all else is
-    exhaustive.
+    """Returns the markers of a row: a fast one runs on 4 ranks in the quick or integration tier.
+
+    All else is exhaustive.
     """
     if ranks != 4 or row.name in SLOW:
         return [pytest.mark.exhaustive]
     return [] if row.name in QUICK else [pytest.mark.integration]
 
 
-# One test for all of these properties, because compiling a row takes nearly all of its time: with
-# one test for each, the workers of pytest-xdist compiled most rows several times.
+# A single test covers all of these properties, because compiling a row takes nearly all of the
+# time. With one test per property, the pytest-xdist workers compiled most rows several times.
 @pytest.mark.parametrize(
     ("row", "ranks"),
     [
@@ -225,8 +224,9 @@ TREES = {
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_any_tree(row: Row, tree: str) -> None:
-    """Traced only: updates have the structure, shapes and types of the gradients, the state those
-    it had.
+    """Only traces: updates have the gradients' structure, shapes and types.
+
+    The new state has those of the old one.
     """
     tx, values = row.made(4), TREES[tree]
     args = jax.eval_shape(lambda: (values, tx.init(values)))
@@ -238,7 +238,7 @@ def test_any_tree(row: Row, tree: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
 def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
-    """Two steps end where those on the same numbers in float32 do, to roundings of eight bits."""
+    """Two steps give the same result as in float32 on the same numbers, up to 8-bit rounding."""
 
     def told(dtype: Any) -> tuple[Any, Any]:
         def typed(tree: Any, *ranks: int) -> Any:
@@ -261,7 +261,8 @@ def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
         return jax.tree.map(lambda x: np.asarray(x, np.float32), (after, updates))
 
     narrow, wide = told(jnp.bfloat16), told(jnp.float32)
-    # An update that carries parameters to their mean is a difference: its last digits are theirs.
+    # An update that moves parameters to their mean is a difference, so its last digits are the
+    # parameters'.
     which = 0 if row.kind == "parameter" else 1
     assert_close(narrow[which], wide[which], RTOL16)
 
@@ -292,7 +293,7 @@ def test_the_table_is_whole() -> None:
 
 @pytest.mark.integration
 def test_there_is_a_row_that_differs_between_ranks() -> None:
-    """The bit comparison above can fail: gradients themselves are not the same on all ranks."""
+    """Shows that the bitwise comparison above can fail: raw gradients differ across ranks."""
     identity = lambda a: optax.identity()  # noqa: E731
     nothing = Row(name="nothing", make=identity, lossless=identity, bytes=lambda shapes, ranks: 1)
     (values, _), _ = run(nothing, 4)

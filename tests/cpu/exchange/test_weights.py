@@ -1,6 +1,4 @@
-"""Averages over tokens, of which ranks and batches have different numbers: `weight` of `mean` and
-`accumulate`.
-"""
+"""Averages over unequal token counts per rank and batch: `weight` of `mean` and `accumulate`."""
 
 from __future__ import annotations
 
@@ -25,28 +23,24 @@ W = np.linspace(-1, 1, 5, dtype=np.float32)
 
 
 def tokens(counts: Any, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, padded to one length, and which of them count: of each rank (and micro-batch) so
-    many.
-    """
+    """Returns padded tokens and their mask, with the counts given per rank (and micro-batch)."""
     counts = np.asarray(counts)
     x = np.random.default_rng(seed).normal(size=(*counts.shape, LONGEST, W.size)).astype(np.float32)
     return x, np.arange(LONGEST) < counts[..., None]
 
 
 def loss(w: jax.Array, x: jax.Array, valid: jax.Array) -> jax.Array:
-    """The mean over the tokens that count; NaN where none does."""
+    """Returns the mean over the tokens in the mask, or NaN if there are none."""
     return jnp.sum(jnp.where(valid, jnp.tanh(x @ w) ** 2, 0)) / valid.sum()
 
 
 def over_all(x: np.ndarray, valid: np.ndarray) -> jax.Array:
-    """The gradient that one rank has, if it sees all tokens in one batch."""
+    """Returns the gradient of a single rank that has all tokens in one batch."""
     return jax.grad(loss)(jnp.asarray(W), x.reshape(-1, W.size), valid.reshape(-1))
 
 
 def over_ranks(tx: Any, x: Any, valid: Any, axes: dict[str, int], weighs: bool = True) -> Any:
-    """The last update of each rank, which takes the first axes of `x`; micro-batches, if any, are
-    the next one.
-    """
+    """Returns each rank's last update. First axes of `x`: ranks, then any micro-batches."""
 
     def one(x: jax.Array, valid: jax.Array) -> jax.Array:
         state, w = tx.init(jnp.asarray(W)), jnp.asarray(W)
@@ -91,7 +85,7 @@ def test_rank_without_tokens_adds_nothing_although_its_gradient_is_nan():
 
 
 def test_accumulate_weighs_batches_and_ranks():
-    """Against one rank that sees all tokens at once; each rank has none in one of its batches."""
+    """Compares with a single rank with all tokens. Each rank has one batch without tokens."""
     x, valid = tokens([[1, 12, 0, 2], [12, 12, 0, 11]])
     tx = exchange.accumulate(exchange.mean("batch"), every=4)
     got = over_ranks(tx, x, valid, {"batch": 2})
@@ -168,9 +162,7 @@ def test_weight_is_one_real_number(weight, make):
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_gradients_that_jax_has_summed_are_not_weighed(accumulated):
-    """In `shard_map(check_vma=True)` the gradient of a parameter that all ranks share is summed
-    over them already.
-    """
+    """`shard_map(check_vma=True)` already sums the gradients of parameters that ranks share."""
     tx = (
         exchange.accumulate(exchange.mean("batch"), every=1)
         if accumulated

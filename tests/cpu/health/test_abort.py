@@ -1,6 +1,4 @@
-"""What an exception that nothing catches does: it ends all ranks, except where nobody waits or
-somebody types.
-"""
+"""An uncaught exception terminates all ranks, unless no rank waits or someone is at a prompt."""
 
 import sys
 import threading
@@ -13,12 +11,12 @@ from jaxcross.health.abort import ExceptionHooks, Terminated
 
 
 class AbortedError(Exception):
-    """In place of the end of all ranks."""
+    """Raised instead of terminating all ranks."""
 
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What Python's own hooks have shown."""
+    """Returns what Python's own hooks have shown."""
     found = []
 
     def end(message, reason, notify):

@@ -1,5 +1,6 @@
-"""Interrupts wait while a run is in progress, wherever its main thread is; a forked child has none
-of that.
+"""Interrupts wait while a run is in progress, wherever its main thread is.
+
+A forked child inherits none of that.
 """
 
 import os
@@ -25,12 +26,12 @@ def terminated():
 
 
 def test_deferred_signals_stay_ordered_then_raise(terminated, monkeypatch):
-    """Signals are stored in order, and are raised directly again afterwards."""
+    """Signals are stored in order; afterwards, they're raised directly again."""
     now_s, asked = [0.0], []
     monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
     with defer_signals() as kept:
         for number in (signal.SIGINT, signal.SIGTERM):
-            for after_s in (1.0, 0.1):  # and once more at once
+            for after_s in (1.0, 0.1):  # and again right away
                 now_s[0] += after_s
                 os.kill(os.getpid(), number)
             asked.append(kept.popleft())
@@ -41,13 +42,13 @@ def test_deferred_signals_stay_ordered_then_raise(terminated, monkeypatch):
 
 
 def test_unclaimed_signal_lets_a_later_one_raise(terminated, monkeypatch):
-    """After a signal that no one asks for, a later one is raised."""
+    """If a stored signal isn't handled, a later one is raised."""
     now_s = [0.0]
     monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
     with defer_signals() as kept:
         os.kill(os.getpid(), signal.SIGTERM)
         now_s[0] = 0.2
-        os.kill(os.getpid(), signal.SIGINT)  # of the same stop
+        os.kill(os.getpid(), signal.SIGINT)  # part of the same stop
         now_s[0] = 4.0
         with pytest.raises(Terminated):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -63,14 +64,13 @@ def test_any_handler_that_raises_is_held_back():
         with defer_signals() as kept:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert [type(error) for error in kept] == [SystemExit]
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a job changes it: that is not undone
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # changed by a job, so it isn't undone
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
 def test_handler_that_raises_nothing_is_still_called():
-    """A handler that raises nothing is called as usual."""
     calls = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     try:
@@ -128,7 +128,7 @@ except BaseException as error: print(type(error).__name__, job.status, job.error
     ("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")]
 )
 def test_signal_during_run_start_stops_cleanly(name, raised):
-    """A signal that arrives while the run begins stops the run cleanly."""
+    """A signal that arrives while the run is starting stops the run cleanly."""
     line = [sys.executable, "-c", SOON.format(name=name)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{raised} stopped None\n", done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What a rank writes down of itself, read back as after its end."""
+"""What a rank records about itself, read back as if after its end."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
 
 
 def test_folder_is_fixed_when_script_changes_directory(tmp_path, monkeypatch):
-    """The folder stays where it was when the script changes its working directory."""
+    """The folder stays the same if the script changes its working directory."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     monkeypatch.chdir(tmp_path)
     recorder = FlightRecorder([this_process()], 0)
@@ -59,7 +59,7 @@ def test_folder_is_fixed_when_script_changes_directory(tmp_path, monkeypatch):
 
 
 def test_newest_checkpoints_outlive_a_change_of_file(flight, tmp_path, monkeypatch):
-    """They are what a launcher asks, however many steps were made since."""
+    """A launcher looks for them, however many steps have been made since."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     for step in (10, 20):
         flight.checkpoint(f"{step:012d}-00000000000000aa", job="a", any_ranks=step == 20)
@@ -78,7 +78,7 @@ def test_checkpoint_with_a_strange_name_is_none(flight, tmp_path):
 
 
 def test_two_bounded_files_hold_current_activities(flight, tmp_path, monkeypatch):
-    """Two files of bounded size hold the activities that are under way."""
+    """Two files of bounded size hold the activities in progress."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     flight.begin(Activity.now("vote", number=1))
     for step in range(500):
@@ -93,12 +93,12 @@ def test_two_bounded_files_hold_current_activities(flight, tmp_path, monkeypatch
 
 
 def test_activity_during_file_rotation_is_recorded(flight, tmp_path, monkeypatch):
-    """Activities that begin and end while the file changes are recorded."""
+    """Activities that start and end during a rotation are recorded."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     tokens, replace = [flight.begin(Activity.now("vote", number=1))], os.replace
 
     def slow(*paths):
-        """Other threads go on meanwhile."""
+        """Lets other threads continue in the meantime."""
         if len(tokens) == 1:
             flight.end(tokens[0])
             tokens.append(flight.begin(compute(7)))
@@ -117,8 +117,9 @@ def test_activity_during_file_rotation_is_recorded(flight, tmp_path, monkeypatch
 
 
 def test_threads_that_fill_a_file_change_it_once(tmp_path, monkeypatch):
-    """Another thread may fill the file and change it at any point of a write. Changed twice, the
-    history is gone.
+    """Another thread may fill and rotate the file at any point of a write.
+
+    Rotating twice would lose the history.
     """
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     inside, at = True, 0
@@ -137,7 +138,7 @@ def test_threads_that_fill_a_file_change_it_once(tmp_path, monkeypatch):
 
 
 def test_another_folder_waits_for_a_change_of_file(flight, tmp_path, monkeypatch):
-    """A new runner may record to a folder of its own while a thread changes the file."""
+    """A new runner may switch to another folder while a thread rotates the file."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     replace, lock = os.replace, WatchedLock()
     monkeypatch.setattr(flight, "_rotating", lock)
@@ -168,7 +169,7 @@ def test_another_folder_waits_for_a_change_of_file(flight, tmp_path, monkeypatch
 
 
 def test_disk_failure_ends_only_the_recording(flight, caplog):
-    """A disk that fails ends the recording and nothing else."""
+    """A disk failure ends the recording and nothing else."""
     os.close(flight._file)
     with caplog.at_level(logging.WARNING):
         token = flight.begin(compute(1))
@@ -193,7 +194,7 @@ def test_where_a_rank_is():
 
 
 def test_first_exit_record_counts_and_names_activity(flight, tmp_path):
-    """The first exit record is the valid one, and names the activity that an exception left."""
+    """The first exit record is the valid one, and names the activity that raised."""
     with pytest.raises(ValueError, match="x"), flight.during("compile", job="a", step=1):
         raise ValueError("x")
     assert flight.record_exit("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"

@@ -1,5 +1,6 @@
-"""Ctrl-C and SIGTERM end a rank also where Python drops exceptions: in a callback of the garbage
-collector.
+"""Ctrl-C and SIGTERM terminate a rank even in a garbage collector callback.
+
+Python drops exceptions there.
 """
 
 import subprocess
@@ -36,7 +37,7 @@ except KeyboardInterrupt as error:
 
 
 def printed(code):
-    """What a process prints, which has no words about exceptions that were ignored."""
+    """Returns what a process prints, which must not mention ignored exceptions."""
     done = subprocess.run(
         [sys.executable, "-c", START + code],
         capture_output=True,
@@ -85,8 +86,9 @@ gc.collect()
 
 @HANDLERS
 def test_late_signal_spares_exit_but_a_new_one_raises(install, number, error):
-    """If the script ends before a signal is sent again, no `atexit` callback is interrupted. A new
-    signal does that.
+    """If the script ends before a signal is resent, no `atexit` callback is interrupted.
+
+    A new signal does interrupt it.
     """
     assert printed(f"{install}\nnumber = signal.{number}\n{EXIT}") == f"closed\n{error}\n"
 
@@ -114,9 +116,7 @@ except KeyboardInterrupt:
 
 
 def test_signal_while_an_extension_loads_is_raised_later():
-    """NumPy's generators are extensions that import others. One that is interrupted there may
-    crash.
-    """
+    """NumPy's generators are extensions that import others; interrupting one there may crash it."""
     assert printed(IMPORT) == "interrupted after 2\n"
 
 

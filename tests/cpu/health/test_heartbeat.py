@@ -1,5 +1,6 @@
-"""Who is silent, whose process is gone, and what is said of them; ranks are threads, or processes
-that do nothing.
+"""Which rank is silent, whose process is gone, and how it's reported.
+
+Ranks are threads, or processes that do nothing.
 """
 
 import os
@@ -132,7 +133,7 @@ def test_what_cannot_be_known():
 
 
 class Comm:
-    """As much of a communicator as beats need, between objects of one thread."""
+    """As much of a communicator as heartbeats need, between objects in one thread."""
 
     def __init__(self, rank, boxes):
         self.rank, self.boxes, self.kept, self.arrives = rank, boxes, [], True
@@ -161,7 +162,7 @@ class Comm:
 
 @pytest.fixture
 def ring(monkeypatch):
-    """Heartbeats of three ranks under a clock of the test's own, their processes as given."""
+    """Returns a factory of heartbeats on a fake clock, one per given process."""
 
     def make(places, heartbeat_timeout_s=10.0):
         now = [0.0]
@@ -188,7 +189,6 @@ def ring(monkeypatch):
 
 
 def test_silent_rank_is_found_by_both_neighbours(ring):
-    """A rank that goes silent is found by both neighbours."""
     _, _, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(4)])
     for _ in range(30):
         assert turn(0, 1, 2, 3) == {}
@@ -202,7 +202,6 @@ def test_silent_rank_is_found_by_both_neighbours(ring):
 
 
 def test_dead_process_is_found_at_the_second_check(ring):
-    """A process that is gone is found at the second check."""
     own = this_process()
     dead = ProcessId(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
     _, _, turn = ring([own, dead])
@@ -223,7 +222,7 @@ def test_a_rank_says_good_bye_and_beats_on(ring):
 
 
 def test_heartbeats_do_not_pile_up_for_a_stuck_rank(ring):
-    """Heartbeats do not pile up for a rank that receives none."""
+    """Heartbeats don't pile up for a rank that receives none."""
     comms, _, turn = ring(
         [ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)]
     )

@@ -1,6 +1,4 @@
-"""SIGTERM is an interrupt of the main thread, once for all that come together, and none of a data
-loader's workers'.
-"""
+"""SIGTERM interrupts the main thread once for all that arrive together, and no loader's worker."""
 
 import signal
 import subprocess
@@ -56,7 +54,7 @@ def test_a_handler_of_the_user_stays():
 
 
 def test_handled_signal_is_never_taken_for_another():
-    """A signal that was handled is not mistaken for another, however late the check is."""
+    """A handled signal isn't mistaken for another one, however late the check comes."""
     assert run(
         "import time\ntermination.install()\n"
         "try: os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -1,4 +1,4 @@
-"""The stacks of all threads, which a rank takes of itself while it is stuck."""
+"""The stacks of all threads, which a stuck rank takes of itself."""
 
 import gc
 import sys
@@ -17,7 +17,7 @@ def collecting():
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_while_frames_are_taken(collects, monkeypatch):
-    """A collection there lets threads run that wait for the lock that is held."""
+    """A collection there would let threads run that wait for the lock being held."""
     seen, take = [], sys._current_frames
 
     def frames():

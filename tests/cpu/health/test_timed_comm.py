@@ -1,4 +1,4 @@
-"""A call of MPI that does not return is found by a thread that makes none."""
+"""An MPI call that doesn't return is found by a thread that makes no MPI calls."""
 
 import threading
 from queue import SimpleQueue
@@ -10,7 +10,7 @@ from jaxcross.health.timed_comm import TimedComm
 
 
 class Comm:
-    """Its messages to rank 3 never leave."""
+    """A communicator whose messages to rank 3 are never delivered."""
 
     def __init__(self):
         self.over = threading.Event()
@@ -47,9 +47,7 @@ def test_calls_that_return_or_raise_are_forgotten():
 
 
 class EndsMeanwhile(dict):
-    """The calls under way. Call 7 returns just after the guard has counted the turn in which it
-    lasts too long.
-    """
+    """The calls in progress. Call 7 returns just after the turn in which it exceeds the limit."""
 
     turn = 0
 
@@ -63,7 +61,7 @@ class EndsMeanwhile(dict):
 
 @pytest.mark.parametrize(("calls", "stuck"), [({7: 1}, []), ({7: 1, 8: 3}, [3])])
 def test_call_that_returns_at_its_limit_is_not_stuck(calls, stuck):
-    """The run would be aborted although the call has returned."""
+    """A run must not be aborted for a call that has returned."""
     found, turns = [], iter([False] * 12 + [True])
     guarded = TimedComm(Comm(), limit_s=10, on_stuck=found.append)
     guarded._calls = EndsMeanwhile(calls)

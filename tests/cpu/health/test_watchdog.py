@@ -1,4 +1,4 @@
-"""Of several ranks that are stuck at once, one reports."""
+"""If several ranks are stuck at once, only one reports."""
 
 import random
 import re
@@ -16,7 +16,7 @@ from jaxcross.health.watchdog import Watchdog
 
 
 class Comm:
-    """Point-to-point messages between threads, as much of a communicator as the watchdog uses."""
+    """Point-to-point messages between threads: as much of a communicator as the watchdog uses."""
 
     def __init__(self, rank, boxes):
         self.rank, self.boxes, self.kept = rank, boxes, []
@@ -84,7 +84,7 @@ def test_one_rank_reports(ranks, monkeypatch):
 
         def stuck(dog, after_s, over=over):
             threading.Event().wait(after_s)
-            # In this order: who enters a wait forgets who had asked before it.
+            # In this order, because a rank that starts to wait forgets who asked before.
             with dog.monitor(job="a", step=0, segment=0, what="psum"):
                 dog.start()
                 over.wait(60)
@@ -96,7 +96,7 @@ def test_one_rank_reports(ranks, monkeypatch):
         for thread in threads:
             thread.start()
         assert first.wait(60)
-        over.wait(0.2)  # who holds back does so for ten seconds
+        over.wait(0.2)  # a rank that holds back does so for ten seconds
         over.set()
         for dog, thread in zip(dogs, threads, strict=True):
             thread.join()
@@ -107,9 +107,9 @@ def test_one_rank_reports(ranks, monkeypatch):
 @pytest.mark.parametrize(
     ("rank", "other", "asks", "holds_back"),
     [
-        (1, None, True, True),  # the other asked in the same moment, and is busy with its report
+        (1, None, True, True),  # the other asked at the same moment, and is busy reporting
         (0, None, True, True),
-        (0, None, False, False),  # it is lost
+        (0, None, False, False),  # the other rank is lost
         (1, RankStatus(entered=1, waits=(), asking=True), True, True),
         (0, RankStatus(entered=1, waits=(), asking=True), True, False),
         (
@@ -117,15 +117,13 @@ def test_one_rank_reports(ranks, monkeypatch):
             RankStatus(entered=1, waits=(), asking=False),
             True,
             False,
-        ),  # its wait was over before it reported
+        ),  # its wait ended before it reported
     ],
 )
 def test_report_is_left_to_another_rank_that_asks(
     rank, other, asks, holds_back, monkeypatch, clock
 ):
-    """A rank leaves the report to a lower one that asks, and to any that asked and then does not
-    answer.
-    """
+    """A rank leaves the report to a lower rank that asks, or any that asked and is silent now."""
     monkeypatch.setattr(watchdog, "_HOLD_S", 0)
     monkeypatch.setattr(watchdog, "abort_everywhere", lambda *_: None)
     dog = Watchdog(
@@ -145,14 +143,14 @@ def test_report_is_left_to_another_rank_that_asks(
     with dog.monitor(job="a", step=3, segment=0, what="psum"):
         clock[0] += 0.5
         dog._look_at_waits()
-    assert questions.count("standing") == 1 + holds_back  # after holding back it asks again
+    assert questions.count("standing") == 1 + holds_back  # after holding back, it asks again
 
 
 @pytest.mark.parametrize(
     "awaited", [{}, {0: "its data has not given it"}, {1: "its job has not come so far"}]
 )
 def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
-    """Without anybody to wait for it goes on: what holds it up is watched elsewhere."""
+    """With no rank to wait for, the wait continues, since its cause is watched elsewhere."""
     boxes = [SimpleQueue() for _ in range(2)]
     dogs = [
         Watchdog(
@@ -184,7 +182,7 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
         if awaited:
             assert over.wait(60)
         else:
-            assert asked.acquire(timeout=60)  # and again, a while later
+            assert asked.acquire(timeout=60)  # and again a while later
     for dog in dogs:
         dog.stop()
     assert [lost for _, lost in reports] == ([tuple(awaited)] if awaited else [])
@@ -197,7 +195,7 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The watchdog's, in seconds, which stands until a test moves it."""
+    """Replaces the watchdog's clock, in seconds, with one that a test moves."""
     now_s = [0.0]
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(activity, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
@@ -205,7 +203,7 @@ def clock(monkeypatch):
 
 
 def test_time_while_stopped_does_not_count_as_waiting(clock):
-    """Time during which the process was stopped does not count as waiting."""
+    """Time during which the process was stopped doesn't count as waiting."""
     dog = Watchdog(
         Comm(0, [SimpleQueue(), SimpleQueue()]),
         timeout_s=5,
@@ -219,7 +217,7 @@ def test_time_while_stopped_does_not_count_as_waiting(clock):
         dog._look_at_waits()
 
     with dog.monitor(job="a", step=3, segment=1, what="psum"):
-        clock[0] += 100  # a batch system suspends the job for so long
+        clock[0] += 100  # a batch system suspends the job for that long
         look()
         for _ in range(15):
             clock[0] += 0.25
@@ -233,7 +231,7 @@ def test_time_while_stopped_does_not_count_as_waiting(clock):
 
 @pytest.mark.parametrize("heartbeat", [None, SimpleNamespace(poll=lambda: None, exited=dict)])
 def test_wait_blaming_nobody_leaves_rank_to_heartbeats(heartbeat, monkeypatch):
-    """An evaluation may hold the interpreter's lock for longer than a question waits."""
+    """An evaluation may hold the GIL for longer than a question waits for an answer."""
     reports = []
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.05)
     monkeypatch.setattr(
@@ -254,7 +252,7 @@ def test_wait_blaming_nobody_leaves_rank_to_heartbeats(heartbeat, monkeypatch):
 
 
 def test_time_stopped_while_asking_is_no_wait(clock, monkeypatch):
-    """Time during which the process was stopped while it asked does not count as waiting."""
+    """If the process is stopped while it asks, that time doesn't count as waiting."""
     dog = Watchdog(
         Comm(0, [SimpleQueue(), SimpleQueue()]),
         timeout_s=5,
@@ -280,7 +278,7 @@ def test_time_stopped_while_asking_is_no_wait(clock, monkeypatch):
     (said,) = re.findall(r"rank 0 has waited (\d+) s in job 'a'", reports[0])
     assert int(said) in range(
         6, 16
-    )  # with the 3 s of each of two questions, and what a stop may count for
+    )  # plus 3 s for each of two questions, and the most a stop may count
 
 
 def test_waits_of_its_own_are_told_for_as_long_again(clock):
@@ -316,4 +314,4 @@ def test_a_wait_that_moves_on_begins_anew(clock):
         assert dog._lasts(token)
         watch.renew()
         assert not dog._lasts(token)
-    watch.renew()  # it is over: nothing happens
+    watch.renew()  # the wait has ended, so this is a no-op

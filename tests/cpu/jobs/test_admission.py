@@ -1,5 +1,6 @@
-"""What jobs book next to each other, and the words in which one is refused;
-`tests/mpi/cases/memory_table.py` has the rest.
+"""The memory that jobs reserve alongside each other, and the text that rejects a job.
+
+`tests/mpi/cases/memory_table.py` tests the rest.
 """
 
 import gc
@@ -43,7 +44,7 @@ def make_base() -> dict[str, jax.Array]:
 
 
 def booked(bases: list[Any]) -> int:
-    """Returns the bytes that adapters of these base models book together."""
+    """Returns the bytes that adapters of these base models reserve together."""
     runner = Runner(jaxcross.initialize(), memory="1TB")
     for n, base in enumerate(bases):
         runner.add(f"job{n}", train, {"base": base})
@@ -54,7 +55,7 @@ def booked(bases: list[Any]) -> int:
 def test_a_base_model_that_jobs_share_is_booked_once() -> None:
     base = make_base()
     for jobs in (1, 2, 4, 8):
-        # Other objects, the same buffer.
+        # Different objects with the same buffer.
         others = [{"w": jax.device_put(base["w"], jax.local_devices()[0])} for _ in range(jobs - 1)]
         assert all(other["w"] is not base["w"] for other in others)
         assert BASE_BYTES < booked([base, *others]) <= 1.1 * (BASE_BYTES + jobs * ADAPTER_BYTES)
@@ -62,7 +63,7 @@ def test_a_base_model_that_jobs_share_is_booked_once() -> None:
 
 
 def test_a_limit_refuses_only_jobs_that_bring_a_base_of_their_own() -> None:
-    """Jobs that join later count like those that begin the run."""
+    """Jobs that join later count like those present at the start."""
     base, late = make_base(), []
     runner = Runner(jaxcross.initialize(), memory=PROCESS_BYTES + int(1.9 * BASE_BYTES))
 
@@ -83,8 +84,9 @@ def test_a_limit_refuses_only_jobs_that_bring_a_base_of_their_own() -> None:
 
 
 def test_arrays_that_jobs_replace_are_booked_for_each_of_them() -> None:
-    """Jobs that don't donate may begin with one array, and have one each after a step. Batches move
-    on likewise.
+    """Jobs that don't donate may start from the same array, but each has its own after a step.
+
+    The same goes for batches.
     """
 
     @jaxcross.crossover(axes="batch")
@@ -130,8 +132,7 @@ def test_what_a_program_reads_counts_next_to_the_other_programs_of_its_job() -> 
     reads = Need.of(JobMemory(peak_bytes=130, boundary_bytes=120), [(array, 100)])
     other = Need.of(JobMemory(peak_bytes=80, boundary_bytes=70), [])
     assert needed_by([[reads, other]]) == 130
-    # The array, what the two jobs keep of their own, and what the fullest segment takes in
-    # addition.
+    # The array, what each of the two jobs keeps for itself, and what the largest segment adds.
     assert needed_by([[reads, other], [reads]]) == 100 + 70 + 20 + 10
 
 

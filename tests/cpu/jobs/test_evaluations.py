@@ -1,6 +1,4 @@
-"""`job.every` and `job.stop_early`: which steps evaluate and where a job ends, killed and started
-again or not.
-"""
+"""`job.every` and `job.stop_early`: which steps evaluate, where a job ends, even after a kill."""
 
 import re
 import shutil
@@ -17,7 +15,7 @@ from tests.support.checkpoint_jobs import BrokenError, batches, init, make_step,
 from tests.support.evaluated_jobs import SCORES, STEPS, evaluations, lines, train
 from tests.support.fakes import run_ranks
 
-EARLY = {"mode": "max", "patience": 2}  # the best is that of step 6: it ends at 10
+EARLY = {"mode": "max", "patience": 2}  # step 6 is the best, so it ends at 10
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
@@ -66,9 +64,7 @@ def test_metrics_reach_report_and_files(tmp_path):
     ids=str,
 )
 def test_a_resumed_job_evaluates_the_same_steps(stop, rank, tmp_path):
-    """Also the step whose evaluation failed: its state is saved, and evaluated after the
-    restart.
-    """
+    """Even a failed evaluation counts: the step's state is saved, and evaluated on restart."""
     common = {"rank": rank, "metrics": tmp_path / "m"}
     train(2, tmp_path / "c", **common, **stop)
     (job, _), (other, _) = train(2, tmp_path / "c", **common, save_every=stop.get("save_every", 3))
@@ -86,7 +82,7 @@ def test_a_resumed_job_evaluates_the_same_steps(stop, rank, tmp_path):
 
 
 def test_an_evaluation_that_no_checkpoint_covers_counts_once(tmp_path):
-    """A run is killed after it has made and logged an evaluation that an earlier one owed."""
+    """The run is killed after making and logging an evaluation owed by an earlier run."""
     train(2, tmp_path / "c", fails_at=6, metrics=tmp_path / "m")
     shutil.copytree(tmp_path / "c", tmp_path / "kept")
     train(2, tmp_path / "c", after=1, metrics=tmp_path / "m", save_every=100)
@@ -139,7 +135,7 @@ def test_ranks_that_score_differently_stop_at_one_step():
 def test_a_resumed_job_stops_at_the_same_step(stop, tmp_path):
     whole = train(2, None, early=EARLY)
     train(2, tmp_path, early=EARLY, **stop)
-    for _ in range(2):  # the second time there is nothing to train
+    for _ in range(2):  # the second time, nothing is left to train
         for (job, _), (unkilled, _) in zip(train(2, tmp_path, early=EARLY), whole, strict=True):
             assert (
                 (job.step, job.status) == (unkilled.step, unkilled.status) == (10, "stopped early")
@@ -150,7 +146,7 @@ def test_a_resumed_job_stops_at_the_same_step(stop, tmp_path):
 
 
 def errors_of(fn, *, ranks=2, checkpoints=None):
-    """The text of the error that a job of this function ends in, by rank."""
+    """Returns the error text, and the step, with which a job of this function ends on each rank."""
 
     def work(world):
         runner = Runner(world, checkpoints=checkpoints)
@@ -326,9 +322,7 @@ def test_arguments_are_checked_where_they_are_given(call, text):
 
 
 def test_an_evaluation_after_the_stop_has_its_batches():
-    """Two evaluations of one step: the first ends the training, and the second reads batches of its
-    own.
-    """
+    """The first of two evaluations in a step ends the training; the second gets its own data."""
 
     def work(world):
         seen = []
@@ -356,7 +350,7 @@ def test_an_evaluation_after_the_stop_has_its_batches():
 
 
 def test_an_owed_evaluation_takes_no_batches_of_training(tmp_path):
-    """A job that failed in an evaluation makes it again before its loop, where it saves there."""
+    """A job that failed in an evaluation repeats it before its loop, if it saves there."""
 
     def start(folder, fails_at):
         def work(world):

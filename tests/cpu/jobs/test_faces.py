@@ -1,6 +1,4 @@
-"""`Job` and `JobContext` show the same names with the same meaning, and nothing that only jaxcross
-needs.
-"""
+"""`Job` and `JobContext` have the same names with the same meaning, and no internal ones."""
 
 import inspect
 import threading
@@ -43,7 +41,7 @@ SETTABLE = ("examples_per_step", "nonfinite", "state", "unit")
 
 
 def public(value: object) -> set[str]:
-    """The names that an editor or a prompt completes."""
+    """Returns the names that an editor or a prompt completes."""
     return {name for name in dir(value) if not name.startswith("_")}
 
 
@@ -100,7 +98,7 @@ def test_a_job_before_its_run() -> None:
 
 
 def test_a_job_shows_what_its_context_shows() -> None:
-    """While it runs, seen from an evaluation, and after its run."""
+    """Compares them during the run, from an evaluation, and after it."""
 
     def work(world: Any) -> Any:
         job, seen = plain(world, [1.0, 2.0, 3.0]), []
@@ -170,7 +168,7 @@ def test_a_job_is_stopped_and_waited_for_in_another_thread() -> None:
             assert begun.wait(60)
             if world.rank == 0:
                 job.stop()
-            job.done.wait(60)  # the event that was there before the run
+            job.done.wait(60)  # the event that existed before the run
             after.append((job.status, job.step, job.state))
 
         thread = threading.Thread(target=stops)
@@ -182,7 +180,7 @@ def test_a_job_is_stopped_and_waited_for_in_another_thread() -> None:
             each.join(60)
             assert not each.is_alive()
         assert after == [(job.status, job.step, job.state)]
-        job.stop()  # it comes too late, and does nothing
+        job.stop()  # too late, so it's a no-op
         return job.status, job.step, job.state == solo([[1.0] * job.step] * 2)
 
     (one, other) = run_ranks(2, work)
@@ -226,7 +224,7 @@ def test_a_job_runs_again_from_where_it_ended() -> None:
 
 
 def test_a_job_that_runs_already_is_refused_and_keeps_its_face() -> None:
-    """`jaxcross.run` is called with it in another thread."""
+    """Simulates another thread that passes the job to `jaxcross.run`."""
 
     def work(world: Any) -> Any:
         job = plain(world, [1.0, 2.0])
@@ -264,7 +262,7 @@ def test_an_unknown_option_of_a_run_is_named() -> None:
 
 
 def test_ranks_may_have_a_policy_of_their_own_without_a_repr() -> None:
-    """The default `repr` has an address, which differs between ranks."""
+    """The default `repr` contains an address, which differs across ranks."""
 
     class Mine(RoundRobin):
         __repr__ = object.__repr__

@@ -1,6 +1,4 @@
-"""Fused jobs on ranks that are threads: who leaves where, what becomes of the others, and what is
-refused.
-"""
+"""Fused jobs, with threads as ranks: who leaves when, what happens to the rest, what's rejected."""
 
 import threading
 from typing import Any
@@ -18,7 +16,7 @@ from tests.support.runner_jobs import make_step, solo
 
 
 def fused_step(world: Any) -> Any:
-    """A step of any number of jobs whose states and batches are numbers."""
+    """Returns a step for any number of jobs whose states and batches are numbers."""
     step = make_step(world)
 
     def fused(states: Any, batches: Any) -> Any:
@@ -42,7 +40,7 @@ def make_jobs(*data: Any, **options: Any) -> list[Job]:
 
 @pytest.mark.parametrize("lengths", [(4, 2, 4), (1, 2, 3), (3, 3, 3), (0, 2, 2), (2, 0, 0)])
 def test_members_end_with_their_own_data(lengths: tuple[int, ...]) -> None:
-    """Each ends in the state that it reaches alone, however many leave at a time."""
+    """Each member ends in the same state as alone, however many leave at once."""
 
     def work(world: Any) -> Any:
         jobs = make_jobs(
@@ -63,7 +61,7 @@ def test_members_end_with_their_own_data(lengths: tuple[int, ...]) -> None:
 
 
 def test_the_shortest_data_of_any_rank_end_a_member() -> None:
-    """What other ranks took ahead is given back: no batch is lost or used twice."""
+    """Batches that other ranks read ahead are given back, so none is lost or used twice."""
 
     def work(world: Any) -> Any:
         buffer = np.zeros(1)
@@ -138,7 +136,7 @@ def test_one_stops_early_and_the_others_go_on() -> None:
 
 
 def test_an_evaluation_that_raises_ends_all() -> None:
-    """Each keeps the state of the last step that all ranks committed."""
+    """Each member keeps the state of the last step that all ranks committed."""
 
     def work(world: Any) -> Any:
         def fails(state: Any) -> Any:
@@ -154,7 +152,7 @@ def test_an_evaluation_that_raises_ends_all() -> None:
 
 
 def test_a_step_that_raises_ends_all() -> None:
-    """Other jobs of the run go on."""
+    """Other jobs of the run continue."""
 
     def work(world: Any) -> Any:
         step = fused_step(world)
@@ -186,7 +184,7 @@ def test_checkpoints_are_refused(tmp_path: Any) -> None:
 
 
 def test_a_member_has_batches_of_its_own() -> None:
-    """Also next to a job that is not fused."""
+    """Members may not share data with one another, or with a job that isn't fused."""
 
     def work(world: Any) -> None:
         shared = iter([1.0])
@@ -230,9 +228,7 @@ def test_what_nobody_received_is_given_back() -> None:
 
 
 def test_data_are_closed_behind_the_batch_that_is_being_read(caplog: Any) -> None:
-    """A step fails while the next batch is read. A generator that is running can't be closed by
-    another thread.
-    """
+    """A step fails while a batch is being read. No other thread can close the running generator."""
     reading, released, closed = threading.Event(), threading.Event(), []
 
     def data() -> Any:
@@ -271,7 +267,7 @@ def test_each_member_names_its_own_leaves() -> None:
 
 
 def test_each_member_shows_how_it_ended() -> None:
-    """Before, during and after the run, as a job by itself does."""
+    """Before, during and after the run, just like a job that runs by itself."""
 
     def work(world: Any) -> Any:
         def broken() -> Any:
@@ -289,7 +285,7 @@ def test_each_member_shows_how_it_ended() -> None:
                 jobs[0].stop()
             with pytest.raises(JobError, match="call `job.every` before the run"):
                 jobs[0].every(1, look)
-            jobs[1].pause()  # nothing happens where it is over
+            jobs[1].pause()  # a no-op once it has ended
             return {"score": 1.0}
 
         jobs[0].every(4, look)

@@ -1,4 +1,4 @@
-"""What other threads see of a job that comes to its end."""
+"""The status and error that other threads read from a job that is ending."""
 
 from contextlib import nullcontext
 
@@ -34,9 +34,7 @@ def fails(job, step):
     ],
 )
 def test_status_is_final_once_it_is_there(fn, seen, monkeypatch):
-    """Whoever asks during a job's end sees no status that changes later, and no failure without its
-    error.
-    """
+    """While a job ends, its status is final once it's set, and a failure has its error."""
     looks, close = [], JobRun.close
 
     def watched_close(run):

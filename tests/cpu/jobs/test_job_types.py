@@ -1,4 +1,4 @@
-"""Element types are those of the job's function also where jaxcross's own threads make arrays."""
+"""Arrays created by jaxcross's own threads have the element types the job's function expects."""
 
 import threading
 from typing import Any
@@ -19,7 +19,7 @@ from tests.support.fakes import run_ranks
 
 
 def in_a_thread(work: Any) -> Any:
-    """What `work()` returns in a thread of its own, in which no context of the caller's holds."""
+    """Returns the result of `work()` in another thread, outside the caller's contexts."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
@@ -28,7 +28,7 @@ def in_a_thread(work: Any) -> Any:
 
 
 class Alone:
-    """A communicator of one rank."""
+    """A communicator with a single rank."""
 
     def allgather(self, value: Any) -> list[Any]:
         return [value]
@@ -100,7 +100,6 @@ def test_broadcast_preserves_types_and_pins_nothing(x64: bool) -> None:
 @pytest.mark.mostly_integration("True")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_broadcast_preserves_custom_generator_keys(pinned: bool) -> None:
-    """A broadcast preserves the keys of a custom generator."""
     impl: Any = threefry_prng_impl
     own = define_prng_impl(
         key_shape=impl.key_shape,
@@ -122,7 +121,7 @@ def test_broadcast_preserves_custom_generator_keys(pinned: bool) -> None:
 
 @pytest.mark.integration
 def test_zeros_have_the_compiled_exchange_types() -> None:
-    """Zeros have the types that the exchange was compiled for."""
+    """Zeros have the types the exchange was compiled for."""
 
     def step(x: Any, n: Any, key: Any) -> Any:
         return lax.psum((x, x.astype(jnp.bfloat16), n), "batch"), key

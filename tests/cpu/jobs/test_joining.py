@@ -1,4 +1,4 @@
-"""Jobs that are added, submitted, stopped or paused while others run: every rank sees the same."""
+"""Jobs added, submitted, stopped or paused while others run: all ranks do the same."""
 
 import threading
 
@@ -15,7 +15,7 @@ from tests.support.runner_jobs import make_step
 
 
 class Order(Instrument):
-    """Exchanges and notes as they came, both from the exchange lane."""
+    """Records exchanges and notes in order; both come from the exchange lane."""
 
     def __init__(self):
         self.seen = []
@@ -55,14 +55,12 @@ def test_jobs_join_that_ranks_add_in_other_orders(policy):
     for jobs, names in run_ranks(2, work):
         assert jobs == [("a", long, 4, "ended"), ("b", long, 4, "ended")] + [
             (name, short, 2, "ended")
-            for name in "dc"  # as rank 0 says
+            for name in "dc"  # in rank 0's order
         ]
         assert names == ["a", "b", "d", "c"]
 
 
 def test_control_thread_adds_a_job_and_waits_for_it():
-    """A control thread adds a job and waits for its end."""
-
     def work(world):
         runner, got = Runner(world), []
         begun = threading.Event()
@@ -88,8 +86,6 @@ def test_control_thread_adds_a_job_and_waits_for_it():
 
 
 def test_job_missing_on_a_rank_is_an_error_on_all():
-    """A job that some rank does not add is an error on all ranks."""
-
     def work(world):
         runner = Runner(world)
 
@@ -133,7 +129,7 @@ def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
         runner.add("a", parent, {"step": make_step(world, "a")})
         other = runner.add("b", endless, {"step": make_step(world, "b")})
         report = runner.run()
-        other.stop()  # of no consequence, once it has left
+        other.stop()  # a no-op, since it has left
         assert report.jobs[1].how == other.status == "stopped"
         assert other.error is None
         assert runner.jobs[0].state == solo(ranks, batches)
@@ -146,9 +142,7 @@ def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
-    """Ranks are threads here, and count as such: the test decides whether one could resume the
-    jobs.
-    """
+    """Counts threads as ranks. The test decides whether a rank could still resume the jobs."""
     monkeypatch.setattr(paused_run, "can_resume", lambda: False)
 
     def train(job, step):
@@ -197,7 +191,7 @@ def test_a_paused_job_takes_no_turn_until_it_goes_on():
         other = runner.add("b", endless, {"step": make_step(world, "b", exchanges=2)})
         runner.run()
         assert begun == [False]
-        assert other.state == solo(4, [1e-3] * other.step)  # two exchanges, each over two ranks
+        assert other.state == solo(4, [1e-3] * other.step)  # two exchanges over two ranks each
         return order.seen, other.step
 
     (seen, steps), (theirs, their_steps) = run_ranks(2, work)
@@ -205,7 +199,7 @@ def test_a_paused_job_takes_no_turn_until_it_goes_on():
     rest = seen[seen.index(("b", "paused")) : seen.index(("b", "goes on"))]
     assert (
         len({step for job, step in rest if job == "b" and step != "paused"}) <= 1
-    )  # of the step that had begun
+    )  # belongs to the step in progress
     assert sum(job == "a" for job, _ in rest) >= 6
 
 
@@ -231,7 +225,7 @@ def test_rank_0_submits_a_job_by_name():
                 runner.submit("double", job="late", kwargs={"start": 3.0})
                 with pytest.raises(ValueError, match=r"^There is a job `late` already"):
                     runner.submit("double", job="late", kwargs={"start": 3.0})
-            # Nothing waits for it here: it is the last job's last act.
+            # Nothing waits for it here, since this is the last call of the last job.
 
         runner.add("a", parent, {"step": make_step(world, "a")})
         runner.run()
@@ -241,7 +235,7 @@ def test_rank_0_submits_a_job_by_name():
 
 
 def test_invalid_submission_is_rejected_at_the_call():
-    """What cannot be submitted is refused at the call."""
+    """Whatever can't be submitted is rejected by the call itself."""
 
     def work(world):
         runner, refused = Runner(world), []
@@ -291,7 +285,7 @@ def test_invalid_submission_is_rejected_at_the_call():
 
 
 def test_only_rank_0_submits_registered_functions():
-    """Only rank 0 submits, and a rank that lacks the function ends the job."""
+    """Only rank 0 submits, and a rank without the function ends the job."""
 
     def work(world):
         runner = Runner(world)
@@ -321,8 +315,6 @@ def test_only_rank_0_submits_registered_functions():
 
 @pytest.mark.integration
 def test_many_short_jobs_leave_nothing_behind():
-    """Many jobs come and go, and nothing of them remains."""
-
     def work(world):
         runner, peak, threads = Runner(world), [], []
 
@@ -348,5 +340,5 @@ def test_many_short_jobs_leave_nothing_behind():
         assert [job.state for job in runner.jobs[1:]] == [2.0] * 60
         return [max(numbers) for numbers in zip(*peak, strict=True)]
 
-    # The parent's seat, a row for it and one for its child, and their threads.
+    # The parent's seat, one row each for it and its child, and their threads.
     assert run_ranks(2, work) == [[1, 2, 2]] * 2

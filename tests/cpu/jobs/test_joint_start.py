@@ -1,6 +1,4 @@
-"""The joint start of a run, on ranks that are threads: which job waits for which, and that no job
-waits for ever.
-"""
+"""A run's joint start, with threads as ranks: which job waits for which, and no wait is endless."""
 
 import math
 import threading
@@ -41,7 +39,7 @@ class Hears(Instrument):
 
 @pytest.fixture
 def limit(monkeypatch):
-    """Sets the time for which a job that does other work is waited for."""
+    """Returns a function that sets how long others wait for a job that does other work."""
 
     def set_limit(seconds):
         monkeypatch.setattr("jaxcross.runtime.driver.StartLimit", partial(StartLimit, seconds))
@@ -53,7 +51,7 @@ def limit(monkeypatch):
 @pytest.mark.parametrize("policy", [RoundRobin(), Weighted((1, 2))])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_first_steps_wait_for_the_slow_compiler(ranks, policy):
-    """Job `a` is ready long before job `b` has compiled, and makes no step until then."""
+    """Job `a` is ready long before job `b` has compiled, but makes no step until then."""
 
     def work(world):
         hears, log = Hears(), SpanLog()
@@ -101,7 +99,7 @@ def test_as_ready_a_job_begins_at_once(policy):
     assert run_ranks(2, work) == [[]] * 2
 
 
-# Every way in which a job does not come to a first step for now: the others begin, and the run
+# All the ways in which a job may not reach its first step for now: the others start, and the run
 # ends.
 
 
@@ -203,7 +201,7 @@ KINDS = [
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_of_job_keeps_the_others_for_ever(kind, caplog):
-    """Though no time ever is over: each of these is known not to come, or comes."""
+    """Without a time limit: each job is known not to take a first step, or does take one."""
 
     def work(world):
         runner = Runner(world)
@@ -251,9 +249,7 @@ def waits_for_its_data(job, world, other):
     "kind", [waits_unseen, waits_on_one_rank, waits_by_meeting_ranks, waits_for_its_data]
 )
 def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
-    """A job waits for another one in a way that cannot be seen: after a while the other one
-    begins.
-    """
+    """A job waits undetectably for another one, which starts after a while."""
     limit(0.3)
 
     def work(world):
@@ -264,7 +260,7 @@ def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
         return a.state, ("b", "the other jobs begin without it") in hears.notes
 
     assert run_ranks(2, work) == [(solo([DATA] * 2), True)] * 2
-    # Once, whichever rank found it late first.
+    # Just one message, whichever rank found the job late first.
     assert (
         caplog.text.count(
             "Job `b` spent 30 s, on some rank, on other work than compiling its first step"
@@ -324,7 +320,7 @@ def test_only_other_work_counts_against_the_limit():
     assert limit.look(0.0, {0: False, 1: True}) == []
     assert (
         limit.look(9.0, {0: True, 1: False}) == []
-    )  # the time since the last look counts by what is done now
+    )  # the time since the last check counts by the job's current activity
     assert limit.look(19.5, {0: False, 1: True}) == [0]
     assert limit.look(40.0, {0: False, 1: True}) == []
     assert limit.look(42.0, {1: False}) == [1]

@@ -1,4 +1,4 @@
-"""Which state a job is left with."""
+"""Which state a job ends up with."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def state(value):
 
 
 def has_arrays_of(latest, tree):
-    """Whether the latest state is like `tree`, and holds the very arrays."""
+    """Returns whether the latest state is like `tree` and has the same array objects."""
     mine, own = jax.tree.flatten(latest.state), jax.tree.flatten(tree)
     return mine[1] == own[1] and all(a is b for a, b in zip(mine[0], own[0], strict=True))
 
@@ -26,7 +26,7 @@ def delete(tree):
 
 
 def test_selects_the_result_with_the_state_structure():
-    """The part of the results that has the structure of the state is selected."""
+    """The part of the results with the structure of the state is selected."""
     one, loss = state(1.0), {"loss": jnp.float32(0)}
     assert select_state(state(0.0), (one, loss)) is one
     assert select_state(state(0.0), (loss, one)) is one
@@ -36,7 +36,7 @@ def test_selects_the_result_with_the_state_structure():
 
 
 def test_part_must_match_state_shapes_and_types():
-    """A loss is a leaf, as a state that is one array is."""
+    """A loss is a leaf, and so is a state that consists of a single array."""
     loss, w = jnp.float32(0), jnp.ones(4)
     assert select_state(jnp.zeros(4), (loss, w)) is w
     assert select_state(jnp.zeros(4), (jnp.zeros(4, int), w)) is w
@@ -52,7 +52,7 @@ def test_part_must_match_state_shapes_and_types():
     ],
 )
 def test_ambiguous_or_missing_part_selects_all_results(given, parts):
-    """All results are selected if several parts match the state or none does."""
+    """All results are selected if several parts match the state, or none does."""
     assert select_state(given, parts) is parts
 
 
@@ -79,7 +79,7 @@ def test_a_state_given_after_the_last_step_stays():
 
 
 def test_donated_state_is_replaced_initial_one_stays():
-    """A state that was donated is replaced, and one without steps stays."""
+    """A donated state is replaced, and the initial one stays if there were no steps."""
     latest, one = LatestState(), state(1.0)
     latest.adopt_results()
     assert latest.state is None
@@ -92,11 +92,11 @@ def test_donated_state_is_replaced_initial_one_stays():
 
 
 def test_other_functions_count_only_if_given_the_state():
-    """Results of other functions count only if the functions were given the state."""
+    """Results of other functions count only if the functions received the state."""
     latest, one, two = LatestState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_results((one, None), 1)
-    latest.note_results(state(7.0), 1)  # say, statistics of gradients
+    latest.note_results(state(7.0), 1)  # e.g. gradient statistics
     latest.adopt_results()
     assert has_arrays_of(latest, one)
     latest.note_results((one, None), 2)
@@ -107,7 +107,7 @@ def test_other_functions_count_only_if_given_the_state():
 
 
 def test_lost_results_replace_nothing():
-    """Results that were lost do not take the place of anything."""
+    """Results that were lost replace nothing."""
     latest, mine, one = LatestState(), state(0.0), state(1.0)
     latest.set(mine, 0)
     latest.note_results(one, 1)
@@ -117,7 +117,7 @@ def test_lost_results_replace_nothing():
 
 
 def test_copy_shares_no_arrays_and_preserves_leaves():
-    """A copy shares no arrays and preserves the other leaves."""
+    """A copy shares no arrays and keeps the other leaves."""
     mine = {"w": jnp.ones(2), "n": 3, "weak": jnp.asarray(1.0), "host": np.ones(2)}
     copy = own_copy(mine)
     mine["w"].delete()
@@ -131,7 +131,7 @@ def test_copy_shares_no_arrays_and_preserves_leaves():
 @pytest.mark.parametrize("donates", [False, True])
 @pytest.mark.parametrize("changes", [False, True])
 def test_results_changed_before_next_step_are_a_guess(changes, donates):
-    """Results that are changed before the next step are a guess."""
+    """Results that change before the next step are only a guess."""
     latest, one, two = LatestState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_arguments([jnp.ones(3), *latest.state.values()])
@@ -148,9 +148,7 @@ def test_results_changed_before_next_step_are_a_guess(changes, donates):
 
 
 def test_results_written_into_before_next_step_are_a_guess():
-    """As those of which the function makes another dict: the results are known as the step returned
-    them.
-    """
+    """E.g. if the function copies results to another dict, only what the step returned is known."""
     latest, one, two = LatestState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_results((one, jnp.float32(0)), 1)
@@ -165,7 +163,7 @@ def test_results_written_into_before_next_step_are_a_guess():
 
 
 def test_results_with_a_reported_change_are_no_guess():
-    """Results whose change the function has reported are not a guess."""
+    """Results whose change was reported by the function aren't a guess."""
     latest = LatestState()
     latest.set(state(0.0), 0)
     for step in (1, 2):
@@ -179,9 +177,7 @@ def test_results_with_a_reported_change_are_no_guess():
 
 @pytest.mark.parametrize("later", [lambda w: w, lambda w: (w, w["w"].sum(), 1), lambda w: w["w"]])
 def test_results_of_another_make_are_looked_at_anew(later):
-    """A static argument may change what a step returns, and another function may be given what the
-    step left.
-    """
+    """A static argument may change a step's results, which another function may receive."""
     latest, state = LatestState(), {"w": jnp.ones(3)}
     latest.set(state, 0)
     for step, results in enumerate(
@@ -195,7 +191,7 @@ def test_results_of_another_make_are_looked_at_anew(later):
 
 
 def test_state_in_parts_is_not_mistaken_for_changed():
-    """A state in parts is not mistaken for a changed one."""
+    """A state in several parts isn't mistaken for a changed one."""
     latest, state = LatestState(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
     latest.set(state, 0)
     for step in (1, 2):
@@ -212,9 +208,7 @@ def test_what_holds_a_state():
 
 
 def test_another_thread_may_read_while_the_job_ends():
-    """The exchange lane of another job asks for the state, while the job's thread sets it and drops
-    the results.
-    """
+    """Another job's lane reads the state while the job's thread sets it and drops results."""
     inside, at = True, 0
     while inside:
         at += 1

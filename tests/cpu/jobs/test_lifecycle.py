@@ -1,4 +1,4 @@
-"""What becomes of a request to a job whose run begins."""
+"""What happens to a request to a job whose run is just starting."""
 
 from jaxcross.errors import JobError
 from jaxcross.jobs import lifecycle
@@ -7,7 +7,7 @@ from tests.support.interleavings import interrupted
 
 
 class Driver:
-    """Keeps what it is asked for."""
+    """Records the requests it receives."""
 
     def __init__(self):
         self.requests = []
@@ -17,13 +17,11 @@ class Driver:
 
 
 class Record:
-    """The driver's record of the job."""
+    """A stand-in for the driver's record of a job."""
 
 
 def test_request_while_a_run_begins_is_not_lost():
-    """It reaches the run, or raises because the run has not begun, at whatever point the run
-    begins.
-    """
+    """At any point of a starting run, it reaches the run, or raises since there's no run yet."""
     inside, at, outcomes = True, 0, set()
     while inside:
         at += 1

@@ -1,6 +1,4 @@
-"""Jobs that skip steps or leave: what they free, what is kept of them, and which exchange the error
-names.
-"""
+"""Jobs that skip steps or leave: what they free and keep, and which exchange the error names."""
 
 import gc
 import itertools
@@ -24,13 +22,13 @@ from tests.support.runner_jobs import make_step
 
 
 class Data:
-    """What a job's arguments hold, so that it can be seen to go."""
+    """Held by a job's arguments, so the test can check that it's released."""
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("how", ["ended", "stopped", "failed", "ejected"])
 def test_memory_of_a_job_that_left_is_released(how):
-    """The memory of a job that left is free while other jobs run."""
+    """The memory of a job that left is freed while other jobs continue to run."""
     size, probes = 4099, {}
 
     def arrays():
@@ -59,7 +57,7 @@ def test_memory_of_a_job_that_left_is_released(how):
             until(job, step, other.done.is_set)
             late = (
                 time.monotonic() + 30
-            )  # what it had begun may still be on the device, or being read
+            )  # work it had started may still be on the device, or being read
             until(job, step, lambda: len(arrays()) <= 1 or time.monotonic() > late)
             probes["arrays"] = len(arrays())
             other.state = None
@@ -80,10 +78,10 @@ def test_memory_of_a_job_that_left_is_released(how):
     assert (probes["arrays"], probes["afterwards"]) == (
         1,
         0,
-    )  # the last committed state, as long as somebody wants it
+    )  # the last committed state, as long as it's referenced
 
 
-# A real step, cut and compiled, on one rank.
+# Uses a real step, cut and compiled, on a single rank.
 
 
 def real_step(**options):
@@ -111,7 +109,7 @@ def batches(*bad, n=6):
     "options", [{"donate_argnums": 0}, {}, {"cut": 2, "bucket_bytes": 0, "donate_argnums": 0}]
 )
 def test_skipped_step_equals_a_missing_batch(options):
-    """A skipped step has the same result as if its batch had not been there."""
+    """A skipped step has the same effect as if its batch didn't exist."""
     world, step = jaxcross.initialize(), real_step(**options)
 
     def state():
@@ -140,7 +138,7 @@ def test_skipped_step_equals_a_missing_batch(options):
 
 
 def test_step_that_returns_no_state_cannot_be_skipped():
-    """A step that does not return its state cannot be skipped."""
+    """A step that doesn't return its state can't be skipped."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -159,7 +157,7 @@ def test_step_that_returns_no_state_cannot_be_skipped():
 
 
 def test_nonfinite_exchange_midway_is_named_with_line():
-    """An exchange in the middle of a step that is not finite is named by its line."""
+    """A non-finite exchange in the middle of a step is named with its line."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch")
@@ -167,7 +165,7 @@ def test_nonfinite_exchange_midway_is_named_with_line():
         mean = jax.lax.pmean(batch.mean(), "batch")
         wide = jax.lax.pmean(
             batch.astype(jnp.bfloat16) / 0, "batch"
-        )  # not this one, but this one's division
+        )  # infinite because of the division by zero
         return state + jax.lax.pmean(mean * state, "batch") + wide.sum(), None
 
     job = Job("a", step, jnp.ones(3), [np.ones(4, np.float32)], nonfinite="raise")
@@ -181,7 +179,7 @@ def test_nonfinite_exchange_midway_is_named_with_line():
 
 @pytest.mark.parametrize("cut", ["whole", 2])
 def test_infinite_norm_divided_by_its_segment_is_seen(cut):
-    """Gradients over it are zeros: nothing that leaves the segment says that it was infinite."""
+    """Gradients divided by it are zero, so the segment's outputs don't show it was infinite."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch", cut=cut, donate_argnums=0)
@@ -202,7 +200,7 @@ def test_infinite_norm_divided_by_its_segment_is_seen(cut):
 
 
 def test_first_nonfinite_exchange_is_named_if_read():
-    """The first exchange that is not finite is named, also where its own segment reads it."""
+    """The first non-finite exchange is named even if its own segment reads it."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch")
@@ -217,7 +215,7 @@ def test_first_nonfinite_exchange_is_named_if_read():
 
 @pytest.mark.parametrize("ends", ["stops", "fails"])
 def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
-    """It hears at each call that it is over, and calls again for ever."""
+    """Every call reports that the job has ended, but the job keeps calling forever."""
 
     def work(world):
         step = make_step(world)
@@ -261,7 +259,7 @@ def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
 
 
 def test_huge_numbers_and_tuple_names_are_reported():
-    """Numbers that no float holds and names that no JSON holds are reported all the same."""
+    """Numbers too large for a float and names that aren't valid in JSON are still reported."""
 
     def work(world):
         def fn(job):

@@ -1,6 +1,4 @@
-"""`Runner(metrics=...)`: each step once, whatever was killed, and an error on every rank before
-anything is lost.
-"""
+"""`Runner(metrics=...)` logs each step once despite kills; all ranks raise before losing data."""
 
 import json
 import shutil
@@ -39,7 +37,7 @@ def test_a_killed_run_has_each_step_once(ranks, tmp_path):
 
 
 def test_what_a_checkpoint_covers_is_on_disk_before_it(tmp_path):
-    """A kill right after a checkpoint loses no line, however long ago the job has logged."""
+    """A kill right after a checkpoint loses no line, however long ago the job logged it."""
     found = []
 
     def log_rarely(job, world, data):
@@ -89,7 +87,7 @@ def test_metrics_on_some_ranks_only_is_an_error():
 
 
 def test_an_instrument_is_told_of_metrics():
-    """On each rank, in order, with values on the host."""
+    """The instrument gets them on each rank, in order, with their values on the host."""
 
     class Sink(Instrument):
         def __init__(self):

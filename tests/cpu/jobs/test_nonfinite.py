@@ -1,6 +1,4 @@
-"""What becomes of a job that exchanges values that are not finite, for each policy, on every rank
-alike.
-"""
+"""What happens to a job that exchanges non-finite values, by policy, the same on every rank."""
 
 import re
 from contextlib import suppress
@@ -21,7 +19,7 @@ from tests.support.runner_jobs import make_step
 
 
 def nonfinite_run(world, policy, **options):
-    """Job `bad` exchanges a NaN in its third step, on the last rank; job `good` must not notice."""
+    """Runs `bad`, whose last rank exchanges NaN in step 3; `good` must be unaffected."""
     runner = Runner(world)
     data = [1.0, 2.0, np.nan if world.rank == world.size - 1 else 3.0, 4.0]
 
@@ -92,7 +90,7 @@ def test_what_is_not_finite(ranks, policy, exchanges):
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_job_that_would_skip_for_ever_fails(spoilt):
-    """Its state holds what is not finite. Bad data alone may come to an end."""
+    """The job fails if its state is non-finite. With bad data alone, the data may run out."""
 
     def work(world):
         def train(job, step):
@@ -112,8 +110,8 @@ def test_a_job_that_would_skip_for_ever_fails(spoilt):
     assert len(set(results)) == 1
     steps, skipped, text = results[0]
     assert steps == skipped == (10 if spoilt else 25)
-    # Both ranks raise. The error names one of them if the other had not come to raise when the
-    # ranks met.
+    # Both ranks raise. The error names only one of them if the other hadn't yet raised at the
+    # comparison.
     assert (
         bool(re.match("Job `bad` failed on (ranks 0, 1|rank [01]) after step 10: ", text)) == spoilt
     )
@@ -122,7 +120,7 @@ def test_a_job_that_would_skip_for_ever_fails(spoilt):
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_skipped_steps_count_on_after_a_restart(spoilt, tmp_path):
-    """With them the limit of ten in a row: seven before the restart, three after it."""
+    """The limit of ten in a row counts them too: seven before the restart, three after it."""
 
     def work(world):
         checkpoints = Checkpoints(tmp_path)
@@ -159,9 +157,7 @@ def test_skipped_steps_count_on_after_a_restart(spoilt, tmp_path):
 
 
 class OneSided(FakeCompiled):
-    """What is exchanged in step 3 is not finite on rank 1 alone, as where a rank receives from one
-    other only.
-    """
+    """In step 3, only rank 1 gets a non-finite value, as if received from one rank."""
 
     def execution(self, inputs):
         seen = current_job().step == 2 and self.world.rank == 1  # pyright: ignore[reportOptionalMemberAccess]
@@ -169,7 +165,7 @@ class OneSided(FakeCompiled):
 
 
 class Seen(FakeExecution):
-    """What is exchanged is not finite."""
+    """The exchanged values are non-finite."""
 
     def nonfinite(self, index):
         return "`ppermute`"
@@ -230,7 +226,7 @@ def test_the_report_says_who_left_when_and_why(tmp_path):
 
 
 def test_nonfinite_policies_that_differ_are_rejected():
-    """One would skip the step that the other one takes."""
+    """With different policies, one rank would skip a step that the other one takes."""
 
     def work(world):
         step = make_step(world)
@@ -249,14 +245,14 @@ def test_nonfinite_policies_that_differ_are_rejected():
 
 
 def test_nonfinite_policy_is_set_before_the_first_step():
-    """A policy for values that are not finite must be set before the first step."""
+    """The policy for non-finite values must be set before the first step."""
 
     def work(world):
         step = make_step(world)
 
         def fn(job):
             state = step(job.restore(0.0), 1.0)
-            job.nonfinite = "ignore"  # as it was
+            job.nonfinite = "ignore"  # unchanged
             with pytest.raises(JobError, match="after its first step"):
                 job.nonfinite = "skip"
             return state

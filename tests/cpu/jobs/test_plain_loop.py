@@ -1,4 +1,4 @@
-"""`Job` and `run`, the plain loop: how it begins, and what is wrong where it is given."""
+"""`Job` and `run`, the plain loop: how it starts, and errors that are raised on construction."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.support.runner_jobs import make_step, solo
 
 
 def begun(mode: Any, state: Any) -> list[Any]:
-    """The states of a job on two ranks that makes no step; `state(rank)` is what it is given."""
+    """Returns both ranks' states of a job without steps; `state(rank)` is its initial state."""
 
     def work(world: Any) -> Any:
         job = Job("a", make_step(world), state(world.rank), [], mode=mode)
@@ -22,7 +22,6 @@ def begun(mode: Any, state: Any) -> list[Any]:
 
 
 def test_mode_decides_the_use_of_each_ranks_values() -> None:
-    """The option `mode` says what becomes of each rank's values."""
     assert begun("local", float) == [0.0, 1.0]
     assert begun("broadcast", float) == [0.0, 0.0]
     assert begun("check", lambda rank: 3.0) == [3.0, 3.0]
@@ -41,8 +40,6 @@ def test_a_local_state_trains_on() -> None:
 
 
 def test_different_modes_error_says_how() -> None:
-    """Ranks that begin differently cause an error that says how."""
-
     def work(world: Any) -> None:
         mode: Any = "local" if world.rank else "broadcast"
         with pytest.raises(
@@ -76,13 +73,12 @@ def test_different_modes_error_says_how() -> None:
 def test_job_arguments_are_checked_on_construction(
     options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    """The arguments of a job are checked where they are given."""
     with pytest.raises(kind, match=message):
         Job("a", lambda state, batch: (state, batch), 0.0, [1.0], **options)
 
 
 def test_invalid_restore_mode_fails_job_on_all_ranks() -> None:
-    """A wrong mode of `restore` fails the job on all ranks."""
+    """An invalid mode of `restore` fails the job on all ranks."""
 
     def work(world: Any) -> None:
         from jaxcross.jobs.runner import Runner

@@ -1,4 +1,4 @@
-"""What becomes of a batch on its way to the device, and of its source."""
+"""What happens to a batch on its way to the device, and to its source."""
 
 import threading
 from collections import deque
@@ -15,7 +15,7 @@ from jaxcross.runtime.job_record import JobRecord
 
 
 def aligned(shape, dtype=np.float32):
-    """An array where the CPU backend would not copy it."""
+    """Returns an array that is aligned so that the CPU backend wouldn't copy it."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -75,16 +75,14 @@ def test_every_kind_of_leaf():
 
 
 class Driver:
-    """Takes what a prefetcher tells it."""
+    """Accepts every call of a prefetcher."""
 
     def __getattr__(self, name):
         return lambda *args: None
 
 
 def test_a_loop_that_is_collected_while_it_is_closed_ends(monkeypatch):
-    """Python may collect an abandoned loop at any allocation, and the loop's generator then closes
-    it a second time.
-    """
+    """Python may collect an abandoned loop at any allocation, closing its generator again."""
     record = JobRecord(0, "a", threading.Thread, SimpleQueue())
     loop = Prefetcher(driver=Driver(), job=record, stream=0, data=[1, 2, 3])
 

@@ -1,6 +1,4 @@
-"""How far jobs are, as rank 0 shows it: its lines, when they are due, and the file for other
-processes.
-"""
+"""Job progress on rank 0: its lines, when they're due, and the file for other processes."""
 
 import os
 import threading
@@ -162,12 +160,12 @@ def test_the_file_tells_other_processes(tmp_path):
 
 
 def test_a_runner_writes_how_far_its_jobs_are(tmp_path):
-    """Rank 0 alone writes the file, which has the jobs' last step and how they ended."""
+    """Only rank 0 writes the file, which holds each job's last step and how it ended."""
 
     def work(world):
         def fn(job, step):
             for batch in job.batches(np.ones((3, 1))):
-                list(job.batches([0.0] * 7))  # an evaluation next to it
+                list(job.batches([0.0] * 7))  # an evaluation during training
                 step(0.0, batch)
 
         runner = Runner(world, events=tmp_path / str(world.rank))

@@ -1,4 +1,4 @@
-"""Replicas: what follows from the ranks' reports, and when nothing is said."""
+"""Replicas: what the ranks' reports imply, and when nothing is reported."""
 
 import logging
 from threading import Thread
@@ -87,7 +87,7 @@ def test_findings_keep_the_last_comparison_that_held():
 
 
 def test_findings_count_batches_if_there_are_no_steps():
-    """Findings count batches where there are no steps."""
+    """Findings count batches if there are no steps."""
     findings = Findings("a")
     findings.unit = "batch"
     findings.held = 10
@@ -115,7 +115,7 @@ def test_a_bad_number_of_steps_is_refused(every):
 
 
 def test_table_groups_jobs_with_the_same_finding():
-    """The table states the finding in one line for all jobs that have the same one."""
+    """The table has one line for all jobs with the same finding."""
     facts = [
         JobSummary(name=name, steps=1, replicas=text)
         for name, text in (
@@ -189,7 +189,7 @@ def evaluations():
     def hands_back(job):
         state = job.restore({"w": jnp.ones(3)}, check_replicas=2)
         for _ in job.batches([jnp.ones(3)] * 3):
-            job.state = jax.tree.map(jnp.copy, state)  # the values stay
+            job.state = jax.tree.map(jnp.copy, state)  # the values are unchanged
         return state
 
     def numbers(job):
@@ -215,7 +215,7 @@ def test_an_evaluation_is_silent(caplog, fn):
 
 
 def test_unreadable_state_is_reported_without_hanging():
-    """A state that cannot be read leads to a report and not to a hang."""
+    """A state that can't be read leads to a report instead of a hang."""
 
     class Unreadable:
         def __jax_array__(self):
@@ -250,7 +250,7 @@ def trains_together(job, rate, check_replicas=None, mode="check"):
 
 
 def test_each_job_is_checked_as_it_asks():
-    """One that does not ask is warned of at its end, and trains to it."""
+    """A job that doesn't request checks gets a warning at its end, and trains to it."""
 
     def work(world):
         runner = Runner(world)

@@ -1,6 +1,4 @@
-"""The runner on ranks that are threads: its jobs equal jobs that run alone, and what they log and
-restore.
-"""
+"""The runner with threads as ranks: jobs equal jobs run alone, and what they log and restore."""
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +159,6 @@ def test_a_logged_key_is_read_back_as_its_words():
 
 
 def test_logging_traced_values_error_says_where_to_log():
-    """Logging traced values is an error that says where to log."""
-
     def work(world):
         runner = Runner(world)
         runner.add("a", lambda job: jax.jit(lambda x: job.log({"loss": x}))(1.0))

@@ -1,6 +1,4 @@
-"""Arguments of `Runner`, `run` and `Job` are checked where they are given, with what to give
-instead.
-"""
+"""Arguments of `Runner`, `run` and `Job` are checked immediately, with what to pass instead."""
 
 import functools
 import inspect
@@ -118,7 +116,7 @@ def test_the_world_of_a_runner() -> None:
 
 
 class Own:
-    """A policy of a user's, with the attributes that every policy has."""
+    """A user-defined policy with the attributes that every policy has."""
 
     name = "own"
 
@@ -133,7 +131,7 @@ class Own:
 
 
 def test_depth_is_that_of_the_backend() -> None:
-    """Unless the policy has one: 2, or what was measured to be better."""
+    """Unless the policy sets it, the depth is 2, or whatever was measured to be better."""
     policies = (None, Own(), jaxcross.RoundRobin(depth=1))
 
     def work(world: Any) -> None:
@@ -179,7 +177,7 @@ def step(state: Any, batch: Any) -> Any:
 
 
 class Loaded:
-    """Data with nothing but numbered elements, as a data set of PyTorch's has."""
+    """Data with only an index operator, like a PyTorch data set."""
 
     def __getitem__(self, index: int) -> float:
         return [1.0, 2.0][index]
@@ -319,8 +317,6 @@ async def makes_a_coroutine(job: Any) -> Any:
     ],
 )
 def test_job_functions_are_checked_when_added(function: Any, kwargs: Any, message: str) -> None:
-    """The functions of jobs are checked where they are added."""
-
     def work(world: Any) -> None:
         with pytest.raises(TypeError, match=f"^{message}"):
             Runner(world).add("a", function, kwargs)

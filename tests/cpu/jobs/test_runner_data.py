@@ -1,6 +1,4 @@
-"""The data of a job: how its loop ends, when the data is closed, and how its examples are
-counted.
-"""
+"""The data of a job: how its loop ends, when the data are closed, how examples are counted."""
 
 import itertools
 import logging
@@ -20,15 +18,13 @@ from tests.support.runner_jobs import loop, make_step, solo
 
 
 def test_data_that_ends_on_one_rank_ends_loop_on_all():
-    """Data that ends on one rank ends the loop on all ranks, and the report names the ranks that
-    had more.
-    """
+    """Data that end on one rank end the loop on all; the report names ranks that had more."""
     ready = threading.Event()
 
     def data(world):
         yield from [1.0] * 3
         if world.rank == 0:
-            assert ready.wait(60)  # rank 1 is asked for a fifth batch once its fourth is ready
+            assert ready.wait(60)  # rank 1 needs a fifth batch once its fourth is ready
         else:
             yield 1.0
             ready.set()
@@ -100,7 +96,7 @@ def test_steps_limit_the_batches():
 
 def test_data_may_fill_one_buffer_again_and_again():
     memory = np.zeros(32, np.float32)
-    start = -memory.ctypes.data % 64 // 4  # aligned, the CPU backend would use it in place
+    start = -memory.ctypes.data % 64 // 4  # the CPU backend would use aligned memory in place
 
     def data():
         for value in range(6):
@@ -116,7 +112,7 @@ def test_data_may_fill_one_buffer_again_and_again():
 
 
 def counting(closed):
-    """Data without an end, that says in which thread it was closed."""
+    """Yields endless data that report which thread closed them."""
     try:
         yield from itertools.count(1.0)
     finally:
@@ -155,7 +151,7 @@ def test_data_is_closed_if_another_rank_has_less():
 
 
 def test_data_continues_in_the_next_loop_then_is_freed():
-    """Data that gave all its steps continues in the next loop and is not retained afterwards."""
+    """Data that outlast a loop continue in the next one, and aren't retained afterwards."""
 
     def work(world):
         closed = queue.Queue()
@@ -166,7 +162,7 @@ def test_data_continues_in_the_next_loop_then_is_freed():
 
         job = (runner := Runner(world)).add("a", fn, {"step": make_step(world)})
         runner.run()
-        closed.get(timeout=60)  # nobody has it any more, although `runner` lives
+        closed.get(timeout=60)  # all references are gone, although `runner` lives
         return job.state
 
     assert run_ranks(1, work) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
@@ -212,7 +208,7 @@ def test_nested_loops_over_batches():
 
 @pytest.mark.integration
 def test_examples_per_step_is_the_mean_of_its_batches():
-    """Neither the first batch nor those of an evaluation decide; what the job sets does."""
+    """Neither the first batch nor an evaluation's batches decide, but what the job sets does."""
 
     def work(world):
         runner = Runner(world)
@@ -249,7 +245,7 @@ def test_only_batches_of_images_are_called_images(shape, unit):
 
 
 class Slow:
-    """Batches that have waited for storage `waited_s` seconds more with each of them."""
+    """Batches, each of which adds `waited_s` seconds to the time spent waiting for storage."""
 
     def __init__(self, waited_s):
         self.each_s, self.count = waited_s, 0
@@ -270,7 +266,7 @@ class Slow:
     [({"disk": 1e8, "origin": 1e9}, "origin"), ({"disk": 1e-12}, ""), ({}, "")],
 )
 def test_input_spans_name_the_level_that_waited(waited_s, level):
-    """The level that reading a batch waited for longest, if that was half of the time at least."""
+    """A span names the level that reading waited for longest, if at least half of the time."""
 
     found = []
 

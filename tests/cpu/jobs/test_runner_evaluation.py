@@ -1,6 +1,4 @@
-"""Evaluation between steps: it takes its turn, and neither step numbers nor errors nor reports
-count it as a step.
-"""
+"""Evaluation between steps takes a turn but doesn't count as a step in errors or reports."""
 
 import pytest
 
@@ -12,7 +10,7 @@ from tests.support.runner_jobs import add, make_step
 
 
 def test_work_without_exchanges_is_no_step():
-    """Work without exchanges takes its turn and does not count as a step."""
+    """Work without exchanges takes its turn, but doesn't count as a step."""
 
     def work(world):
         runner = Runner(world)
@@ -44,7 +42,7 @@ def test_evaluation_with_exchanges_is_no_step():
 
         job = runner.add("a", fn, {"step": make_step(world)})
         report = runner.run()
-        assert report.rounds.rounds == 1  # the report does not count them
+        assert report.rounds.rounds == 1  # the report doesn't count them
         assert job._host.planned_steps == 2
         return job.state, report.jobs[0].steps
 
@@ -52,7 +50,7 @@ def test_evaluation_with_exchanges_is_no_step():
 
 
 def test_steps_have_their_numbers_beside_evaluations():
-    """Errors, notes and spans count what `job.step` does, though all calls exchange."""
+    """Errors, notes and spans use the number in `job.step`, even though all calls exchange."""
 
     def work(world):
         log = SpanLog()

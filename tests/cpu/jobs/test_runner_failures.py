@@ -1,5 +1,6 @@
-"""A job that fails or is interrupted ends at the same step on every rank, with one error, and other
-jobs go on.
+"""A job that fails or is interrupted ends at the same step with one error on all ranks.
+
+Other jobs continue.
 """
 
 import re
@@ -22,7 +23,7 @@ from tests.support.runner_jobs import add, failing_loop_results, loop, make_step
     [(0, ""), (2, ""), (4, ", after the commit, so this rank lacks the step's results")],
 )
 def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
-    """Segment 0 fails before anything is exchanged, 2 between exchanges, 4 after the commit."""
+    """Segment 0 fails before any exchange, 2 between exchanges, and 4 after the commit."""
 
     def start(world):
         calls = []
@@ -45,14 +46,14 @@ def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
             "FloatingPointError: boom."
         )
         assert isinstance(error.__cause__, FloatingPointError) == (rank == 1)
-    # Before the commit nothing of step 2 came through anywhere; after it, the other rank has state
-    # 2.
+    # Before the commit, step 2 had no effect on any rank; after the commit, the other rank has
+    # state 2.
     assert [bad.step for _, bad in results] == ([2, 1] if segment == 4 else [1, 1])
     assert (results[0][1].state == results[1][1].state) == (segment != 4)
 
 
 def test_a_computation_that_fails_after_its_steps_commit_says_so():
-    """An exchange that is carried can be committed before the step's own computation has ended."""
+    """A carried exchange may be committed before the step's own computation has ended."""
 
     def start(world):
         calls = []
@@ -102,12 +103,12 @@ def test_an_exception_in_a_job_ends_it_on_every_rank():
 
 @pytest.mark.parametrize("guilty", [(1,), (0, 1)])
 def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, guilty):
-    """The traceback isn't kept until the run ends, which can be days later. It's printed once if
+    """The traceback isn't kept until the run ends, which may be days later. It's printed once if
     both ranks fail alike.
 
-    Which of two guilty ranks prints it is open: if the ranks agree on the failure before the second
-    rank has raised, only the first rank has failed. `printing_ranks` decides this, and has tests of
-    its own.
+    If both ranks fail, either may print it: if the ranks agree on the failure before the second
+    rank has raised, only the first rank has failed. `printing_ranks` decides this, and has its own
+    tests.
     """
     both, printed = threading.Barrier(2), []
 
@@ -161,8 +162,6 @@ def test_a_job_that_leaves_without_an_exception_prints_its_error_once(capsys):
 
 
 def test_data_error_on_one_rank_ends_the_job_on_all():
-    """Data that raises on one rank ends the job on every rank."""
-
     def start(world):
         def data():
             yield 1.0
@@ -179,8 +178,6 @@ def test_data_error_on_one_rank_ends_the_job_on_all():
 
 
 def test_different_step_counts_are_an_error_on_all():
-    """Different step counts are an error on every rank."""
-
     def start(world):
         def fn(job, step):
             for _ in range(3 if world.rank == 0 else 2):
@@ -212,7 +209,7 @@ def test_different_exchanges_error_names_the_line():
 
 
 def test_different_initial_states_need_broadcast():
-    """Different initial states are an error unless they are broadcast."""
+    """Different initial states are an error unless they're broadcast."""
 
     def start(world):
         return loop, {"step": make_step(world, "bad"), "data": [1.0], "state": float(world.rank)}
@@ -291,9 +288,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
 
 
 def test_exchanges_at_different_calls_are_reported():
-    """Alike exchanges, in unlike steps: `cond(n % 3 == 2, pmean)` with counters that began
-    apart.
-    """
+    """Equal exchanges in different steps: `cond(n % 3 == 2, pmean)`, with unequal counters."""
 
     def work(world):
         exchanges = make_step(world)

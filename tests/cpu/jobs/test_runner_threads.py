@@ -1,4 +1,4 @@
-"""Only a job's own thread may use its step, data and state, and a process has one run at a time."""
+"""Only a job's own thread may use its step, data and state; a process has one run at a time."""
 
 import queue
 import re
@@ -16,7 +16,7 @@ from tests.support.runner_jobs import failing_loop_results, make_step, solo
 
 
 def test_nested_run_is_rejected_but_works_afterwards():
-    """A run inside a run is refused and possible afterwards."""
+    """A nested run is rejected, but works afterwards."""
 
     def work(world):
         inner = Runner(world)
@@ -44,7 +44,7 @@ def test_nested_run_is_rejected_but_works_afterwards():
 
 @pytest.mark.parametrize("at", ["the first word", "the last words"])
 def test_run_is_rejected_in_another_thread(at):
-    """A run is refused in another thread, also where the first run has no lanes yet."""
+    """A run in another thread is rejected even if the first run has no lanes yet."""
 
     def work(world):
         meet, begun, go_on = world.control.meet, threading.Event(), threading.Event()
@@ -76,8 +76,9 @@ def test_run_is_rejected_in_another_thread(at):
 
 
 def in_a_thread(batches):
-    """Batches by way of a thread that dies, should they raise, without a word to whoever waits for
-    them.
+    """Yields batches from a thread that dies silently if they raise.
+
+    Whoever waits for them isn't notified.
     """
     ready = queue.Queue(2)
 
@@ -94,7 +95,7 @@ def in_a_thread(batches):
 @pytest.mark.parametrize("opened_there", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
-    """Batches that another thread asks for end their job alone."""
+    """Batches requested in another thread end only their own job."""
 
     def start(world):
         def fn(job, step):
@@ -116,7 +117,7 @@ def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
 
 
 def test_waits_for_ranks_from_other_thread_are_refused():
-    """Calls that wait for other ranks are refused in another thread."""
+    """Calls that wait for other ranks are rejected in another thread."""
 
     def work(world):
         caught = []
@@ -159,7 +160,7 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
     def work(world):
         caught, owner = [], world.exchange_owner
         assert not owner.in_run
-        owner.check_not_stray("step")  # no run, no complaint
+        owner.check_not_stray("step")  # without a run, it doesn't complain
 
         def stray():
             assert owner.in_run
@@ -187,9 +188,7 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
 
 
 def test_jobs_are_seen_while_they_are_put_in_order(monkeypatch):
-    """Another thread may ask for the jobs of a run that ends, such as the one that shows its
-    progress.
-    """
+    """Another thread may look at the jobs of an ending run, e.g. to show its progress."""
     seen, order = [], JobRun.order.fget
 
     def work(world):

@@ -1,6 +1,4 @@
-"""Loops over batches that come and go in one job: nothing of them stays, and a restart finds those
-that are open.
-"""
+"""Batch loops that come and go within a job leave nothing behind; a restart finds the open ones."""
 
 import itertools
 import threading
@@ -15,9 +13,7 @@ from tests.support.fakes import run_ranks
 
 
 def known(job):
-    """How many loops each part of a run knows of, once the threads of those that are over have said
-    their last.
-    """
+    """Returns how many loops each part of a run has, once threads of ended loops are gone."""
     for thread in threading.enumerate():
         prefetcher = getattr(getattr(thread, "_target", None), "__self__", None)
         if (
@@ -34,9 +30,7 @@ def known(job):
 
 
 def loops(job, n):
-    """One loop to its end, one that `steps` end, one that is left early, on rank 0 with data for
-    more.
-    """
+    """Runs one loop to its end, one up to `steps`, and leaves one early with data left."""
     assert list(job.batches([float(n), 1.0])) == [n, 1.0]
     assert list(job.batches(itertools.count(1.0), 2)) == [1.0, 2.0]
     for batch in job.batches(itertools.count(1.0)):
@@ -66,11 +60,11 @@ def test_nothing_stays_of_loops_that_are_over(ranks):
 
     for peak, steps in run_ranks(ranks, work):
         assert steps == 60
-        assert peak < 20  # what is open, and what began since this was counted last: ten loops
+        assert peak < 20  # what's open, plus what started since the last count: ten loops
 
 
 def test_open_loop_positions_are_stored_in_order(tmp_path):
-    """The positions of the loops that are open are stored in their order."""
+    """The positions of open loops are stored in order."""
 
     def fn(job, world, data):
         step, state = make_step(world), job.restore(init(world, own=False))
@@ -118,9 +112,7 @@ def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
 
 @pytest.mark.parametrize("form", ["one after the other", "one in another"])
 def test_job_training_in_several_loops_is_not_saved(form, tmp_path):
-    """A restart would go on with the first loop that the function begins, where the one that was
-    open stood.
-    """
+    """A restart would start the function's first loop at the position of the open one."""
 
     def fn(job, world, data):
         step, state = make_step(world), job.restore(init(world, own=False))
@@ -143,9 +135,7 @@ def test_job_training_in_several_loops_is_not_saved(form, tmp_path):
 
 
 def test_job_resumed_at_loop_end_is_not_saved_later(tmp_path, caplog):
-    """As where a function takes the epochs that are done from `job.step`: one is lost, and not in
-    silence.
-    """
+    """If a function derives finished epochs from `job.step`, an epoch is lost, with a warning."""
 
     def fn(job, world, data, epochs=2):
         step, state = make_step(world), job.restore(init(world, own=False))
@@ -164,7 +154,7 @@ def test_job_resumed_at_loop_end_is_not_saved_later(tmp_path, caplog):
 
 
 def goes_on_exactly(fn, folder):
-    """Three steps, and a restart up to eight, end as eight steps at once do."""
+    """Three steps, then a restart up to eight, give the same result as eight steps at once."""
     whole = train(2, None, names="a", fn=fn, steps=8)
     train(2, folder, names="a", fn=fn, steps=3)
     for mine, theirs in zip(train(2, folder, names="a", fn=fn, steps=8), whole, strict=True):
@@ -182,12 +172,12 @@ def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
         return state
 
     goes_on_exactly(fn, tmp_path)
-    assert not resumes(caplog)  # that a batch was used, for instance, and nothing exchanged
+    assert not resumes(caplog)  # e.g. that a batch was used without an exchange
 
 
 @pytest.mark.parametrize("evaluates_first", [False, True])
 def test_training_by_uncounted_calls_is_not_saved(evaluates_first, tmp_path):
-    """The batches that it takes are not counted, so that a restart would take them again."""
+    """Uncounted calls don't count their batches, so a restart would use those again."""
 
     def fn(job, world, data):
         warm_up, step = make_step(world, "warm_up"), make_step(world)
@@ -211,7 +201,7 @@ def test_training_by_uncounted_calls_is_not_saved(evaluates_first, tmp_path):
 
 
 def test_two_functions_training_on_a_batch_are_saved(tmp_path):
-    """A job in which two functions train on one batch can be saved."""
+    """A job in which two functions train on the same batch can be saved."""
 
     def fn(job, world, data, steps):
         one, other = make_step(world, "one"), make_step(world, "other")

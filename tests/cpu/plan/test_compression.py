@@ -1,6 +1,4 @@
-"""The least compression that hides: never more than is needed, and what it foresees is what
-travels.
-"""
+"""The least compression that hides exchanges, never more; predicted bytes are the actual ones."""
 
 import itertools
 from functools import partial
@@ -22,8 +20,7 @@ PARAMS = {
     "kernel": jax.ShapeDtypeStruct((512, 1024), jnp.float32),
     "bias": jax.ShapeDtypeStruct((1024,), jnp.float32),
 }
-# A vector so short that `top_k` sorts it: the search for a threshold takes ten times as long to
-# trace.
+# Short enough for `top_k` to sort it: the search for a threshold takes ten times as long to trace.
 SMALL = {
     "kernel": jax.ShapeDtypeStruct((64, 128), jnp.float32),
     "bias": jax.ShapeDtypeStruct((128,), jnp.float32),
@@ -176,7 +173,7 @@ def test_no_job_can_step_back(seconds, limit):
 
 @pytest.mark.integration
 def test_job_that_skips_candidates_waits_for_others():
-    """16 bits save nothing of bfloat16 gradients; the other job's bfloat16 is enough for both."""
+    """16 bits save nothing for bfloat16 gradients; bfloat16 in the other job is enough."""
     logged = []
     half = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
     single = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -197,9 +194,7 @@ def test_the_candidates_descend():
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4, 5, 8, 16])
 def test_what_is_foreseen_is_what_travels(ranks):
-    """The wire's bytes, of which the table of exchanges is the measure. Steps that differ count as
-    the largest one.
-    """
+    """The wire bytes must match the table of exchanges. If steps differ, the largest counts."""
     rows = {row.name: row for row in TABLE}
     names = [
         "mean",
@@ -228,11 +223,11 @@ def test_sums_in_16_bits_are_counted_as_they_travel(ranks):
         return received_bytes(exchange.mean("batch", **options), layers, "batch", ranks)
 
     half = partial(received, wire_dtype=jnp.bfloat16)
-    # Up to 64 KiB on all ranks together every rank gathers everything.
+    # Up to 64 KiB on all ranks together, every rank gathers everything.
     count = 64 * 1024 // (2 * ranks)
     assert half(count) == (ranks - 1) * 2 * count == ranks / 4 * received(count)
     assert half(2 * count) == received(2 * count) / 2
-    # Small layers of a step share a buffer, and count as one.
+    # Small layers of a step share a buffer, so they count as one.
     assert half(count, leaves=16) == received(count, leaves=16) / 2
 
 

@@ -1,4 +1,4 @@
-"""Profiles of jobs that ran."""
+"""Profiles of jobs that have run."""
 
 from pathlib import Path
 
@@ -29,8 +29,9 @@ def train(job, steps=6):
 
 
 def test_a_run_alone_has_a_profile(tmp_path: Path) -> None:
-    """Its segments are the program's, its memory at least state, gradients and batch; the twin runs
-    as many steps.
+    """The profile has the program's segments, and at least its state, gradients and batch.
+
+    The twin runs equally many steps.
     """
     with jaxcross.Runner(jaxcross.initialize()) as runner:
         runner.add("a", train)

@@ -1,4 +1,4 @@
-"""Exchanges of element types that MPI does not have: random keys, integers of 2 and 4 bits."""
+"""Exchanges of element types that MPI lacks: random keys, and 2- and 4-bit integers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moved(k: Any, x: Any) -> Any:
 
 
 def drawn(k: Any, x: Any) -> Any:
-    """All ranks draw by rank 0's key."""
+    """All ranks draw with rank 0's key."""
     return lax.psum(x * jax.random.normal(lax.all_gather(k, "x")[0], x.shape), "x")
 
 
@@ -53,7 +53,7 @@ def in_cond(k: Any, x: Any) -> Any:
 def small(k: Any, x: Any) -> Any:
     del k
     four, unsigned, two = x.astype(jnp.int4), x.astype(jnp.uint4), x.astype(jnp.int2)
-    sums = [lax.psum(v, "x") for v in (four, unsigned, two)]  # overflow as in 4 and 2 bits
+    sums = [lax.psum(v, "x") for v in (four, unsigned, two)]  # overflows as 4- and 2-bit sums do
     most = [lax.pmax(four, "x"), lax.pmin(unsigned, "x"), lax.psum_scatter(four.reshape(2, 2), "x")]
     return sums, most, lax.all_gather(two, "x"), lax.ppermute(four, "x", RING)
 

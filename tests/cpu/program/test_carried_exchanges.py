@@ -1,6 +1,4 @@
-"""Exchanges of what the step before left: they wait for no computation, and all costly work can run
-next to them.
-"""
+"""Exchanges of the previous step's results wait for no computation; all costly work overlaps."""
 
 from __future__ import annotations
 
@@ -100,7 +98,7 @@ def products(program: Program) -> list[int]:
 def test_it_waits_for_nothing_and_all_products_run_next_to_it(
     mean: Any, metric: bool, cut: Any, rows: int
 ) -> None:
-    """Gradients larger than what they are computed from, too, are not left for after the commit."""
+    """Even gradients larger than their inputs aren't left until after the commit."""
     program = cut_of(step_of(mean, metric=metric), state_of(1), jnp.ones((rows, WIDTH)), cut=cut)
     (carried,) = program.order.carried
     assert not program.order.after[carried]
@@ -127,9 +125,7 @@ def test_results_are_those_of_vmap(mean: Any, metric: bool) -> None:
 
 @pytest.mark.parametrize("cut", ["whole", "auto", 3])
 def test_what_a_later_exchange_needs_of_the_work_is_made_early(cut: Any) -> None:
-    """A metric of gradients and update is exchanged behind both; the gradients do not wait for the
-    update.
-    """
+    """A metric of gradients and update comes after both, but gradients don't wait for updates."""
 
     def step(state: Any, x: Any) -> Any:
         params, pending, _ = state
@@ -157,7 +153,7 @@ def test_what_a_later_exchange_needs_of_the_work_is_made_early(cut: Any) -> None
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_counter_decides_whether_it_is_made(turn: int) -> None:
-    """`lax.cond` on a counter, as every strategy with rounds has it."""
+    """`lax.cond` on a counter, as in every strategy with rounds."""
 
     def step(state: Any, turn: Any, x: Any) -> Any:
         params, pending, m = state
@@ -170,12 +166,12 @@ def test_a_counter_decides_whether_it_is_made(turn: int) -> None:
 
 
 def of_the_batch(state: Any, x: Any) -> Any:
-    """The operand is made of a batch, whose rows another rank may not have."""
+    """The operand is derived from a batch, whose rows may not exist on another rank."""
     return jax.grad(loss_of)(state[0], x), lax.psum((x * 2).sum(0), "batch")
 
 
 def of_arithmetic_with_other_readers(state: Any, x: Any) -> Any:
-    """Computed twice, the product may have other bits where it is contracted with its reader."""
+    """Computed twice, the product may differ bitwise where it's contracted with its reader."""
     scaled = state[1]["a"] * 3
     return jax.grad(loss_of)(state[0], x), lax.psum(scaled, "batch"), scaled + 1
 
@@ -209,7 +205,7 @@ def test_other_exchanges_are_not_carried(step: Any) -> None:
 
 
 def test_it_comes_before_all_other_exchanges() -> None:
-    """So exchanges have one order, also on a rank whose other work is such that none is carried."""
+    """Exchanges thus have one order, even on a rank whose other work lets none be carried."""
 
     def step(state: Any, x: Any) -> Any:
         def doubled(found: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -228,7 +224,7 @@ def test_it_comes_before_all_other_exchanges() -> None:
 
 
 def test_its_host_operations_leave_the_computation_alone() -> None:
-    """What is cast for the exchange and also read by the computation is cast in both places."""
+    """A value cast for the exchange and read by the computation is cast in both places."""
 
     def step(state: Any, x: Any) -> Any:
         narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state[0])
@@ -243,7 +239,8 @@ def test_its_host_operations_leave_the_computation_alone() -> None:
         for s in program.segments
     ]
     assert casts[carried] == 2 and casts[0] >= 2
-    # What only the exchange reads is cast there alone; afterwards, the sums are cast back.
+    # Values that only the exchange reads are cast there alone, and its sums are cast back
+    # afterwards.
     program = cut_of(step_of(in_sixteen_bits), state_of(1), jnp.ones((4, WIDTH)))
     casts = [
         sum(e.primitive.name == "convert_element_type" for e in s.jaxpr.jaxpr.eqns)
@@ -253,8 +250,9 @@ def test_its_host_operations_leave_the_computation_alone() -> None:
 
 
 def test_gradients_are_whole_before_the_commit():
-    """Their transposes and sums over the batch, too. The optimizer's next state is made behind
-    it.
+    """Gradients' transposes and batch sums are computed before the commit too.
+
+    The optimizer's next state comes after the commit.
     """
 
     def step(state: Any, x: Any) -> Any:

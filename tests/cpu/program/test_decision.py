@@ -1,6 +1,4 @@
-"""Conditionals that only values decide: what ranks count beside their exchanges, and what they are
-told.
-"""
+"""Data-dependent conditionals: what ranks count along with their exchanges, and what's reported."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def test_eight_bytes_beside_the_exchange() -> None:
 
 
 def test_none_where_there_is_nothing_to_decide() -> None:
-    """No one to differ from; a predicate that the host knows; no exchange inside."""
+    """There's only one rank, the predicate is known to the host, or nothing is exchanged inside."""
     assert not decisions(cut(by_value, X, axes={"batch": 1}))
 
     def by_counter(n, x):
@@ -76,7 +74,7 @@ def test_one_for_each_group_of_ranks() -> None:
 
 
 def test_nested_decision_counts_in_the_outer_branch() -> None:
-    """A decision inside another one is counted where the other one takes that branch."""
+    """A nested decision is counted where the outer one takes that branch."""
 
     def step(x):
         def inner(v):
@@ -98,7 +96,7 @@ def test_what_nobody_reads_is_not_counted() -> None:
 
 
 def test_no_vote_is_made_between_exchanges() -> None:
-    """There it would be made of zeros on a rank that has failed, and would count."""
+    """On a failed rank, such a vote would be computed from zeros and still count."""
 
     def step(x, t):
         most = lax.pmax(x.max(), "batch")
@@ -115,7 +113,7 @@ DECISION = Decision(axes=("row", "col"), takers=(0, 2), source="train.py:12 (ste
 
 @pytest.mark.parametrize("counts", [[4, 0, 0], [0, 3, 0], [0, 0, 4], [0, 0, 0]])
 def test_all_alike(counts) -> None:
-    """A rank that has failed counts for nothing."""
+    """A rank that has failed doesn't count."""
     assert DECISION.mismatch(counts) is None
 
 

@@ -1,6 +1,4 @@
-"""Several devices a rank: the user's shardings are kept, an exchange gets one copy, and collectives
-run elsewhere.
-"""
+"""Several devices per rank: shardings stay, exchanges get one copy, collectives run elsewhere."""
 
 from __future__ import annotations
 

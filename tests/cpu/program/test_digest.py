@@ -1,6 +1,4 @@
-"""Executables are shared by segments that compute the same and by no others, whatever their text
-leaves out.
-"""
+"""Executables are shared only by segments that compute the same, whatever their text omits."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ X = jnp.ones(2)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookup:
-    """Two of them print alike: NumPy leaves out the middle of a long array."""
+    """Two of these may print alike, since NumPy abbreviates long arrays."""
 
     table: np.ndarray
 
@@ -46,7 +44,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Equal to every other one."""
+    """Compares equal to every other instance."""
 
     by: float = dataclasses.field(compare=False, repr=False)
 
@@ -85,13 +83,13 @@ def test_callbacks_that_look_alike_share_nothing(pair: Any, call: Any) -> None:
 
 
 def test_bound_method_has_the_same_key_every_time() -> None:
-    """A bound method has the same key however often it is looked up."""
+    """A bound method has the same key no matter how often it's looked up."""
     table = lookup(1)
     assert keys(table.method) == keys(table.method)
 
 
 def test_bound_arguments_of_a_callback_count() -> None:
-    """The arguments that a callback gets besides its operands count in its key."""
+    """Arguments bound to a callback are part of its key."""
     seen: Any = [[], []]
     one, other = (functools.partial(lambda into, x: into.append(x) or x, into) for into in seen)
     assert keys(one) != keys(other), "the lists are equal now, but not the same"
@@ -109,7 +107,7 @@ def test_a_key_keeps_what_it_tells_apart() -> None:
 
 
 def noisy(impl: Any = None) -> Program:
-    """A step whose key is an array of words, as `jax.random.PRNGKey` makes it."""
+    """Returns a step whose key is an array of words, like that of `jax.random.PRNGKey`."""
 
     def step(words: Any, x: Any) -> Any:
         key = words if impl is None else jax.random.wrap_key_data(words, impl=impl)
@@ -119,7 +117,7 @@ def noisy(impl: Any = None) -> Program:
 
 
 def rematerialised(by: float = 1.0) -> Program:
-    """A step whose backward pass says, by functions made here and now, what it had saved."""
+    """Returns a step whose backward pass decides what was saved by newly created functions."""
 
     def saves_nothing(*_: Any, **__: Any) -> bool:
         return False
@@ -142,7 +140,7 @@ STEPS = (noisy, rematerialised)
 
 @pytest.mark.parametrize("make", STEPS)
 def test_wrapped_functions_are_keyed_by_computation(make: Any) -> None:
-    """What JAX makes of functions is recognised by what it computes."""
+    """Functions that JAX wraps are recognised by what they compute."""
     program = make()
     assert any(
         f"{name}[" in str(program.traced) for name in ("random_wrap", "checkpoint", "remat2")
@@ -196,7 +194,7 @@ def test_contexts_count(loop: bool) -> None:
 
 
 def test_generators_with_equal_names_share_nothing() -> None:
-    """Random generators that have equal names share nothing."""
+    """Random generators with equal names share nothing."""
     impl: Any = threefry_prng_impl
 
     def define(bits: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Which loops that exchange have a vote: those whose number of iterations may differ by rank, and
-no others.
-"""
+"""Loops with exchanges vote only if their number of iterations may differ across ranks."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ def test_vote_where_ranks_may_differ(step: Any) -> None:
 
 
 def test_sum_over_an_axis_is_equal_along_it_alone() -> None:
-    """A sum over one axis is equal along that axis alone."""
+    """A sum over one axis is identical along that axis only."""
 
     def step(x: Any, over: str) -> Any:
         n = lax.psum(x.sum(), "row")
@@ -137,9 +135,7 @@ def test_one_rank_does_not_vote() -> None:
 
 
 def test_rank_own_numbers_in_the_code_are_told() -> None:
-    """A Python number in the predicate, other on each rank: the signatures differ before anything
-    is exchanged.
-    """
+    """The predicate has a rank-local Python number: signatures differ before any exchange."""
 
     def on(rank: int) -> str:
         bound = 3 + rank
@@ -159,9 +155,7 @@ def test_rank_own_numbers_in_the_code_are_told() -> None:
 
 
 def test_rank_local_numbers_in_a_voted_loop_are_equal() -> None:
-    """Also where the analysis learns late, from what an outer loop carries, that a predicate may
-    differ.
-    """
+    """The numbers are equal even if an outer loop's carry reveals late that they may differ."""
 
     def on(rank: int) -> str:
         def outer(c: Any) -> Any:

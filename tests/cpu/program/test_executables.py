@@ -1,6 +1,4 @@
-"""The cache of executables: equal segments share one, unequal ones do not, and only the latest
-unused ones are kept.
-"""
+"""The executable cache: equal segments share an entry, and only the latest unused ones are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.compiled_steps import AXES
 
 
 def test_executables_of_one_mesh_do_not_serve_another() -> None:
-    """Both say `psum` over `a`, at the same coordinates."""
+    """Both are a `psum` over `a`, at the same coordinates."""
     cache, x, found = ExecutableCache(), jnp.ones(3), []
     for axes in ({"a": 2, "b": 1}, {"a": 1, "b": 2}):
         traced = trace(lambda x: lax.psum(2 * x, "a"), (x,), axes=axes, wire=LocalRanks())
@@ -33,10 +31,10 @@ def test_executables_of_one_mesh_do_not_serve_another() -> None:
 
 
 def test_equal_steps_compile_once_others_do_not_share() -> None:
-    """Equal steps compile once, and different ones do not share an executable."""
+    """Equal steps compile once, and different steps don't share an executable."""
 
     def scaled(by: np.ndarray) -> Any:
-        inner = jax.jit(lambda x: x * by)  # a constant that the text of a jaxpr does not show
+        inner = jax.jit(lambda x: x * by)  # a constant that isn't in the text of a jaxpr
         return lambda x: lax.psum(inner(x), "batch")
 
     def called(by: float) -> Any:
@@ -66,11 +64,11 @@ def test_equal_steps_compile_once_others_do_not_share() -> None:
 
 
 class Thing:
-    """Something that can be held weakly."""
+    """Supports weak references."""
 
 
 def test_latest_unused_executables_are_retained() -> None:
-    """Of the executables that no one uses, the latest are retained."""
+    """Of the unused executables, the latest are kept."""
     cache = ExecutableCache()
     used = [cache.get(("used", n), Thing) for n in range(3)]
     for n in range(2 * MAX_IDLE_EXECUTABLES):
@@ -87,7 +85,7 @@ def test_latest_unused_executables_are_retained() -> None:
 
 
 def test_executable_that_failed_is_tried_again() -> None:
-    """An executable that could not be made is tried again."""
+    """If an executable can't be created, the next request tries again."""
     cache = ExecutableCache()
 
     def fails() -> Any:

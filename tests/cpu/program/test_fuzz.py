@@ -1,6 +1,4 @@
-"""The cutter keeps every bit: random steps, evaluated equation by equation before and after the
-cut.
-"""
+"""Cutting is bitwise exact: random steps, evaluated by equation before and after the cut."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from tests.support.random_steps import RECIPES, Recipe, arguments, build
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 CUTS = ("whole", 1, 2, 3, 5, "auto")
-# Shrinking recompiles for minutes: set JAXCROSS_SHRINK=1 to have a failing recipe made small.
+# Shrinking recompiles for minutes. Set JAXCROSS_SHRINK=1 to have a failing recipe reduced.
 PHASES = [
     Phase.explicit,
     Phase.generate,
@@ -43,7 +41,7 @@ FUZZ = settings(
 
 
 def bits(results: list[list[Any]]) -> list[Any]:
-    """Shapes, types and bytes of every rank's results."""
+    """Returns shapes, types and bytes of every rank's results."""
     arrays = [[np.asarray(x) for x in rank] for rank in results]
     return [[(a.shape, a.dtype.name, a.tobytes()) for a in rank] for rank in arrays]
 
@@ -93,9 +91,7 @@ def test_cut_program_equals_its_jaxpr_bit_for_bit(examples: int) -> None:
 @pytest.mark.integration
 @examples(40, 120)
 def test_flat_jaxpr_equals_the_step_as_jax_traced_it(examples: int) -> None:
-    """Inlining, deciding and splitting `cond` change no bit; what is never read is not even
-    made.
-    """
+    """Inlining, deciding and splitting `cond` are bitwise exact; unread values aren't made."""
 
     @seed(2)
     @settings(FUZZ, max_examples=examples)
@@ -130,8 +126,9 @@ def test_digest_and_signature_depend_on_the_step_alone(recipe: Recipe) -> None:
 
 @pytest.mark.integration
 def test_fuzzer_reaches_what_it_is_for() -> None:
-    """Most random programs hold exchanges, many several segments, some a `cond` the host decides
-    and some a loop.
+    """Most random programs have exchanges, and many have several segments.
+
+    Some have a loop, or a `cond` that the host decides.
     """
     counts = dict.fromkeys(
         ("exchange", "two collectives", "undecided", "loop", "cond", "bucket", "packed"), 0
@@ -161,17 +158,17 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
 
 @pytest.mark.integration
 def test_results_are_those_of_vmap() -> None:
-    """The fake wire itself against JAX: all collectives on integers, where sums are exact."""
+    """Checks the fake wire against JAX: all collectives, on integers, whose sums are exact."""
     from jaxcross.testing import vmap_oracle
     from tests.support.random_steps import EXCHANGES, Op
 
     for axes in range(3):
         for kind in dict.fromkeys(EXCHANGES):
             if "scatter" in kind and axes == 2:
-                continue  # JAX's own is wrong under two `vmap`s: it scatters another dimension
+                continue  # JAX is wrong under two `vmap`s: it scatters another dimension
             over = (
                 (0, 1, 3) if kind.startswith(("p", "v")) and "scatter" not in kind else (0, 1)
-            )  # all that `vmap` has
+            )  # all that `vmap` supports
             ops = tuple(
                 Op(kind, x=0, y=1, axes=a, flag=f) for a in over for f in (1, 3)
             )  # whole rings

@@ -1,6 +1,4 @@
-"""What it takes to trace and cut a step does not grow faster than the step: calls are counted, not
-timed.
-"""
+"""The work of tracing and cutting is linear in the step's size: counts calls rather than time."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def gradients(state: Any, x: Any) -> Any:
 
 
 def chain(state: Any, x: Any) -> Any:
-    """Each exchange needs the one before, with light work between them."""
+    """Each exchange needs the previous one, with light work in between."""
     total = x
     for v in state.values():
         total = mean(total * v[0]) + x
@@ -89,16 +87,14 @@ def made(step: Callable[..., Any], count: int, cut: Any = "whole") -> Program:
     ids=lambda f: f.__name__,
 )
 def test_work_grows_as_the_leaves(step: Callable[..., Any], cut: Any) -> None:
-    """Four times the leaves take four times the calls, to a tenth; it would be sixteen times, were
-    it quadratic.
-    """
+    """Four times the leaves take four times the calls, to a tenth; quadratic would be 16."""
 
     def work() -> None:
         program = made(step, count, cut)
         verify(program), program_digest(program), program.text(), program.exchange_hash()
 
     count = 8
-    work()  # what is done once in a process
+    work()  # once per process
     count = 16
     few = count_calls(work)
     count = 64
@@ -107,14 +103,14 @@ def test_work_grows_as_the_leaves(step: Callable[..., Any], cut: Any) -> None:
 
 @pytest.mark.parametrize("step", [one_conditional, conditionals_in_one], ids=lambda f: f.__name__)
 def test_a_conditional_exchanges_in_one_segment(step: Callable[..., Any]) -> None:
-    """However many exchanges it holds that do not need one another."""
+    """A conditional has one segment for any number of exchanges that don't need one another."""
     assert [len(made(step, count).segments) for count in (2, 50)] == [3, 3]
 
 
 def of_two_levels(x: Any) -> Any:
     def branch(x: Any) -> Any:
         first = mean(x)
-        second = mean(jnp.tanh(x))  # needs no other one, though it is written after one
+        second = mean(jnp.tanh(x))  # needs no other exchange, though it comes after one
         return mean(jnp.sin(first)) + second
 
     return lax.cond(x[0] > 0, branch, lambda x: x, x)
@@ -132,9 +128,7 @@ def test_exchanges_of_a_conditional_go_level_by_level() -> None:
 
 
 def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
-    """One that is written between two exchanges stays behind the first, and so does what follows
-    it.
-    """
+    """A callback between two exchanges stays after the first, and so does what follows it."""
 
     def step(x: Any) -> Any:
         def branch(x: Any) -> Any:
@@ -157,9 +151,7 @@ def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
 @pytest.mark.mostly_integration("1", "5")
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 21])
 def test_a_buffer_gives_back_what_was_put_in(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one concatenation, in one of several, and in one of several of several: four operands are
-    the longest here.
-    """
+    """Uses one concatenation, several, and several nested ones: four operands are the most here."""
     monkeypatch.setattr(buffers, "OPERANDS", 4)
     shapes = [((), (3,), (2, 2))[n % 3] for n in range(count)]
     values = [jnp.full(shape, n) for n, shape in enumerate(shapes)]
@@ -172,7 +164,7 @@ def test_a_buffer_gives_back_what_was_put_in(count: int, monkeypatch: pytest.Mon
 
 
 def test_pieces_of_one_size_share_a_kernel() -> None:
-    """Their places are arguments of the executable, and not written into its code."""
+    """The offsets of pieces are arguments of the executable instead of being compiled into it."""
     sizes = [3, 5, 3, 3, 7, 3]
     flat, host = np.arange(sum(sizes), dtype=np.float32), jax.devices("cpu")[0]
     struct = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
@@ -182,4 +174,4 @@ def test_pieces_of_one_size_share_a_kernel() -> None:
     wanted = np.split(flat, np.cumsum(sizes)[:-1])
     assert all(map(np.array_equal, bound(flat), wanted))
     assert [int(x[0]) for x in bound.first] == [0, 8, 11, 21]
-    assert len(re.findall(r" slice\(", bound.as_text())) == 2  # of 5 and of 7
+    assert len(re.findall(r" slice\(", bound.as_text())) == 2  # of sizes 5 and 7

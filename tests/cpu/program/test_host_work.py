@@ -1,5 +1,6 @@
-"""On an accelerator small work between two exchanges stays on the host: no array goes there and
-back for it.
+"""With an accelerator, small work between exchanges stays on the host.
+
+No array has to go there and back for it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def program(flat: Traced, *, accelerator: bool = True, **options: Any) -> Progra
 
 
 def exchanges(step: Any, *args: Any, accelerator: bool = True) -> int:
-    """The number of collective segments: work between two of them goes to the accelerator."""
+    """Returns the number of collective segments: work between two of them is on the accelerator."""
     return len(program(traced(step, *args), accelerator=accelerator).collectives)
 
 
@@ -44,7 +45,7 @@ def adasum(grads: Any) -> Any:
 @pytest.mark.mostly_integration("2", "3")
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_adasum_is_handed_over_once(ranks: int) -> None:
-    """With the gradients and nothing else: indices and masks are made on the host."""
+    """Only the gradients are handed over: indices and masks are created on the host."""
     grads = [np.zeros(shape, np.float32) for shape in ((70,), (8, 6), ())]
     flat = traced(adasum, grads, ranks=ranks)
     assert len(program(flat, accelerator=False).collectives) > 1
@@ -57,7 +58,7 @@ def test_adasum_is_handed_over_once(ranks: int) -> None:
 
 @pytest.mark.integration
 def test_adasum_keeps_its_bits_on_the_host() -> None:
-    """Equation by equation, as cut for a CPU."""
+    """Compares, equation by equation, with the cut for a CPU."""
     rng = np.random.default_rng(0)
     leaves = [[rng.normal(size=(9,)).astype(np.float32)] for _ in range(3)]
     flat = traced(adasum, leaves[0], ranks=3)
@@ -68,7 +69,7 @@ def test_adasum_keeps_its_bits_on_the_host() -> None:
 
 @pytest.mark.integration
 def test_adasum_of_a_large_model_is_handed_over_once() -> None:
-    """Its passes take less time than its exchanges, however large the gradients are."""
+    """Adasum's passes take less time than its exchanges, however large the gradients are."""
     large = {
         "w": jax.ShapeDtypeStruct((50 * BIG,), jnp.float32),
         "b": jax.ShapeDtypeStruct((3,), jnp.float32),
@@ -95,7 +96,7 @@ def test_matrix_products_go_to_the_accelerator() -> None:
 
 @pytest.mark.parametrize(("passes", "expected"), [(4, 1), (12, 2)])
 def test_many_passes_go_to_the_accelerator(passes: int, expected: int) -> None:
-    """An operation that takes longer on the host than the exchange itself is not small."""
+    """An operation that takes longer on the host than the exchange itself isn't small."""
 
     def step(x: Any) -> Any:
         x = lax.psum(x, "batch")
@@ -108,7 +109,7 @@ def test_many_passes_go_to_the_accelerator(passes: int, expected: int) -> None:
 
 @pytest.mark.parametrize(("tables", "expected"), [(2, 1), (10, 2)])
 def test_what_the_accelerator_must_bring_costs_too(tables: int, expected: int) -> None:
-    """Tables that were never exchanged, of which the host would need all for one number."""
+    """The tables were never exchanged, and the host would need all of them for a single number."""
 
     def step(tables: Any, x: Any) -> Any:
         x = lax.psum(x, "batch")
@@ -119,7 +120,7 @@ def test_what_the_accelerator_must_bring_costs_too(tables: int, expected: int) -
 
 
 def test_ranks_of_unequal_batches_decide_alike() -> None:
-    """Shapes that follow from a rank's batch are not looked at, whatever they cost."""
+    """Shapes derived from a rank's batch are ignored, whatever the cost."""
 
     def step(x: Any) -> Any:
         mean = lax.pmean(x.mean(0), "batch")

@@ -1,6 +1,4 @@
-"""Labels find exchanges that ranks trace in different orders: always, if the ranks compute the
-same.
-"""
+"""Labels detect exchanges traced in different orders on ranks that compute the same."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def of_leaves(order: Any, tree: Any) -> Any:
 
 
 def of_computed(order: Any, tree: Any) -> Any:
-    """Between two products: no leaf is reached by element-wise equations."""
+    """Exchanges between two products, so element-wise equations reach no leaf."""
     return {k: jnp.sum(lax.psum(X @ tree[k].T, "x")) for k in order}
 
 
@@ -41,7 +39,7 @@ def of_gradients(order: Any, tree: Any) -> Any:
 
 
 def added_up(order: Any, tree: Any) -> Any:
-    """The order in which results are added up differs, too."""
+    """The order in which results are summed differs as well."""
     weights = {"a": 1.0, "b": 10.0, "c": 100.0}
     total: Any = 0.0
     for k in order:
@@ -93,7 +91,7 @@ def in_a_scan_and_a_cond(order: Any, tree: Any) -> Any:
 
 
 def by_data(order: Any, tree: Any) -> Any:
-    """A conditional that the host cannot decide."""
+    """Uses a conditional that the host can't decide."""
     agreed = lax.pmax(tree["a"][0, 0], "x") > 0
     return lax.cond(agreed, lambda t: {k: lax.psum(t[k], "x") for k in order}, lambda t: t, tree)
 
@@ -107,7 +105,7 @@ def rematerialised(order: Any, tree: Any) -> Any:
 
 
 def of_rows(order: Any, tree: Any) -> Any:
-    """Parts of one leaf, for parts of one result."""
+    """Exchanges parts of one leaf for parts of one result."""
     out, n = jnp.zeros((3, 3)), {k: n for n, k in enumerate(sorted(order))}
     for k in order:
         out = out.at[n[k]].set(lax.pmean(tree["a"][n[k]], "x"))
@@ -131,7 +129,7 @@ def of_stacked_layers(order: Any, tree: Any) -> Any:
 
 
 def of_sliced_rows(order: Any, tree: Any) -> Any:
-    """By `dynamic_slice` and `dynamic_update_slice`."""
+    """Uses `dynamic_slice` and `dynamic_update_slice`."""
     out, n = tree["b"], {k: n for n, k in enumerate(sorted(order))}
     for k in order:
         row = lax.pmean(lax.dynamic_slice_in_dim(tree["a"], n[k], 1), "x")
@@ -145,8 +143,8 @@ def of_split_rows(order: Any, tree: Any) -> Any:
     return jnp.concatenate([means[k] for k in sorted(order)])
 
 
-# Into a list or tuple. The place of a result follows from the order of tracing, so no exchange of
-# one rank has both the origin and the use of one of another rank.
+# Exchanges into a list or tuple. A result's place follows from the tracing order, so no exchange on
+# one rank shares both origin and use with one on another rank.
 
 
 def into_a_list(order: Any, tree: Any) -> Any:
@@ -176,7 +174,7 @@ def list_of_rows(order: Any, tree: Any) -> Any:
 
 
 def list_with_zeros(order: Any, tree: Any) -> Any:
-    """The other two cannot be meant as turns: a value meets a value."""
+    """The exchanges of `a` and `b` can't be intended as turns: a value is matched with a value."""
     known = {**tree, "c": jnp.zeros_like(tree["c"])}
     return [lax.pmean(known[k], "x") for k in order]
 
@@ -248,7 +246,7 @@ def test_equal_orders_are_no_error(step: Any) -> None:
 
 
 def test_swapped_gradients_of_different_losses() -> None:
-    """The leaves that exchanges reach are the same, whatever comes before."""
+    """Exchanges reach the same leaves, whatever comes before."""
 
     def step(rank: Any, tree: Any) -> Any:
         loss = (lambda y: jnp.sum(y**2), lambda y: jnp.linalg.norm(jnp.cumsum(y)))[rank]
@@ -263,15 +261,13 @@ def test_swapped_gradients_of_different_losses() -> None:
 
 @pytest.mark.parametrize("cut", [3, "auto"])
 def test_swapped_exchanges_of_a_finer_cut(cut: Any) -> None:
-    """Pieces follow readiness, and within one the order of tracing."""
+    """Pieces are ordered by readiness, and within a piece by tracing order."""
     assert both(of_leaves, TREE, cut=cut, bucket_bytes=0)
     assert both(of_leaves, TREE, cut=cut, bucket_bytes=0, orders=[ORDERS[1]] * 2) == ""
 
 
 def test_finer_cut_may_make_orders_equal() -> None:
-    """Exchanges travel when they are ready: what matters is their order on the wire, not that of
-    tracing.
-    """
+    """Exchanges are sent when ready, so the order on the wire matters, not that of tracing."""
 
     def chain(order: Any, tree: Any) -> Any:
         deep = {
@@ -336,7 +332,7 @@ def test_one_rank_of_four_is_found() -> None:
     )
 
 
-# What labels are made of.
+# What labels consist of.
 
 
 def test_leaves_are_known_by_their_paths() -> None:
@@ -359,7 +355,7 @@ print(order_hash(program_of(lambda t: lax.pmean(t, "x"), TREE)))
 
 @pytest.mark.integration
 def test_labels_are_the_same_in_every_process() -> None:
-    """Python salts its hashes of texts in each process."""
+    """Python salts its string hashes in each process."""
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
     env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
@@ -374,9 +370,7 @@ def test_program_read_from_text_has_no_labels() -> None:
 
 
 def wide(leaves: int) -> Traced:
-    """Updates of many leaves by one scalar that all of them make, and a long chain of sums of
-    leaves.
-    """
+    """Returns updates of many leaves by a scalar of them all, and a long sum of leaves."""
 
     def step(params: Any, x: Any) -> Any:
         grads = lax.pmean(jax.grad(lambda p: sum(jnp.sum(jnp.tanh(w * x)) for w in p))(params), "x")
@@ -391,7 +385,7 @@ def wide(leaves: int) -> Traced:
 
 @pytest.mark.integration
 def test_cost_is_linear_in_the_number_of_leaves() -> None:
-    """Counted in calls of functions, each of which handles a bounded number of leaves."""
+    """Counts function calls, each of which handles a bounded number of leaves."""
 
     def calls(leaves: int) -> int:
         traced, count = wide(leaves), 0

@@ -1,6 +1,4 @@
-"""Labels find the same step with its equations in another order wherever that changes the order of
-its exchanges.
-"""
+"""Labels detect reordered equations whenever that changes the order of the exchanges."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.support.zoo import ZOO
 
 
 def reordered(traced: Traced, rng: random.Random) -> Traced:
-    """The step with its equations in a random order, each behind those that it reads."""
+    """Returns the step with its equations in a random order, each after those it reads."""
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     left, known = list(inner.eqns), {*inner.invars}
     eqns = []
@@ -42,9 +40,7 @@ def reordered(traced: Traced, rng: random.Random) -> Traced:
 
 
 def travelling(program: Program) -> list[Any]:
-    """The results of the exchanges in the order in which they travel, and which of several of one
-    equation.
-    """
+    """Returns exchange results in wire order, each with its index among its equation's."""
     eqns = program.traced.jaxpr.jaxpr.eqns
     made = {
         id(x): (tuple(map(id, eqns[i].outvars)), n)
@@ -55,9 +51,7 @@ def travelling(program: Program) -> list[Any]:
 
 
 def compared(traced: Traced, rng: random.Random, cut: Any, bucket_bytes: int) -> bool:
-    """Whether the two orders of equations make the exchanges travel in two orders, which then must
-    be found.
-    """
+    """Returns whether the two equation orders differ on the wire, which must be detected."""
     one, other = (
         stages.cut(t, cut, bucket_bytes=bucket_bytes) for t in (traced, reordered(traced, rng))
     )

@@ -1,6 +1,4 @@
-"""Ranks may differ in what is their own: batches, stages, results. Their exchanges are not taken
-for swapped ones.
-"""
+"""Ranks may differ in batches, stages or results without their exchanges counting as swapped."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def averaged(order: Any, tree: Any) -> Any:
 
 
 def test_ranks_that_do_not_exchange_may_differ() -> None:
-    """Stages average each over its own replicas. Whose order differs within a stage is found."""
+    """Each stage averages over its own replicas. A different order within one stage is detected."""
     axes = {"stage": 2, "x": 2}
 
     def programs(orders: Sequence[Any]) -> list[Program]:
@@ -99,7 +97,7 @@ def test_batch_size_is_no_error_for_strategies(row: Any) -> None:
 
 
 def test_parts_of_a_batch_in_any_order() -> None:
-    """Their results are added up: it does not matter which parts of the ranks meet."""
+    """The parts' results are summed, so it doesn't matter which parts of the ranks are combined."""
 
     def step(order: Any, tree: Any) -> Any:
         n = {k: n for n, k in enumerate(sorted(order))}
@@ -109,7 +107,7 @@ def test_parts_of_a_batch_in_any_order() -> None:
 
 
 def test_microbatches_of_a_list_in_any_order() -> None:
-    """What goes through products has no parts: a batch may have any micro-batch first."""
+    """Values that go through products have no parts, so any micro-batch may come first."""
 
     def step(order: Any, tree: Any) -> Any:
         n = {k: n for n, k in enumerate(sorted(order))}
@@ -119,7 +117,7 @@ def test_microbatches_of_a_list_in_any_order() -> None:
 
 
 def test_ranks_may_choose_their_own_rows_by_data() -> None:
-    """An index that the step reads from an array: no exchange of one rank is that of another."""
+    """The step reads the index from an array, so no exchange of one rank matches another rank's."""
 
     def step(order: Any, tree: Any) -> Any:
         rows = tree["a"][jnp.array([sorted(order).index(k) for k in order])]
@@ -130,9 +128,7 @@ def test_ranks_may_choose_their_own_rows_by_data() -> None:
 
 @pytest.mark.parametrize("nothing", [jnp.zeros_like, lambda x: x * False], ids=["zeros", "product"])
 def test_all_gather_by_sums(nothing: Any) -> None:
-    """A rank's own value is at a place of its own, and so is the result that it needs of its
-    neighbour.
-    """
+    """Ranks have their own values, and results needed from neighbours, at different places."""
 
     def step(rank: Any, x: Any) -> Any:
         every = [lax.psum(x if n == rank else nothing(x), "x") for n in range(3)]
@@ -148,7 +144,7 @@ def test_all_gather_by_sums(nothing: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
 def test_all_gather_by_maxima(dtype: Any) -> None:
-    """Whoever has no value for a place gives the least number of its type there."""
+    """A rank without a value for a place contributes the smallest number of its type there."""
     x = X.astype(dtype)
     least = (jnp.iinfo if dtype == jnp.int32 else jnp.finfo)(dtype).min
 
@@ -159,7 +155,7 @@ def test_all_gather_by_maxima(dtype: Any) -> None:
 
 
 def test_parts_of_a_batch_that_is_short_on_one_rank() -> None:
-    """Row 2 begins the second of three micro-batches here, and is the third there."""
+    """Row 2 starts the second of three micro-batches on one rank, and is the third on another."""
 
     def step(x: Any) -> Any:
         size, total = len(x) // 3, jnp.zeros(3)
@@ -173,9 +169,7 @@ def test_parts_of_a_batch_that_is_short_on_one_rank() -> None:
 
 
 def test_loop_unrolled_by_batch_size() -> None:
-    """Each rank has its own number of micro-batches, and equations. What they exchange is still
-    recognised.
-    """
+    """Micro-batch and equation counts differ by rank, yet their exchanges are recognised."""
 
     def step(order: Any, tree: Any, batch: Any) -> Any:
         def loss(t: Any, x: Any) -> Any:
@@ -218,7 +212,7 @@ def normed(w: Any, h: Any) -> Any:
     "layers", [[(dense, gated), (gated, dense)], [(dense, normed), (normed, dense)]]
 )
 def test_stages_of_a_pipeline_on_a_ring(layers: Any) -> None:
-    """Each rank runs its own two layers, in its own order, and hands on what it has after each."""
+    """Each rank runs its own two layers in its own order, and passes its value on after each."""
 
     def step(mine: Any, params: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -236,7 +230,7 @@ def test_stages_of_a_pipeline_on_a_ring(layers: Any) -> None:
 
 
 def test_stages_of_a_pipeline_that_start_and_end_apart() -> None:
-    """The first rank is idle in the last round and the last one in the first: they send zeros."""
+    """The first rank is idle in the last round, the last rank in the first: they send zeros."""
 
     def step(rank: Any, params: Any, x: Any) -> Any:
         layer, rounds, total = (dense, normed)[rank], 4, jnp.zeros((2, 3))
@@ -251,7 +245,7 @@ def test_stages_of_a_pipeline_that_start_and_end_apart() -> None:
 
 
 def test_stages_of_a_pipeline_there_and_back() -> None:
-    """The first rank has zeros to send back, the last one zeros to send there."""
+    """The first rank has only zeros to send backward, the last only zeros to send forward."""
 
     def step(rank: Any, params: Any, x: Any) -> Any:
         zeros, mine = jnp.zeros((4, 3)), (dense, gated)[rank](params["w"], x)
@@ -264,7 +258,7 @@ def test_stages_of_a_pipeline_there_and_back() -> None:
 
 
 def test_ring_whose_ranks_start_with_their_own_block() -> None:
-    """An all-reduce by hand: rank r sends block r first."""
+    """A hand-written all-reduce: rank r sends block r first."""
 
     def step(rank: Any, blocks: Any) -> Any:
         blocks, ring = list(blocks), [(i, (i + 1) % 3) for i in range(3)]
@@ -279,7 +273,7 @@ def test_ring_whose_ranks_start_with_their_own_block() -> None:
 
 
 def test_more_results_on_one_rank() -> None:
-    """Results of a shorter tuple are not taken for those of a longer one at the same place."""
+    """Results of a shorter tuple aren't confused with those of a longer one at the same place."""
 
     def step(rank: Any, a: Any, b: Any) -> Any:
         loss, (ga, gb) = jax.value_and_grad(lambda a, b: jnp.sum(jnp.tanh(X @ a.T) @ b), (0, 1))(
@@ -301,7 +295,7 @@ def test_more_results_on_one_rank() -> None:
     ("exchange", "nothing"), [(lax.psum, 0.0), (lax.pmax, -jnp.inf)], ids=["psum", "pmax"]
 )
 def test_ranks_in_turns(made: Any, used: Any, exchange: Any, nothing: float) -> None:
-    """One rank after the other broadcasts its value; the results are added up."""
+    """One rank after another broadcasts its value, and the results are summed."""
 
     def step(rank: Any, x: Any, w: Any) -> Any:
         total = jnp.zeros((4, 3))

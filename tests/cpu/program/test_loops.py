@@ -1,6 +1,4 @@
-"""Loops that exchange, with another number of iterations on each rank, in lock step: what `vmap`
-gives.
-"""
+"""Loops with exchanges, of different lengths on each rank, run in lock step as under `vmap`."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def compare(name: str, ranks: int) -> None:
                 )
 
 
-# Over MPI all rows run on two ranks, so that here four are the usual number.
+# Over MPI all rows run on two ranks, so the default here is four.
 ON_TWO = (
     "frozen carry",
     "nested",
@@ -86,7 +84,7 @@ def test_loop_equals_vmap_in_64_bits(name: str) -> None:
 
 
 def at_once(program: Program, args: Any) -> Any:
-    """The results of a program, uncut, on all ranks."""
+    """Returns the results of a program on all ranks, without cutting it."""
     traced = program.traced
     return over_ranks(
         lambda *a: traced.out_tree.unflatten(jaxpr_as_fun(traced.jaxpr)(*a)), traced.axes
@@ -132,9 +130,7 @@ def test_vote_goes_over_all_axes_of_the_loop() -> None:
 
 
 def test_finished_rank_does_not_prolong_an_inner_loop() -> None:
-    """Remainders by subtraction: of the carry that the outer loop ends with, the inner one would
-    never end.
-    """
+    """Takes remainders by subtraction; given the final carry, the inner loop would never end."""
 
     def step(a: Any, b: Any, *, exchange: Any) -> Any:
         def outer(c: Any) -> Any:
@@ -157,9 +153,7 @@ def test_finished_rank_does_not_prolong_an_inner_loop() -> None:
 @pytest.mark.mostly_integration("2")
 @pytest.mark.parametrize("start", range(4))
 def test_finished_rank_lets_others_resume_inner_loop(start: int) -> None:
-    """A predicate that exchanges reads its carry: while it goes on, one that had stopped may go on
-    again.
-    """
+    """The predicate exchanges its carry, so while others iterate, a stopped rank may resume."""
 
     def step(outer: Any, x: Any) -> Any:
         index = lax.axis_index("batch")
@@ -173,7 +167,7 @@ def test_finished_rank_lets_others_resume_inner_loop(start: int) -> None:
 
 
 def test_callback_runs_only_on_unfinished_ranks() -> None:
-    """A callback is called only by ranks that are not finished with the loop."""
+    """A callback is called only by ranks that haven't finished the loop."""
     seen: list[Any] = []
 
     def step(n: Any, x: Any) -> Any:
@@ -222,9 +216,7 @@ def test_mutable_array_from_outside_is_refused() -> None:
 
 
 def test_mutable_array_in_a_branch_that_not_all_ranks_take_is_refused() -> None:
-    """A rank that doesn't take the branch runs it as well, for the exchange, and would keep what
-    that writes.
-    """
+    """Other ranks also run the branch, for its exchange, and would keep what it writes."""
 
     def step(n: Any, x: Any) -> Any:
         def outer(c: Any, _: Any) -> Any:
@@ -245,7 +237,7 @@ def test_mutable_array_in_a_branch_that_not_all_ranks_take_is_refused() -> None:
 
 
 def test_loop_in_an_untaken_branch_ends() -> None:
-    """On zeros the body would run for ever."""
+    """The body would run forever on zeros."""
 
     def step(x: Any) -> Any:
         double = lambda v: lax.while_loop(  # noqa: E731
@@ -260,14 +252,14 @@ def test_loop_in_an_untaken_branch_ends() -> None:
         want = over_ranks(step, {"batch": 2})(args) if sign > 0 else [a[0] - 1 for a in args]
         for mine, one in zip(got, want, strict=True):
             assert np.array_equal(mine[0], one)
-    # And where ranks differ, which fails the step: nobody waits for the other one's loop.
+    # If ranks differ, the step fails, and neither waits for the other one's loop.
     with pytest.raises(ExchangeError, match="ranks decided the conditional .* differently"):
         run_program(program, [[own(0)], [-own(1)]])
 
 
 @pytest.mark.integration
 def test_conditional_in_a_kept_loop_is_agreed() -> None:
-    """Ranks that part at it run the branch that exchanges all the same, as under `vmap`."""
+    """Ranks that decide differently still all run the branch with the exchange, as under `vmap`."""
 
     def step(x: Any) -> Any:
         def body(c: Any, i: Any) -> Any:
@@ -290,7 +282,7 @@ def test_conditional_in_a_kept_loop_is_agreed() -> None:
 
 
 def test_loop_in_a_conditional_is_cut_for_one_rank() -> None:
-    """A loop in a conditional is cut for one rank as for several."""
+    """A loop in a conditional is cut for one rank as it is for several."""
 
     def step(x: Any) -> Any:
         double = lambda v: lax.while_loop(  # noqa: E731
@@ -306,9 +298,7 @@ def test_loop_in_a_conditional_is_cut_for_one_rank() -> None:
 
 
 def test_jointly_ended_inner_loop_is_not_cut_short() -> None:
-    """A rank that is through follows an inner loop which is decided along the axis that it
-    exchanges over.
-    """
+    """A finished rank follows an inner loop that is decided along the axis of its exchange."""
 
     def step(x: Any) -> Any:
         bound = lax.pmax(x.sum(), "col") + 1500
@@ -334,7 +324,7 @@ def test_jointly_ended_inner_loop_is_not_cut_short() -> None:
 @pytest.mark.mostly_integration("2000", "2001")
 @pytest.mark.parametrize("iterations", [FROZEN, FROZEN + 1, FROZEN + 500])
 def test_finished_rank_contributes_until_others_finish(iterations: int) -> None:
-    """A rank that is finished contributes as long as others continue."""
+    """A finished rank keeps contributing as long as others continue."""
 
     def step(outer: Any, inner: Any) -> Any:
         def more(c: Any) -> Any:
@@ -349,9 +339,7 @@ def test_finished_rank_contributes_until_others_finish(iterations: int) -> None:
 
 
 def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
-    """The rank that is through needs `inner` iterations, the other one two; their sum is in the
-    other's result.
-    """
+    """A finished rank needs `inner` iterations, the other two; the other's result sums them."""
     add = lambda x: x + (lax.psum(x + 1, "batch") > 0 if kind == "exchanges" else 1)  # noqa: E731
     length = lambda: lax.while_loop(lambda x: x < inner, add, jnp.zeros_like(inner))  # noqa: E731
 
@@ -378,7 +366,7 @@ KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum
 @pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfinished_inner_loop_is_an_error_on_all(monkeypatch: Any, kind: str, number: Any) -> None:
-    """An inner loop that is not finished is an error on every rank."""
+    """An unfinished inner loop is an error on every rank."""
     monkeypatch.setattr(lockstep, "FROZEN", 50)
     monkeypatch.setattr(lockstep, "FROZEN_LOCAL", 50)
     step = lambda outer, inner: left_early(outer, inner, kind=kind)  # noqa: E731

@@ -1,6 +1,4 @@
-"""Random loops inside loops, of whole numbers whose sums are exact: as under `vmap`, or an
-error.
-"""
+"""Random nested loops on integers, whose sums are exact: equal to `vmap`, or an error."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from jaxcross.testing import LocalRanks, decide, over_ranks, run_program
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-Value = Callable[[list[Any]], Any]  # of all earlier values
+Value = Callable[[list[Any]], Any]  # gets all earlier values
 KINDS = (
     "fori",
     "while",
@@ -41,7 +39,7 @@ KINDS = (
 
 
 class Recipe:
-    """Makes the parts of a random step over the axes `sizes`."""
+    """Builds the parts of a random step over the axes `sizes`."""
 
     def __init__(self, seed: int) -> None:
         self.pick = random.Random(seed)
@@ -53,7 +51,7 @@ class Recipe:
         )
 
     def value(self) -> Value:
-        """One of the last four values."""
+        """Returns one of the last four values."""
         n = self.pick.randint(1, 4)
         return lambda env: env[-min(n, len(env))]
 
@@ -85,7 +83,7 @@ class Recipe:
         return lambda env: kind(x(env))
 
     def bound(self, kind: str = "") -> Value:
-        """A number of iterations."""
+        """Returns a number of iterations."""
         x, axes, c = self.value(), self.axes(), self.pick.randint(1, 4)
         return {
             "literal": lambda env: jnp.int32(c),
@@ -95,7 +93,7 @@ class Recipe:
         }[kind or self.pick.choice(["literal", "rank", "value", "value", "exchanged"])]
 
     def body(self, depth: int) -> Value:
-        """A few statements, the last one of those before."""
+        """Returns a few statements, whose result is that of the last one."""
         kinds = [self.exchange, self.plain, *[lambda: self.nested(depth - 1)] * (2 if depth else 0)]
         parts = [self.pick.choice(kinds)() for _ in range(self.pick.randint(1, 3))]
         parts.append(self.plain())
@@ -163,9 +161,7 @@ class Recipe:
         return run
 
     def step(self) -> Callable[..., Any]:
-        """Loops in a loop that each rank goes through as often as it likes, and an exchange of what
-        they make.
-        """
+        """Returns a step: loops in a loop of rank-local length, and an exchange of the result."""
         inner, last, count, axes = self.nested(1), self.exchange(), self.bound("rank"), self.axes()
         rest = self.nested(1)
 
@@ -173,14 +169,14 @@ class Recipe:
             env = [jnp.full_like(x, t), x]
             outer = lambda i, v: (last([*env, inner([*env, v + i])]) + v) % 23  # noqa: E731
             y = lax.fori_loop(0, count(env), outer, x)
-            # Behind a value that ranks share, as a conditional at the top must be.
+            # Depends on a value shared by all ranks, as a conditional at the top level has to.
             return y, lax.psum(y, axes), rest([*env, lax.pmax(y, tuple(self.sizes))])
 
         return random_step
 
 
 def agrees(seed: int) -> set[str]:
-    """Compares a random step with `vmap`; what its calls came to."""
+    """Compares a random step with `vmap`, and returns the outcomes of its calls."""
     recipe = Recipe(seed)
     step, ranks, came = recipe.step(), int(np.prod([*recipe.sizes.values()])), set()
     calls = [
@@ -213,7 +209,7 @@ def agrees(seed: int) -> set[str]:
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("frozen", [lockstep.FROZEN, 1])
 def test_random_nested_loops_equal_vmap_or_fail(monkeypatch: Any, frozen: int, seeds: int) -> None:
-    """Random loops in loops equal `vmap` or are an error."""
+    """Random nested loops equal `vmap` or are an error."""
     monkeypatch.setattr(lockstep, "FROZEN", frozen)
     monkeypatch.setattr(lockstep, "FROZEN_LOCAL", frozen)
     came = set().union(*map(agrees, range(seeds)))

@@ -1,6 +1,4 @@
-"""Values die at their last use and are given away there; the step's own state only after its last
-exchange.
-"""
+"""Values die and are donated at their last use; the step's own state after its last exchange."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def alive(execution: Execution) -> set[int]:
 @pytest.mark.mostly_integration("2")
 @pytest.mark.parametrize("cut", ["whole", 2])
 def test_only_results_and_inputs_remain_at_the_end(cut: Any) -> None:
-    """Only results and retained inputs are left at the end."""
+    """Only results and retained inputs remain at the end."""
     done, args = compiled(cut=cut)
     execution = done.execution(jax.tree.leaves((args, {})))
     program = done.program
@@ -65,7 +63,7 @@ def test_stages_are_shown_in_a_line() -> None:
 
 
 def test_state_is_overwritten_after_the_last_exchange() -> None:
-    """State outlives every exchange and is overwritten after the last one."""
+    """The state outlives every exchange and is overwritten after the last one."""
     done, args = compiled()
     state, _ = args
     execution = done.execution(jax.tree.leaves((args, {})))
@@ -80,7 +78,7 @@ def test_state_is_overwritten_after_the_last_exchange() -> None:
 
 
 def test_user_arrays_are_not_overwritten_undonated() -> None:
-    """No array of the user is overwritten without donation."""
+    """Without donation, no user array is overwritten."""
     done, args = compiled(donate=())
     leaves = jax.tree.leaves((args, {}))
     before = [np.array(x) for x in leaves]
@@ -96,9 +94,7 @@ def test_user_arrays_are_not_overwritten_undonated() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_exchanged_input_is_still_the_users(size: int) -> None:
-    """A group of one sends nothing: its result may be its operand's buffer, and must not be given
-    away with it.
-    """
+    """A group of one sends nothing: the result may be the operand's buffer, so it's kept."""
 
     def step(params: Any) -> Any:
         total = lax.psum(params, "batch")
@@ -119,7 +115,7 @@ def test_an_exchanged_input_is_still_the_users(size: int) -> None:
 
 
 def test_dead_values_between_segments_are_overwritten() -> None:
-    """Values between segments are overwritten where they die."""
+    """Values passed between segments are overwritten where they die."""
     done, _ = compiled()
     reused = 0
     for runnable in done.runnables:
@@ -130,7 +126,7 @@ def test_dead_values_between_segments_are_overwritten() -> None:
 
 
 def places(tree: Any) -> list[int]:
-    """Addresses of a tree's arrays; Adam's count of steps may be a new one."""
+    """Returns the addresses of a tree's arrays. Scalars are omitted: Adam's step count may move."""
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim]
 
 
@@ -142,7 +138,7 @@ def places(tree: Any) -> list[int]:
 def test_each_array_of_a_state_stays_where_it_is(
     exchanges: str, orders: list[tuple[int, ...]]
 ) -> None:
-    """Arrays of one shape that changed places would be copied in each step."""
+    """If arrays of equal shape swapped places, they'd be copied in every step."""
     tx = optax.adam(0.1)
     params = {name: jnp.full((N, N), float(n)) for n, name in enumerate("abc")}
 
@@ -176,7 +172,7 @@ def test_each_array_of_a_state_stays_where_it_is(
 
 
 def test_figures_of_an_executable_are_asked_once() -> None:
-    """XLA takes tens of milliseconds for those of a large one, and each run of a job needs them."""
+    """XLA takes tens of milliseconds for a large one's, and every run of a job needs them."""
     done, _ = compiled()
     found = [runnable.memory() for runnable in done.runnables]
     assert None not in found
@@ -212,7 +208,7 @@ def test_peak_is_near_that_of_the_fused_step() -> None:
             ),
             1.0,
         ),
-        # XLA rearranges a convolution's gradient in a buffer more where it is also a result
+        # XLA rearranges a convolution's gradient in an extra buffer if it's also a result.
         pytest.param(
             lambda: workloads.resnet("resnet8", batch_size=2, image_size=32, classes=8),
             1.01,
@@ -222,7 +218,7 @@ def test_peak_is_near_that_of_the_fused_step() -> None:
     ids=["mlp", "transformer", "resnet"],
 )
 def test_the_cut_adds_no_copies(make: Any, share: float) -> None:
-    """XLA's own count: bytes of the copies that its optimised modules make."""
+    """Compares the bytes of the copies in XLA's optimised modules."""
     work = make()
     args = work.state(0), work.batch(0)
     done, _ = compiled(work.make(lambda tree: lax.pmean(tree, "batch")), args=args)
@@ -242,7 +238,7 @@ def test_the_cut_adds_no_copies(make: Any, share: float) -> None:
 
 @pytest.mark.integration
 def test_exchange_copies_only_into_and_out_of_messages() -> None:
-    """Small sums travel together: each is copied twice. Large ones travel as they are."""
+    """Small sums share a message, so each is copied twice. Large ones are sent in place."""
 
     def copied(width: int) -> tuple[int, int]:
         trees = [jnp.ones((width, 64)), jnp.ones((width, 32))]
@@ -291,9 +287,7 @@ def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
 
 
 def test_segments_may_overtake_unrelated_earlier_ones() -> None:
-    """As the compute lane does while an exchange waits: what the late one reads is neither dropped
-    nor overwritten.
-    """
+    """Segments may run ahead, as during an exchange: a late segment keeps its inputs."""
 
     def two_exchanges(state: Any, x: Any) -> Any:
         y = jnp.tanh(x)
@@ -314,9 +308,7 @@ def test_segments_may_overtake_unrelated_earlier_ones() -> None:
 
 
 def written_peak_bytes(traced: Any) -> int:
-    """What lives at most if each equation ran where it is written, and values died at their last
-    use.
-    """
+    """Returns the peak if equations ran as written and values died at their last use."""
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     last = {
         v: n
@@ -334,7 +326,7 @@ def written_peak_bytes(traced: Any) -> int:
 
 
 def program_peak_bytes(program: Any) -> int:
-    """What lives at most between segments; the step's inputs stay."""
+    """Returns the peak between segments, if the step's inputs stay alive."""
     live, peak = {v: program.values[v].nbytes for v in program.inputs}, 0
     for segment in program.segments:
         live |= {v: program.values[v].nbytes for v in segment.outputs}
@@ -353,7 +345,7 @@ def program_peak_bytes(program: Any) -> int:
     ],
 )
 def test_cutting_keeps_what_a_large_model_saves(sizes: dict[str, int], remat: bool) -> None:
-    """Gathered weights of one layer at a time, and what `remat` recomputes when it is needed."""
+    """Uses gathered weights of one layer at a time, and `remat`, which recomputes values."""
     mesh, length = tensor.Mesh(**sizes), 64
     model = tensor.Transformer(512, 256, 4, 8, length, mesh, remat=remat)
     tokens = jax.ShapeDtypeStruct((32 // mesh.size(mesh.batch), length), jnp.int32)

@@ -1,6 +1,4 @@
-"""What users are told: the first sentence of every error and notice of trace, cut and
-`crossover`.
-"""
+"""User messages: the first sentence of every error and notice of trace, cut and `crossover`."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def test_state_that_is_no_pytree() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Linear:
-    """A module as Equinox makes them: a pytree, whose activation function is a leaf."""
+    """A module like those of Equinox: a pytree with an activation function as a leaf."""
 
     def __init__(self, w: jax.Array, activation: object) -> None:
         self.w, self.activation = w, activation
@@ -77,9 +75,7 @@ class Linear:
 @pytest.mark.parametrize("inside", [lambda m: m, lambda m: {"model": (m, m)}])
 @pytest.mark.parametrize("leaf", [jax.nn.relu, jnp.tanh, len, "relu"])
 def test_a_pytree_with_static_leaves_is_told_to_be_partitioned(inside, leaf) -> None:
-    """A module whose leaves are not all arrays is a pytree already, so it cannot be registered as
-    one.
-    """
+    """A module with static leaves is a pytree already, so it can't be registered as one."""
     with pytest.raises(
         CutError, match="holds a `.*`, which is not an array. `Linear` is a pytree that has"
     ) as error:
@@ -121,7 +117,7 @@ def test_numpy_types_that_jax_lacks_are_named(wrong) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2], ids=["function", "jit", "partial"])
 def test_jax_errors_name_user_function_and_argument(step) -> None:
-    """JAX's errors name the user's function and argument."""
+    """JAX errors name the user's function and argument."""
 
     def train_step(state, train):
         return lax.pmean(state["w"], "batch") if train else state["w"]
@@ -159,7 +155,7 @@ def test_exchange_where_it_cannot_be_cut() -> None:
 
 
 def test_while_beside_an_exchange_in_an_unknown_branch() -> None:
-    """No rank votes on a loop without exchange, which on zeros might not end."""
+    """Ranks don't vote on a loop without an exchange, which might never end on zeros."""
 
     def train_step(x):
         def body(c, _):
@@ -181,8 +177,9 @@ def test_while_beside_an_exchange_in_an_unknown_branch() -> None:
 
 @pytest.mark.parametrize("acts", [io_callback, jax.pure_callback])
 def test_callback_beside_an_exchange_in_a_cond_loop(acts) -> None:
-    """A callback that may not be intended, beside an exchange in a loop, is refused unless it is
-    pure.
+    """In a loop with an exchange inside `cond`, only pure callbacks are accepted.
+
+    Other callbacks might run on ranks that don't intend them.
     """
 
     def train_step(x):
@@ -285,7 +282,7 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_calls_around_an_exchange_are_not_loops(caplog: pytest.LogCaptureFixture) -> None:
-    """Calls around an exchange in a loop are not treated as loops."""
+    """Calls around an exchange in a loop aren't treated as loops."""
 
     def ring(key, n):
         return lax.fori_loop(
@@ -295,7 +292,7 @@ def test_calls_around_an_exchange_are_not_loops(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "jaxcross"):
         program = stages.cut(
             traced(ring, jax.random.key(0), 3)
-        )  # a random key travels as its words, by a call
+        )  # a random key is sent as its words, by a call
         advise(program.traced, program, set())
     assert [dict(x.params).get("loop") for x in program.exchanges] == [
         "while ?"

@@ -1,6 +1,4 @@
-"""A step that is cut where its gradients become ready: their exchanges wait for computation, not
-for one another.
-"""
+"""A step cut where gradients become ready: exchanges wait for computation, not each other."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | None) -> None:
-    """Gradients travel while the backward pass continues."""
+    """Gradients are sent while the backward pass continues."""
     cut = program(OPTIMIZERS[optimizer], pieces=4, wire=wire)
     collectives = [s.index for s in cut.collectives]
     assert len(collectives) >= 4
@@ -83,7 +81,7 @@ def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | N
         assert [n for n in collectives if after[index] >> n & 1] == [], cut.text()
     assert cut.segments[-1].kind == "compute"
     assert all(after[-1] >> n & 1 for n in collectives)
-    # Also where what is done to each gradient is written behind the whole backward pass.
+    # This holds even if the code that uses each gradient comes after the whole backward pass.
     products = [
         sum(eqn.primitive.name == "dot_general" for eqn in segment.jaxpr.jaxpr.eqns)
         for segment in cut.segments
@@ -95,9 +93,7 @@ def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | N
 
 
 def test_dependents_of_an_exchange_run_before_the_next() -> None:
-    """Two exchanges in a row: what reads the first and keeps little is computed before the second,
-    not at the end.
-    """
+    """Between two exchanges in a row, small results of the first are computed before the second."""
 
     def step(x: Any) -> Any:
         first = lax.pmean(x, "batch")
@@ -110,8 +106,9 @@ def test_dependents_of_an_exchange_run_before_the_next() -> None:
 
 
 def test_what_reads_two_chains_makes_neither_wait() -> None:
-    """Two chains of exchanges and products. What reads both waits for all, and would fit before the
-    last exchange.
+    """The common reader of two chains of exchanges and products waits for all.
+
+    It would fit before the last exchange.
     """
 
     def step(a: Any, b: Any) -> Any:
@@ -129,7 +126,7 @@ def test_what_reads_two_chains_makes_neither_wait() -> None:
 
 
 def test_light_work_joins_a_segment_that_waits_for_as_much() -> None:
-    """Between two exchanges that nothing stands between, it would be a segment of its own."""
+    """Between two exchanges with nothing in between, it would be a separate segment."""
 
     def step(a: Any, b: Any) -> Any:
         a, b = lax.psum(a, "batch"), lax.psum(b, "batch")
@@ -143,9 +140,7 @@ def test_light_work_joins_a_segment_that_waits_for_as_much() -> None:
 
 
 def test_second_exchange_does_not_delay_gradients() -> None:
-    """A metric of averaged gradients that is averaged again: light work on the exchanges' side (cut
-    rule 4).
-    """
+    """Averages a metric of averaged gradients: light work on the exchanges' side (cut rule 4)."""
 
     def step(params: Any, x: Any) -> Any:
         grads = lax.pmean(gradients(params, x), "batch")
@@ -162,8 +157,6 @@ def test_second_exchange_does_not_delay_gradients() -> None:
 
 
 def test_hierarchical_mean_pieces_are_separate_chains() -> None:
-    """The pieces of a hierarchical mean are separate chains."""
-
     def mean(g: Any) -> Any:
         part = lax.psum_scatter(g.reshape(-1), "local", tiled=True)
         return lax.all_gather(lax.psum(part, "node") / 4, "local", tiled=True).reshape(g.shape)
@@ -187,8 +180,9 @@ def test_hierarchical_mean_pieces_are_separate_chains() -> None:
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) -> None:
-    """JAX leaves out what one row does not need. A rank whose last batch is short exchanges what
-    the others do.
+    """JAX omits work that a single row doesn't need.
+
+    A rank with a short last batch still exchanges what the others do.
     """
     step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
     cuts = [
@@ -200,7 +194,7 @@ def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) 
 
 @pytest.mark.parametrize("rows", [1, 2, 32])
 def test_segment_boundaries_do_not_depend_on_the_batch(rows: int) -> None:
-    """The batch's own size stands between these two exchanges; ranks may have unlike batches."""
+    """The batch size enters the work in between, and ranks may have different batch sizes."""
 
     def moments(x: Any) -> Any:
         mean = lax.pmean(x.sum(0), "batch")
@@ -240,7 +234,7 @@ def test_a_shared_buffer_has_at_most_bucket_bytes() -> None:
 
 
 def test_ranks_compare_buffer_layout_and_boundaries() -> None:
-    """Ranks compare the contents of a shared buffer and the boundaries of the segments."""
+    """Ranks compare the contents of shared buffers and the segment boundaries."""
     step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
     swapped = lambda params, x: lax.pmean(  # noqa: E731
         [(layer["kernel"], layer["bias"]) for layer in gradients(params, x)], "batch"

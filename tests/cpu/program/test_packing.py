@@ -1,6 +1,4 @@
-"""On an accelerator compute segments fill and empty the buffers that exchanges share: few arrays
-are handed over.
-"""
+"""With an accelerator, compute segments pack and unpack shared buffers: few arrays go over."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def sgd(params: Any, x: Any) -> Any:
 
 
 def twice(params: Any, x: Any) -> Any:
-    """The second exchange depends on the first, in one segment."""
+    """The second exchange depends on the first one, in a single segment."""
     sums = jax.lax.psum({name: w * x for name, w in params.items()}, "batch")
     return jax.lax.psum({name: w * 2 for name, w in sums.items()}, "batch")
 
@@ -51,21 +49,22 @@ def test_one_array_a_buffer_is_handed_over() -> None:
 @pytest.mark.parametrize("step", [sgd, twice])
 @pytest.mark.parametrize("cut", ["whole", 2])
 def test_ranks_exchange_the_same_things(step: Any, cut: Any) -> None:
-    """A rank with an accelerator and one without exchange alike, in as many segments."""
+    """Ranks with and without an accelerator exchange the same things, in equally many segments."""
     one, other = (program(step, packed=packed, cut=cut) for packed in (False, True))
     assert one.exchange_signature() == other.exchange_signature()
     assert [s.kind for s in one.segments] == [s.kind for s in other.segments]
 
 
 def test_what_an_exchange_of_the_same_segment_needs_stays() -> None:
-    """Between two exchanges of one segment nothing goes to the accelerator and back."""
+    """Between two exchanges of one segment, nothing goes to the accelerator and back."""
     one, other = (program(twice, packed=packed) for packed in (False, True))
     assert len(one.segments) == len(other.segments)
 
 
 def test_checked_decisions_stay_in_collective_segments() -> None:
-    """How many ranks took a branch travels with other sums, and the segment that exchanges them
-    returns it.
+    """The number of ranks that took a branch is exchanged along with other sums.
+
+    The segment that exchanges it returns it.
     """
 
     def step(x: Any) -> Any:

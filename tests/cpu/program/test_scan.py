@@ -1,6 +1,4 @@
-"""A `scan` that exchanges is unrolled: the same results as JAX's own, an exchange cut in every
-iteration.
-"""
+"""A `scan` with exchanges is unrolled: JAX's own results, and one cut exchange per iteration."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ RING = [(0, 1), (1, 0)]
 
 
 class Body(nn.Module):
-    """A Transformer block as `nn.scan` wants it."""
+    """A Transformer block with the signature `nn.scan` needs."""
 
     mesh: Mesh
 
@@ -62,9 +60,7 @@ class Stack(nn.Module):
 
 
 def gradients(length: int, *, remat: bool = False) -> tuple[Any, Any, list[Any]]:
-    """The gradient of scanned blocks, that of a Python loop over the same parameters, and every
-    rank's arguments.
-    """
+    """Returns the gradient of scanned blocks, that of a Python loop, and all ranks' arguments."""
     model, block = Stack(length, remat), tensor.Block(2, MESH)
     params = [
         tensor.init(model, jax.random.key(0), jax.ShapeDtypeStruct(X.shape, X.dtype), r)
@@ -109,7 +105,7 @@ def test_scanned_blocks_are_the_python_loop(remat: bool) -> None:
 
 @pytest.mark.integration
 def test_more_iterations_reuse_the_same_executables() -> None:
-    """More iterations are more segments of the same executables."""
+    """More iterations mean more segments of the same executables."""
     programs = []
     for length in (3, 4):
         scanned, _, args = gradients(length)
@@ -125,9 +121,7 @@ def test_more_iterations_reuse_the_same_executables() -> None:
 
 
 def reverse(x: jax.Array) -> Any:
-    """Constants, a carry that begins as a literal, rows from the last to the first, two stacks and
-    a key.
-    """
+    """Uses constants, a literal as initial carry, reversed rows, two stacked outputs, a key."""
     rows, keys = jnp.outer(jnp.arange(1.0, 4), x), jax.random.split(jax.random.key(1), 3)
 
     def body(c: Any, row: Any) -> Any:
@@ -139,9 +133,7 @@ def reverse(x: jax.Array) -> Any:
 
 
 def nested(x: jax.Array) -> Any:
-    """Inside checkpoint, custom derivatives and another loop; read as a whole and by a later
-    loop.
-    """
+    """Scans in checkpoint, custom derivatives and a scan; a later scan reads the result."""
 
     @jax.custom_jvp
     def inner(c: jax.Array) -> Any:
@@ -185,7 +177,7 @@ def ring(x: jax.Array, length: int) -> jax.Array:
 
 
 def chosen(x: jax.Array) -> jax.Array:
-    """What is sent depends on the data: unrolled, every iteration would send it."""
+    """What is sent depends on the data; if unrolled, every iteration would send it."""
 
     def body(c: jax.Array, _: None) -> Any:
         total = lax.psum(c, "batch")

@@ -1,6 +1,4 @@
-"""What a bare function means, and what the same function means as the body of a `jax.shard_map`:
-JAX's own numbers.
-"""
+"""A bare function, and the same function as a `jax.shard_map` body, give JAX's own numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from tests.support.semantics import (
 
 
 def test_bare_function_has_pmap_and_vmap_semantics() -> None:
-    """`psum` transposes to `psum`: each rank has its own part, times the ranks."""
+    """`psum` transposes to `psum`: each rank gets its own part, times the number of ranks."""
     for rank, (got, want) in enumerate(
         zip(on_ranks(gradient, X), vmap_oracle(gradient, AXES, [(W, x) for x in X]), strict=True)
     ):
@@ -40,8 +38,9 @@ def test_bare_function_has_pmap_and_vmap_semantics() -> None:
 
 
 def test_permutation_over_axes_in_another_order_counts_ranks_in_mesh_order() -> None:
-    """XLA and the MPI wire do the same. All other exchanges count ranks in the order in which the
-    axes are named.
+    """XLA and the MPI wire do the same.
+
+    All other exchanges number ranks in the order in which the axes are named.
     """
     axes = {"a": 2, "b": 2}
 
@@ -57,9 +56,7 @@ def test_permutation_over_axes_in_another_order_counts_ranks_in_mesh_order() -> 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shard_map_body_has_its_check_vma_semantics(check_vma: bool, cast: bool) -> None:
-    """`pcast` changes nothing then: JAX inserts it where it is left out, and knows no varying types
-    without check.
-    """
+    """Unchecked, `pcast` does nothing: JAX adds missing ones, and has no varying types."""
     step = mapped(body(cast), check_vma, mesh=AbstractMesh((RANKS,), ("batch",)))
     got = on_ranks(step, X[:, None])
     want = [true_gradient()] * RANKS if check_vma else on_ranks(gradient, X)
@@ -101,9 +98,7 @@ def test_so_they_are_on_devices(on_four_devices: Callable[..., str]) -> None:
     ids=["bare", "reduced", "jit", "remat", "vmap"],
 )
 def test_pcast_in_a_bare_function_error_names_the_line(wrap: Callable[..., Any], to: Any) -> None:
-    """JAX's `vmap` over ranks refuses it, too. `pmap` ignores it, and gives the gradients of a bare
-    function.
-    """
+    """JAX's `vmap` over ranks rejects it too. `pmap` ignores it, as if it weren't there."""
 
     def train_step(w: Any, x: Any) -> Any:
         cast = wrap(lambda w: lax.pcast(w, "batch", to=to))

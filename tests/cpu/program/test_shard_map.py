@@ -1,6 +1,4 @@
-"""A step that is a `jax.shard_map` is traced without devices, and does what JAX's own devices
-do.
-"""
+"""A `jax.shard_map` step is traced without devices, and does what it does on JAX's devices."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.support.shard_map_table import AXES, ROWS, mapped, parts
 KINDS = (
     jax.sharding.AxisType.Auto,
     jax.sharding.AxisType.Explicit,
-)  # which is JAX's default depends on its version
+)  # the default depends on JAX's version
 MESHES = [
     jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * 2)
     for kind in KINDS
@@ -62,7 +60,7 @@ for what, row, check in cases():
 
 @pytest.mark.integration
 def test_every_row_equals_devices(on_four_devices: Callable[..., str]) -> None:
-    """Four XLA devices need a process of their own."""
+    """Runs in its own process, since it needs four XLA devices."""
     assert on_four_devices(ON_DEVICES).count("holds") == sum(
         len(row.checks) for row in ROWS.values()
     )
@@ -86,7 +84,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", ["inserted", "local loop", "remat", "random"])
 def test_nothing_speaks_of_the_mesh_afterwards(name: str) -> None:
-    """Else results would carry it in their types, and the next call would compile again."""
+    """Result types must not carry the mesh, or the next call would recompile."""
     found = traced(mapped(ROWS[name], True, MESH), *of_rank(name))
     for eqn in equations(found.jaxpr):
         assert eqn.primitive.name not in ("pvary", "pcast", "shard_map")
@@ -146,7 +144,7 @@ def test_jitted_and_called_by_another_function(wrap: Any) -> None:
 
 
 def test_shards_too_short_to_be_cut_again() -> None:
-    """A rank's one row cannot be split into two, which JAX would try with the shard."""
+    """A rank's single row can't be split in two, which JAX would attempt with the shard."""
     step = jax.shard_map(
         lambda x: lax.psum(x, "data"), mesh=MESH, in_specs=P("data"), out_specs=P()
     )
@@ -208,7 +206,7 @@ def test_work_outside_is_refused() -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_work_beside_replicated_shard_map_is_rejected(check_vma: bool) -> None:
-    """A rank's shards have the global shapes there: only what stands outside tells."""
+    """A rank's shards have global shapes here, so only the work outside shows that it's wrong."""
     body = jax.shard_map(
         lambda x: x * (1.0 + lax.axis_index("data")),
         mesh=MESH,

@@ -1,4 +1,4 @@
-"""Linear solvers whose operator exchanges: the same results as JAX's own, on all ranks."""
+"""Linear solvers whose operator exchanges give JAX's own results, on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_solver_that_exchanges_equals_vmap(name: str) -> None:
 
 
 def test_a_solver_without_exchange_stays_as_it_is() -> None:
-    """JAX's own equation, with the rank's index in it."""
+    """JAX's own equation, which includes the rank's index."""
 
     def step(x: Any) -> Any:
         scale = 2.0 ** jax.lax.axis_index("batch")
@@ -49,9 +49,7 @@ def test_a_solver_without_exchange_stays_as_it_is() -> None:
 
 def custom_vmap(function: Any) -> Any:
     called = jax.custom_batching.custom_vmap(function)
-    called.def_vmap(
-        lambda size, batched, x: (x, True)
-    )  # for a `vmap` of the user's own, which there is none of
+    called.def_vmap(lambda size, batched, x: (x, True))  # for a user's `vmap`, which isn't there
     return called
 
 
@@ -59,7 +57,7 @@ def custom_vmap(function: Any) -> Any:
     "wrap", [custom_vmap, lambda function: jax.lax.composite(function, "own.call")]
 )
 def test_other_calls_that_exchange_are_inlined(wrap: Any) -> None:
-    """Other calls of a function that exchanges are inlined."""
+    """Other calls of functions with exchanges are inlined."""
     call = wrap(lambda x: jax.lax.psum(2 * x, "batch"))
     program = stages.cut(trace(lambda x: call(x) + 1, (weights(),), axes=AXES, wire=LocalRanks()))
     for (got,) in run_program(program, [(weights(),)] * RANKS):

@@ -1,6 +1,4 @@
-"""Arrays that stand in a step's arguments more than once, and are donated: copies, where XLA would
-refuse them.
-"""
+"""Donated arrays that occur several times among the arguments are copied: XLA would reject them."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from jaxcross.program.aliasing import copy_shared
 
 
 def test_array_also_passed_to_be_retained_is_retained() -> None:
-    """An array that is also passed as one to be retained is not replaced by a copy."""
+    """If an array is also passed to be retained, that occurrence isn't replaced by a copy."""
     kept, key = jnp.ones(3), jax.random.key(0)
     leaves = [kept, kept, key, key, 1.0, 1.0]
     copy_shared(leaves, {1, 2, 3}, new_types=True)

@@ -1,6 +1,4 @@
-"""Zeros stand in for what a rank has failed to make: exchanges still run, and loops end or are
-refused.
-"""
+"""Zeros replace what a rank failed to compute: exchanges still run; loops end or are rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.compiled_steps import AXES, compiled
 
 
 def test_exchange_decided_loop_does_not_run_on_zeros() -> None:
-    """The others might go on for ever, as where they wait for a sign of each rank."""
+    """A loop on zeros could keep others waiting forever, e.g. for a signal from each rank."""
 
     def step(x: Any) -> Any:
         def body(c: Any) -> Any:
@@ -39,7 +37,7 @@ def test_exchange_decided_loop_does_not_run_on_zeros() -> None:
 @pytest.mark.mostly_integration("65")
 @pytest.mark.parametrize("length", [0, UNROLLED + 1])
 def test_a_loop_that_ranks_vote_on_ends_on_zeros(length: int) -> None:
-    """At once, for all ranks, though the predicate holds for zeros for ever; in a `scan`, too."""
+    """A voted loop ends at once on zeros, although they satisfy its predicate; even in a `scan`."""
 
     def step(x: Any, limit: Any) -> Any:
         def grow(c: Any, _: Any = None) -> Any:
@@ -62,7 +60,7 @@ def test_a_loop_that_ranks_vote_on_ends_on_zeros(length: int) -> None:
 
 @pytest.mark.integration
 def test_zero_buffers_stand_in_for_what_failed() -> None:
-    """Random keys included: a loop that holds an exchange may carry them."""
+    """Zeros replace even random keys, which a loop with an exchange may carry."""
 
     def step(x: Any, key: Any) -> Any:
         def body(c: Any, _: Any) -> Any:
@@ -88,9 +86,7 @@ def test_zero_buffers_stand_in_for_what_failed() -> None:
 
 
 def test_late_segment_does_not_replace_zeros() -> None:
-    """The device's lane may dispatch the maker of what is exchanged after the exchange lane has
-    zeroed it.
-    """
+    """Zeros of the exchange lane stay, even if the segment they replace is dispatched late."""
 
     def step(x: Any) -> Any:
         return lax.psum(jnp.sin(x), "batch")

@@ -1,6 +1,4 @@
-"""Every step of the zoo, cut, on several ranks in lock step: equal to JAX's own `vmap` over the
-ranks.
-"""
+"""Every step of the zoo, cut, on several ranks in lock step, equals JAX's `vmap` over ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from tests.support.zoo import ZOO, Row, assert_close
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 RANKS = 4
-# Whose likes are in the usual run. All rows are traced, cut and printed there.
+# Similar rows are in the default run, which also traces, cuts and prints all rows.
 MORE = {
     "already jitted",
     "nn.remat",
@@ -103,7 +101,7 @@ def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
 
 
 def test_verify_finds_an_exchange_in_a_compute_segment() -> None:
-    """The check `verify` finds an exchange that is labelled as computation."""
+    """`verify` detects an exchange that is labelled as computation."""
     program = stages.cut(
         trace(
             lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks()

@@ -1,4 +1,4 @@
-"""The Gantt chart: it is drawn, with and without a comparison, without a display."""
+"""The Gantt chart is drawn with and without a comparison, and without a display."""
 
 from dataclasses import replace
 
@@ -73,8 +73,8 @@ def test_a_long_run_is_drawn_as_far_as_it_can_be_read():
         begin = _steady_begin(report)
         return begin / S, _shown_s([(report, _rows(report), begin)])
 
-    # from the end of b's first step on; two computes every 2 s on the lane: the 301st begins 300 s
-    # later
+    # Starts when b's first step ends. The lane has two computes every 2 s, so the 301st starts 300
+    # s later.
     assert shown(make(True, "crossover", ranks=1, steps=1000)) == (3.0, 300.0)
     assert shown(make(True, "crossover", ranks=1, steps=8)) == (3.0, 14.0)
 
@@ -99,9 +99,9 @@ def test_the_chart_begins_at_the_steady_state():
     from jaxcross.report.gantt import _steady_begin
 
     crossed, sequential = make(True, "crossover"), make(False, "sequential")
-    # the latest end of a first step; of jobs one after the other, the first job's
+    # The latest end of a first step, or the first job's if jobs run one after another.
     assert (_steady_begin(crossed), _steady_begin(sequential)) == (3 * S, 2 * S)
-    # of a job that comes later and has no part in the round it does not wait
+    # A job that comes later and isn't in the round doesn't count.
     late = [replace(s, job="late") for s in make(True, "x", names="a", steps=2).spans]
     later = [replace(s, start_ns=s.start_ns + 13 * S, end_ns=s.end_ns + 13 * S) for s in late]
     three = replace(
@@ -117,7 +117,6 @@ def test_the_chart_begins_at_the_steady_state():
 
 
 def test_run_without_a_round_claims_no_steady_state():
-    """A run without a round is not said to be in steady state."""
     from jaxcross.report.gantt import _headline, _since
 
     apart = make(False, "round-robin")
@@ -173,7 +172,7 @@ def test_a_window_is_drawn_as_asked(tmp_path):
 @pytest.mark.integration
 @pytest.mark.parametrize("share", [0.01, 0.5])
 def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
-    """17,000 steps in a second: ten in each of the 1,700 columns of its axis."""
+    """Draws 17,000 steps in one second: ten in each of the 1,700 columns of the axis."""
     import matplotlib.image
     import numpy as np
 
@@ -196,5 +195,5 @@ def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
     tinted = np.abs(picture - (1 - max(share, 0.15) * (1 - blue))).max(axis=-1) < 0.02
     whole = (
         tinted.mean(axis=1) > 0.85
-    )  # lines of the picture that are so from the axis's left to its right
+    )  # picture rows that have the tint from the axis's left to its right
     assert whole.sum() > 20

@@ -1,4 +1,4 @@
-"""Seeded disorder: threads are late at random, and nothing that a run makes depends on it."""
+"""Seeded chaos: threads are randomly late, and no result of a run depends on it."""
 
 import threading
 from queue import Empty, SimpleQueue
@@ -13,7 +13,7 @@ from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 
 def trained(world):
-    """Three jobs of unlike steps and data, one of which fails: what each is left with."""
+    """Runs three different jobs, one of which fails; returns what each ends up with."""
     programs = {
         name: plain_program(name, exchanges=n) for name, n in (("a", 1), ("b", 3), ("bad", 2))
     }
@@ -56,7 +56,7 @@ def test_results_do_not_depend_on_who_is_late_when(monkeypatch):
 
 
 def delays(seed, rank, name, monkeypatch):
-    """How long a thread of that name is made to wait, time after time."""
+    """Returns the successive delays of a thread with that name."""
     chaos, found = Chaos(seed, rank), []
     monkeypatch.setattr(
         chaos, "_never", type("Never", (), {"wait": lambda self, seconds: found.append(seconds)})()

@@ -1,6 +1,4 @@
-"""What ranks do together: where one fails, or talks less often than the others, all of them hear
-it, and none waits.
-"""
+"""Collective calls: if a rank fails or communicates less often, all ranks raise, none waits."""
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from tests.support.fakes import run_ranks
 
 
 def told(ranks, work):
-    """What each rank's `work(control, rank)` came to."""
+    """Returns the outcome of each rank's `work(control, rank)`."""
 
     def rank_work(world):
         try:
@@ -19,7 +17,7 @@ def told(ranks, work):
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            # All are at the same place again: else this would hang, or mix up texts.
+            # All ranks are at the same point again: otherwise this would hang, or mix up texts.
             assert world.control.allgather_text(str(world.rank)) == [str(n) for n in range(ranks)]
 
     return run_ranks(ranks, rank_work)
@@ -89,7 +87,7 @@ def test_what_cannot_be_said_is_a_failure(says):
 
 
 def test_work_that_catches_a_peer_failure_cannot_go_on():
-    """Work that catches the error about another rank's failure cannot continue."""
+    """Work that catches another rank's error can't continue."""
 
     def work(control, rank):
         if rank == 1:

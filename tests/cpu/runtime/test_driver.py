@@ -1,6 +1,4 @@
-"""The driver's lanes: spans, watching, the emulated link, what happens when a lane itself
-breaks.
-"""
+"""The driver's lanes: spans, monitoring, the emulated link, and a lane that breaks."""
 
 import threading
 import time
@@ -30,7 +28,7 @@ from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_
 
 
 def runner_of(world, *, steps=2, program=None, compiled=None, **options):
-    """A runner of one job that calls a step a few times."""
+    """Returns a runner with one job, which calls a step a few times."""
     compiled = compiled or FakeCompiled(
         program or plain_program(shape=(2, 3)), world, lambda i, values: sum(values)
     )
@@ -54,8 +52,8 @@ def test_spans_name_what_was_done():
 
     for rank, (begin_ns, spans) in enumerate(run_ranks(2, work)):
         spans = sorted(spans, key=lambda s: s.start_ns)
-        # Each lane tells of its own, and neither waits for the other: a busy machine notes the end
-        # of a segment late.
+        # Each lane reports its own segments without waiting for the other lane, so a busy machine
+        # records the end of a segment late.
         in_order = sorted(spans, key=lambda s: (s.step, s.segment))
         lanes = [(s.kind, s.job, s.step, s.segment, s.nbytes) for s in in_order if s.kind != "vote"]
         assert lanes == [
@@ -85,11 +83,11 @@ def test_every_wait_for_other_ranks_is_watched():
     for watched in run_ranks(2, work):
         exchanges = [w for w in watched if w[3] == "exchange"]
         assert exchanges == [("a", 1, 1, "exchange"), ("a", 2, 1, "exchange")]
-        # One vote admits and one commits each step, one ends the job; a rank that comes late costs
-        # further ones.
+        # One vote admits and one commits each step, and one ends the job. A rank that comes late
+        # causes extra votes.
         assert len([w for w in watched if w[3] == "vote"]) >= 5
-        # Votes and news are about all jobs, so a report of such a wait names no job, step or
-        # segment.
+        # Votes and announcements concern all jobs, so the report of such a wait names no job, step
+        # or segment.
         assert {w[:3] for w in watched if w[3] in ("vote", "news of jobs")} == {("", 0, -1)}
         assert ("", 0, -1, "news of jobs") in watched
 
@@ -117,7 +115,7 @@ def test_a_job_that_waits_for_its_data_is_watched():
 
 
 def test_a_run_ends_after_the_threads_of_its_jobs():
-    """After the last vote, a job's thread still reads back metrics and closes its loops."""
+    """After the last vote, a job's thread still has to read back metrics and close its loops."""
 
     class Lingers(LaneThread):
         joined, ended = threading.Event(), False
@@ -167,10 +165,12 @@ def test_every_segment_is_dispatched_and_then_waited_for():
 
 
 def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
-    """With a backoff of one microsecond, the time is always up before the thread begins to wait,
-    just as if the kernel had suspended it. `SimpleQueue.get(timeout=...)` of Python 3.11 and 3.12
-    then blocks forever, provided that it returned the previous item without waiting. That's why we
-    put two instructions at once.
+    """The backoff ends even if the kernel suspends the lane's thread for longer.
+
+    With a backoff of one microsecond, the time is always up before the thread begins to wait, just
+    as if the kernel had suspended it. `SimpleQueue.get(timeout=...)` of Python 3.11 and 3.12 then
+    blocks forever, provided that it returned the previous item without waiting. That's why we put
+    two instructions at once.
     """
     monkeypatch.setattr(lanes, "_FIRST_BACKOFF_S", 1e-6)
 
@@ -222,7 +222,7 @@ def test_links_parse():
 
 
 class BrokenExchange(FakeExecution):
-    """An exchange that raises by itself, not because of its inputs."""
+    """An exchange that raises by itself rather than because of its inputs."""
 
     def run(self, index):
         if index == 1:
@@ -246,7 +246,7 @@ def test_an_exchange_that_breaks_ends_the_run():
 
 
 class BreaksIn(Instrument):
-    """Breaks the lane that tells it of a span."""
+    """Breaks the lane that passes it a span."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -258,7 +258,7 @@ class BreaksIn(Instrument):
 
 @pytest.mark.parametrize("kind", ["vote", "collective", "compute"])
 def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
-    """Those that never began have no thread that would tell."""
+    """Jobs that never started have no thread that could notify a waiter."""
 
     def work(world):
         runner = runner_of(
@@ -283,7 +283,7 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
 
 
 def test_broken_lane_wakes_waiter_on_a_joining_job():
-    """The job that adds it waits for it: no one else can tell that one."""
+    """The job that added it waits for it, and nothing else can wake it up."""
 
     def work(world):
         heard = []
@@ -308,9 +308,7 @@ def test_broken_lane_wakes_waiter_on_a_joining_job():
 
 
 def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
-    """A job is added just as the run begins, and asked to stop while the driver hands over what
-    came too early.
-    """
+    """A job is added as the run starts, and stopped while the driver hands over early events."""
     found = []
 
     def steps_once_it_is_asked(job):
@@ -326,7 +324,7 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
             if isinstance(event, m.RunStarted):
                 found.append(threading.Thread(target=found[0].stop))
                 found[1].start()
-                found[1].join(0.2)  # it cannot come through before all is handed over
+                found[1].join(0.2)  # it can't overtake: not all is handed over yet
             super().post(event)
 
     monkeypatch.setattr("jaxcross.jobs.runner.Driver", Overtaken)
@@ -341,7 +339,7 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
 
 
 class PoisonedInputs(FakeExecution):
-    """What the device reports only when it is waited for."""
+    """An error that the device reports only when a thread waits for it."""
 
     def wait_inputs(self, index):
         raise FloatingPointError("device ran out of memory")
@@ -353,7 +351,7 @@ class Poisoned(FakeCompiled):
 
 
 def test_device_error_fails_job_and_peer_gets_zeros():
-    """An error of the device fails the job, and the other rank gets zeros."""
+    """A device error fails the job, and the other rank gets zeros."""
 
     def work(world):
         runner = runner_of(
@@ -373,7 +371,7 @@ def test_finished_job_may_end_before_its_event_is_set(monkeypatch):
     """A finished job may end before its event is set."""
 
     class SlowEvent(threading.Event):
-        """Its `set` comes back late: the job's thread has all the time to end."""
+        """Returns from `set` late, so the job's thread has plenty of time to end."""
 
         def set(self):
             super().set()
@@ -450,7 +448,6 @@ def test_a_manual_clock():
 
 
 def test_interrupt_does_not_mention_jobs_that_left():
-    """An interrupt says nothing about jobs that have left."""
     noted: list[str] = []
     jobs = {
         0: SimpleNamespace(name="a", status="stopped"),
@@ -468,13 +465,11 @@ def test_interrupt_does_not_mention_jobs_that_left():
 
 
 def test_last_note_of_a_failed_job_is_its_end(monkeypatch):
-    """A job's thread may note the job's end as soon as the driver lets it, before the driver's
-    thread goes on.
-    """
+    """A job's thread may note its end once allowed, before the driver's thread continues."""
     log, closed = SpanLog(), threading.Event()
 
     class SlowEvent(threading.Event):
-        """Its `set` comes back late: the job's thread has noted the end."""
+        """Returns from `set` late, after the job's thread has noted the end."""
 
         def set(self):
             super().set()

@@ -1,6 +1,4 @@
-"""Messages that several ranks share: which ranks failed, where and why, in well-formed
-sentences.
-"""
+"""Messages shared by several ranks: which ranks failed, where and why, in well-formed sentences."""
 
 import re
 from typing import Any
@@ -126,7 +124,6 @@ def test_explanations():
 
 
 def test_explains_equal_exchanges_at_different_calls():
-    """The explanation covers equal exchanges at different calls."""
     error = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npsum"])
     assert isinstance(error, ExchangeError)
     assert str(error).startswith(
@@ -153,7 +150,6 @@ def test_explains_equal_exchanges_of_different_functions():
 
 
 def test_explains_shape_changes_on_one_rank_only():
-    """The explanation covers shapes that change on one rank only."""
     error = explain("a", 3, ["sync\nfirst call of `step`", "step\ncalled step 4"])
     assert str(error).startswith(
         "Job `a` does different things on different ranks after step 3: rank 0 first call of "

@@ -1,6 +1,4 @@
-"""Parameter servers that fail, are stopped or used wrongly: on every rank an error, nowhere a
-hang.
-"""
+"""Parameter servers that fail, are stopped or are misused: an error on every rank, never a hang."""
 
 import math
 import re
@@ -19,9 +17,7 @@ from tests.support.server_jobs import assert_close, gradient, parameters, synchr
 
 
 def failing(ranks, start):
-    """What `runner.run` raised on each rank where job `bad` fails, and the final state of job
-    `good`.
-    """
+    """Returns what `runner.run` raised on each rank, and the final state of job `good`."""
 
     def work(world):
         runner = Runner(world)
@@ -39,8 +35,6 @@ def failing(ranks, start):
 @pytest.mark.mostly_integration("inf")
 @pytest.mark.parametrize("staleness", [0, 2, math.inf])
 def test_failing_worker_ends_its_job_on_every_rank(staleness):
-    """A worker that fails ends its job on every rank."""
-
     def start(world):
         def fn(job):
             with ParameterServer(
@@ -55,7 +49,7 @@ def test_failing_worker_ends_its_job_on_every_rank(staleness):
 
     for error, good in failing(3, start):
         assert str(error).startswith("Job `bad` failed on ")
-        # Of rank 1 itself, or of one that it told before its own text was asked for.
+        # From rank 1 itself, or from a rank that received its error before comparing its own text.
         assert re.search("rank 1 (failed )?after step 3: ValueError: boom", str(error))
         assert_close(good, synchronous(optax.sgd(0.1), 3))
 
@@ -90,7 +84,6 @@ def test_what_the_other_ranks_are_told():
 
 @pytest.mark.integration
 def test_failing_server_ends_its_job_on_every_rank(monkeypatch):
-    """A server that fails ends its job on every rank."""
     apply = Shard.apply
 
     def broken(shard, gradients):

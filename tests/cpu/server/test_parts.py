@@ -1,4 +1,4 @@
-"""What a parameter server is made of: layout, shard, and for whom a lane waits."""
+"""The parts of a parameter server: layout, shard, and which ranks a lane waits for."""
 
 import jax
 import jax.numpy as jnp

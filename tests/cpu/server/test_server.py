@@ -1,4 +1,4 @@
-"""The parameter server on ranks that are threads: rule and numerics."""
+"""The parameter server with threads as ranks: its rule and numerics."""
 
 import math
 import threading
@@ -63,7 +63,6 @@ def test_two_servers_at_once_do_what_each_does_alone():
 @pytest.mark.mostly_integration("1", "2")
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_workers_stay_within_the_staleness_bound(staleness, monkeypatch):
-    """Workers are never further apart than the bound."""
     spreads, push = [], Clocks.push
 
     def recorded(clocks, rank):
@@ -79,8 +78,6 @@ def test_workers_stay_within_the_staleness_bound(staleness, monkeypatch):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_slow_worker_delays_others_only_at_the_bound(staleness):
-    """A slow worker delays others at the bound only."""
-
     def fn(job, world):
         with ParameterServer(
             parameters(), optax.sgd(0.1), staleness=staleness, world=world
@@ -161,7 +158,7 @@ def test_the_report_counts_the_bytes_that_leave(ranks, monkeypatch):
         return job.bytes_per_step
 
     for rank, in_a_step in enumerate(run_ranks(ranks, work)):
-        # A step is gradients and answers. At the end every server answers once more.
+        # A step consists of gradients and answers. At the end, every server answers once more.
         assert left[rank] == (4 + 1 / 2) * in_a_step
         assert bool(in_a_step) == (ranks > 1)
 

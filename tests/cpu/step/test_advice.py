@@ -1,6 +1,4 @@
-"""What is said once about steps that are legal but rarely meant, with the cure, and about no
-others.
-"""
+"""Advice, given once, on steps that are legal but rarely intended, with the fix; none on others."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Any:
             found = found.decide(0)
         with caplog.at_level(logging.WARNING, "jaxcross"):
             warned: set[str] = set()
-            for cut in ("whole", 2):  # compiled twice, said once
+            for cut in ("whole", 2):  # compiled twice, advised once
                 advise(found, stages.cut(found, cut), warned)
         return [text for text in caplog.messages if " exchanges inside a " not in text]
 
@@ -157,9 +155,7 @@ def harmonic(w: Any, xs: Any) -> Any:
 
 @pytest.mark.parametrize("step", [behind_the_loop, step_by_step, with_noise, harmonic])
 def test_other_loops_over_micro_batches_are_not(told: Any, step: Any) -> None:
-    """If each micro-batch updates the parameters, the next gradient needs the exchange before
-    it.
-    """
+    """If each micro-batch updates the parameters, the next gradient needs the exchange."""
     assert told(traced(step, W, MICRO)) == []
 
 

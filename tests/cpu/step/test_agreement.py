@@ -1,6 +1,4 @@
-"""Comparisons of what the ranks are about to call outside a run: alike, or an error on every
-rank.
-"""
+"""Ranks compare their next calls outside a run: either they match, or every rank raises."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def host(world: FakeWorld, name: str, number: int, calls: int) -> Standalone:
 
 
 def first(name: str, number: int = 0, *, calls: int = 1, by_call: bool = False) -> Call:
-    """An agreement of a rank on a step, which has a number if the rank only repeats it."""
+    """Returns a rank's agreement on a step, which has a number if the rank only repeats it."""
 
     def call(world: Any) -> None:
         function = host(world, name, number, calls).function
@@ -47,7 +45,7 @@ def first(name: str, number: int = 0, *, calls: int = 1, by_call: bool = False) 
 
 
 def later(name: str, number: int, calls: int = 2) -> Call:
-    """A later call of a step."""
+    """Returns a later call of a step."""
 
     def call(world: Any) -> None:
         variant: Any = SimpleNamespace(
@@ -61,7 +59,7 @@ def later(name: str, number: int, calls: int = 2) -> Call:
 
 
 def outcomes(*calls: Call) -> set[str]:
-    """What the ranks get, each by its own call: error texts, or an empty one."""
+    """Returns the error texts that the ranks get, each from its own call, or an empty one."""
 
     def work(world: FakeWorld) -> str:
         try:
@@ -140,8 +138,9 @@ def test_steps_are_numbered_in_the_order_in_which_the_ranks_agree_on_them() -> N
 def test_threads_that_call_a_step_first_have_one_host(
     exchanges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks number it once. With two hosts, the numbered one might be lost, and later calls
-    would differ.
+    """The ranks number a step once.
+
+    With two hosts, the numbered one could be lost, so later calls would differ.
     """
     (control, _), lock = FakeControl.group(2), WatchedLock()
     world: Any = FakeWorld(control)
@@ -152,7 +151,7 @@ def test_threads_that_call_a_step_first_have_one_host(
         return step._run_standalone(variant, world, [])
 
     def other() -> None:
-        with suppress(JobError):  # it is refused if this thread has the turn
+        with suppress(JobError):  # rejected if this thread has the turn
             call(1)
         lock.awaited.set()
 

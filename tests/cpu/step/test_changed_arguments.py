@@ -1,4 +1,4 @@
-"""What a step says of arguments whose structure changed: which one, why, and what to do."""
+"""Errors about arguments whose structure changed: which argument, why, and what to do."""
 
 from __future__ import annotations
 

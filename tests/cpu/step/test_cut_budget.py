@@ -1,6 +1,4 @@
-"""How long a search for a cut may take: the same on ranks that know unlike things and whose clocks
-go unlike.
-"""
+"""The time limit of a cut search is the same on all ranks, whatever their clocks show."""
 
 import itertools
 import math
@@ -19,7 +17,7 @@ from tests.support.runner_jobs import make_step
 
 
 def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slowest rank's times count, and the fewest steps; a rank that knows none agrees."""
+    """The slowest rank's times and the smallest step count apply; a rank without one agrees."""
     speed = {"rank-0": 1.0, "rank-1": 7.0, "rank-2": 3.0}
     clocks = {name: itertools.count(0.0, seconds) for name, seconds in speed.items()}
     clock = SimpleNamespace(perf_counter=lambda: next(clocks[threading.current_thread().name]))
@@ -37,8 +35,8 @@ def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         budget.set(1.0)
         return steps, [budget.allows_another() for _ in range(6)]
 
-    # 30 s for tries of 7 s: the first three are through after 21 s, the fourth would be after 28,
-    # the fifth after 35.
+    # 30 s for trials of 7 s: the first three finish after 21 s, the fourth would after 28, and the
+    # fifth after 35.
     assert SHARE * 120 == 30
     assert run_ranks(3, work) == [(120, [True] * 4 + [False] * 2)] * 3
 

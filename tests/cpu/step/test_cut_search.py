@@ -1,7 +1,7 @@
-"""The search for the fastest cut: what it tries, when it stops, what it keeps. Times are given, not
-measured.
+"""The search for the fastest cut: what it tries, when it stops, what it stores. Times are fake.
 
-And who runs which cut: jobs beside one another, after a restart, on ranks that know unlike things.
+Also tests which cut runs: with several jobs, after a restart, and on ranks with different
+knowledge.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def traced() -> Traced:
 
 
 class Job:
-    """The host of a variant in a run."""
+    """Hosts a variant in a run."""
 
     in_run = True
     steps_left: int | None = None
@@ -86,7 +86,7 @@ class Job:
 
 
 def variant_of(control: FakeControl, *, local_size: int = 2) -> Variant:
-    """The step's on one rank, which has not been called."""
+    """Returns the variant of the step on one rank, before any call."""
     world: Any = SimpleNamespace(
         rank=control.rank,
         size=2,
@@ -111,7 +111,7 @@ def pieces_of(compiled: Any) -> int:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Into how many pieces that was cut which was to be compiled; nothing is."""
+    """Records the number of pieces of each program that should be compiled; none is."""
     asked: list[int] = []
 
     def compiled(program: Program, inputs: Any, **_: Any) -> Any:
@@ -125,7 +125,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Seconds a step of each number of pieces."""
+    """Replaces measured times with seconds per step, by number of pieces."""
     seconds: dict[int, float] = {}
     monkeypatch.setattr(
         cut_tuner, "_race", lambda rivals, *_: tuple(seconds[pieces_of(r)] for r in rivals)
@@ -135,9 +135,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
 @pytest.fixture
 def search(asked: list[int], times: dict[int, float]) -> Search:
-    """Seconds a step of each number of pieces -> the number that is chosen for a job that runs
-    alone.
-    """
+    """Returns a search for a lone job: seconds per step by pieces -> the chosen number."""
     (control,) = FakeControl.group(1)
 
     def run(
@@ -188,7 +186,7 @@ def test_never_slower_than_uncut(search: Search) -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds go by between two looks at a budget's clock."""
+    """Lets ten seconds pass between any two reads of a budget's clock."""
     clock = itertools.count(0.0, 10.0)
     monkeypatch.setattr(cut_budget, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
@@ -205,7 +203,7 @@ def test_a_search_takes_a_share_of_the_run_at_most(
     chosen: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A quarter of 27 steps of 3 s is enough for two tries of 10 s, and not for three."""
+    """A quarter of 27 steps at 3 s each suffices for two trials of 10 s, but not for three."""
     asked: list[int] = []
     assert search({1: 3.0, 2: 2.5, 4: 2.4, 8: 2.0, 16: 2.1}, asked, steps=steps) == chosen
     assert asked == tried
@@ -220,7 +218,6 @@ def test_a_search_takes_a_share_of_the_run_at_most(
 
 @pytest.mark.usefixtures("slow")
 def test_short_run_does_not_store_an_unsearched_cut(search: Search, tmp_path: Path) -> None:
-    """A short run stores no result for a cut that it did not search for."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
@@ -232,7 +229,7 @@ def test_short_run_does_not_store_an_unsearched_cut(search: Search, tmp_path: Pa
 
 
 def test_search_tries_one_cut_past_a_slower_one(search: Search) -> None:
-    """The search tries one finer cut after one that does not pay."""
+    """After a cut that doesn't pay off, the search tries one finer cut."""
     asked: list[int] = []
     assert search({1: 3.0, 2: 3.1, 4: 2.5, 8: 2.6, 16: 2.6}, asked) == 4 and asked == [
         1,
@@ -257,7 +254,6 @@ def test_what_a_job_found_before_a_restart_is_taken(search: Search) -> None:
 
 
 def test_found_cut_is_stored_with_compiled_programs(search: Search, tmp_path: Any) -> None:
-    """The cut that was found is stored beside the compiled programs."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
     try:
@@ -299,7 +295,7 @@ def test_job_joining_during_a_search_changes_nothing(
     mine = prepare(node, first)
     assert (pieces_of(mine), pieces_of(others[0])) == (2, 1)
     assert asked == [1, 1, 2]
-    for _ in range(2):  # each keeps its own, whatever ran last
+    for _ in range(2):  # each keeps its own cut, whatever ran last
         assert prepare(node, second) is others[0]
         assert node.program is others[0].program
         assert prepare(node, first) is mine
@@ -312,7 +308,7 @@ def test_job_joining_during_a_search_changes_nothing(
 
 
 def test_job_keeps_its_cut_whatever_runs_beside_it(search: Search, asked: list[int]) -> None:
-    """A job continues with its cut, whichever jobs run beside it."""
+    """A job continues with its cut, whichever jobs run alongside it."""
     (control,) = FakeControl.group(1)
     found: dict[str, int] = {}
     assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, found=found) == 2
@@ -340,7 +336,7 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
     def work(world: Any) -> tuple[int, list[int]]:
         node = variant_of(
             world.control, local_size=2 - world.rank
-        )  # hosts of unlike numbers of ranks
+        )  # hosts with different numbers of ranks
         key = cut_tuner.cut_key(node.default, node.world)
         job = Job(world.control, {key: 4} if world.rank in knows else {}, only=only)
         return pieces_of(prepare(node, job)), list(job.cuts.values())
@@ -351,7 +347,7 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
 
 
 def test_job_agrees_once_per_step_and_branch() -> None:
-    """A job agrees once on equal exchanges in one step and once in its branch."""
+    """A job agrees on equal exchanges once per step, and once in its branch."""
     calls, step, other, branch = StepRegistry(), object(), object(), replace(traced(), choices=(1,))
     asked = [(traced(), step), (traced(), step), (branch, step), (branch, step), (traced(), other)]
     assert [calls.first_use(stages.cut(t), s) for t, s in asked] == [True, False, True, False, True]
@@ -371,7 +367,7 @@ def test_what_ran_on_one_rank_only_decides_nothing(asked: list[int]) -> None:
 def test_every_step_that_is_tried_is_a_wait_of_its_own(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A watchdog has patience with one at a time."""
+    """A watchdog allows its timeout for one wait at a time."""
     (control,) = FakeControl.group(1)
     runs: list[Any] = []
     monkeypatch.setattr(timed_trial, "run_execution", lambda *_: runs.append(_))

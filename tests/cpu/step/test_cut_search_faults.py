@@ -1,7 +1,6 @@
-"""The search for the fastest cut where something fails on one of two ranks: no rank waits, and all
-choose alike.
+"""A cut search that fails on one of two ranks: no rank waits, and all choose the same cut.
 
-And the folder of kept cuts: who reads it, and where there is none.
+Also tests the folder of stored cuts: which rank reads it, and what happens without one.
 """
 
 from __future__ import annotations
@@ -48,7 +47,10 @@ def out_of_memory() -> NoReturn:
 
 
 def compile_for(world: Any, program: Program, fails: Fails) -> Compiled:
-    """Its exchanges wait for the other rank; a computation that `fails` raises on rank 1."""
+    """Returns a program whose exchanges wait for the other rank.
+
+    A computation for which `fails` returns true raises on rank 1.
+    """
     compiled = stages.compile(program, LEAVES)
 
     def broken(runnable: Any) -> Any:
@@ -70,8 +72,9 @@ def compile_for(world: Any, program: Program, fails: Fails) -> Compiled:
 def found(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[str]]:
-    """Searches on two ranks, in a job or alone, which both leave with the uncut step; returns what
-    rank 0 logs.
+    """Searches on two ranks, in a job or alone, and returns what rank 0 logs.
+
+    Both ranks end up with the uncut step.
     """
     monkeypatch.setattr(
         cut_tuner, "_QUIET_S", float("inf")
@@ -122,7 +125,7 @@ def found(
 def test_copies_too_large_on_one_rank_leave_step_uncut(
     in_job: bool, after: int, found: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies that do not fit in memory on one rank leave the step uncut."""
+    """If copies don't fit in memory on one rank, the step stays uncut."""
     made: list[Any] = []
 
     def copy(x: Any) -> Any:
@@ -142,7 +145,6 @@ def test_copies_too_large_on_one_rank_leave_step_uncut(
 def test_cut_not_compilable_on_one_rank_is_not_tried(
     in_job: bool, found: Callable[..., list[str]]
 ) -> None:
-    """A cut that cannot be compiled on one rank is not tried."""
     told = found(in_job, compiles=lambda program: len(program.collectives) == 1)
     assert told == [
         f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (2, 4)
@@ -151,7 +153,6 @@ def test_cut_not_compilable_on_one_rank_is_not_tried(
 
 @pytest.mark.integration
 def test_stored_cut_not_compilable_is_not_retried(found: Callable[..., list[str]]) -> None:
-    """A stored cut that cannot be compiled is not tried again."""
     told = found(True, compiles=lambda program: len(program.collectives) == 1, kept=(4, 1.0))
     assert told == [
         f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (4, 2)
@@ -160,7 +161,6 @@ def test_stored_cut_not_compilable_is_not_retried(found: Callable[..., list[str]
 
 @pytest.mark.integration
 def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[str]]) -> None:
-    """A stored cut that fails on copies is not tried again."""
     *told, chosen = found(True, lambda program, _: len(program.collectives) > 1, kept=(4, 1.0))
     assert told == [
         f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (4, 2)
@@ -174,7 +174,7 @@ def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[s
 def test_a_cut_that_fails_on_one_rank_is_not_taken(
     in_job: bool, which: int, found: Callable[..., list[str]]
 ) -> None:
-    """The rank that fails makes the exchanges that are left, and the other one waits in none."""
+    """The failing rank still makes the remaining exchanges, so the other rank waits in none."""
 
     def fails(program: Program, index: int) -> bool:
         computes = [s.index for s in program.segments if s.kind == "compute"]
@@ -192,7 +192,6 @@ def test_a_cut_that_fails_on_one_rank_is_not_taken(
 def test_step_failing_uncut_on_one_rank_stays_uncut(
     in_job: bool, found: Callable[..., list[str]]
 ) -> None:
-    """A step that fails uncut on one rank stays uncut."""
     told = found(in_job, lambda program, index: len(program.collectives) == 1)
     assert told == [f"`step` is not cut, as it fails on copies: {TOLD}"]
 
@@ -201,7 +200,7 @@ def test_step_failing_uncut_on_one_rank_stays_uncut(
 def test_late_failure_in_the_search_leaves_step_uncut(
     found: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the last race of uncut and the fastest, whichever that is."""
+    """The failure comes in the last race, between uncut and the fastest, whichever that is."""
     times = [(3.0, 2.0), (2.0, 1.0), (float("inf"), float("inf"))]
     monkeypatch.setattr(
         cut_tuner, "_race", lambda rivals, traced, leaves, world, *_: next(left[world.rank])
@@ -247,7 +246,7 @@ def test_kept_cuts_are_read_by_rank_0_alone(
 def test_cuts_are_stored_in_jax_local_cache_folder(
     folder: str | None, enabled: bool, expected: Path | None
 ) -> None:
-    """Cuts are stored where JAX stores its compiled programs, if that is a local folder."""
+    """Cuts are stored where JAX stores its compiled programs, if that's a local folder."""
     names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
     before = [jax.config.values[name] for name in names]
     try:

@@ -1,4 +1,4 @@
-"""`jaxcross.estimate` on one rank: what it takes, what it leaves alone, what it says."""
+"""`jaxcross.estimate` on one rank: what it accepts, what it leaves unchanged, what it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxcross.fuse` on one rank: what it refuses, and what it leaves to the jobs."""
+"""`jaxcross.fuse` on one rank: what it rejects, and what it leaves to the jobs."""
 
 from __future__ import annotations
 

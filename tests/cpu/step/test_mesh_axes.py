@@ -1,4 +1,4 @@
-"""A mesh of this rank's own devices beside the axes over ranks: any names but theirs."""
+"""A mesh of this rank's own devices alongside the axes over ranks: names must differ."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ WAYS = [
 def test_a_layout_in_place_of_an_exchange_is_refused(
     sums: Any, kind: AxisType, primitive: str
 ) -> None:
-    """Even if the arguments lie on one device: `reshard(grads, P())` then means nothing at all."""
+    """Rejected even with arguments on one device, where `reshard(grads, P())` does nothing."""
     on = mesh("b", kind)
 
     @jax.jit
@@ -113,7 +113,7 @@ def test_a_local_mesh_of_other_names_is_allowed(sums: Any, kind: AxisType) -> No
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_replicas_on_a_mesh_of_the_same_name_are_allowed(kind: AxisType) -> None:
-    """Nothing is split along the mesh, so it stands for no exchange."""
+    """Nothing is split along the mesh, so it doesn't replace an exchange."""
 
     def train_step(w: Any, x: Any) -> Any:
         loss, grads = gradient(w, x)

@@ -1,6 +1,4 @@
-"""Steps that change NNX objects in place: as under `nnx.jit`, wherever the objects are among the
-arguments.
-"""
+"""Steps that change NNX objects in place work as under `nnx.jit`, wherever objects are passed."""
 
 from __future__ import annotations
 
@@ -265,7 +263,7 @@ PLAIN = ("dict", "positional", "returned", "failure", "threads")
 def test_objects_change_as_under_nnx_jit(
     quick_compiler: dict[str, str], cases: tuple[str, ...]
 ) -> None:
-    """The cases of a tier share a process, so that no worker of pytest runs another's cases."""
+    """The cases of a tier share a process, so no pytest worker runs another worker's cases."""
     pytest.importorskip("mpi4jax")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **quick_compiler}
     code = f"{CHECKS}\nCASES = { {case: CASES[case] for case in cases}!r}\n{RUN}"

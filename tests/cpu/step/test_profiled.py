@@ -1,4 +1,4 @@
-"""Profiles in place of numbers: which steps they are taken for."""
+"""Profiles passed instead of numbers: which steps they are accepted for."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def test_a_step_of_other_bytes_is_refused() -> None:
 
 
 def test_a_step_may_exchange_less_at_some_steps() -> None:
-    """Else training would end at the first step that takes the branch of which there is no
-    profile.
-    """
+    """Training must not end at the first step that takes a branch without a profile."""
 
     def step(n: Any, x: Any) -> Any:
         return lax.cond(n % 8 == 0, of_all, of_one, x)

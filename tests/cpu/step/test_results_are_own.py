@@ -1,6 +1,4 @@
-"""As from `jax.jit`, results are arrays that nobody else has: each can be donated, and nothing else
-changes.
-"""
+"""As with `jax.jit`, results are unshared arrays: donating one changes nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def delete(tree: Any) -> None:
 
 
 def test_results_that_repeat_can_be_donated_together() -> None:
-    def step(state: Any, x: Any) -> Any:  # the target network is what was just computed
+    def step(state: Any, x: Any) -> Any:  # the target network was just computed
         p = state["p"] - lax.pmean(x, "batch") + 0 * state["t"]
         return {"p": p, "t": p}
 
@@ -93,10 +91,10 @@ def test_constants_outlive_what_becomes_of_the_results(donate: tuple[int, ...]) 
 
 @pytest.mark.integration
 def test_numpy_constant_has_its_value_at_compilation() -> None:
-    """A NumPy constant has the value it had when the step was compiled."""
+    """A NumPy constant keeps the value it had when the step was compiled."""
     for count in (16, 100_000, 20_000_000):  # JAX takes, copies, copies later
         raw = np.empty(count + 16, np.float32)
-        start = -raw.ctypes.data % 64 // 4  # what is aligned so, JAX takes as it is
+        start = -raw.ctypes.data % 64 // 4  # JAX takes memory aligned like this as it is
         table = raw[start : start + count]
         table[:] = 1
         x = jnp.ones(count)
@@ -107,8 +105,6 @@ def test_numpy_constant_has_its_value_at_compilation() -> None:
 
 @pytest.mark.integration
 def test_cuts_and_variants_share_one_constant_copy() -> None:
-    """All cuts and variants share one copy of a constant."""
-
     def step(n: Any, x: Any) -> Any:
         return lax.cond(n % 2 == 0, lambda x: lax.pmean(x, "batch"), lambda x: x, x * FIRST) + FIRST
 
@@ -180,7 +176,7 @@ def test_what_is_no_array_of_jax_comes_back_as_one(donate: tuple[int, ...]) -> N
 
 
 def test_segment_results_are_returned_as_they_are() -> None:
-    """Results that segments make are returned as they are."""
+    """Results computed by segments are returned as they are."""
 
     def step(params: Any, x: Any) -> Any:
         return params - lax.pmean(x, "batch"), x.sum(), 0.0

@@ -1,6 +1,4 @@
-"""Donated and static arguments, by number and by name: those that `jax.jit` takes for the same
-options and the same call.
-"""
+"""Donated and static arguments, by number and name, match `jax.jit` for equal options and calls."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 def test_arguments_are_those_of_jit(function: Any, options: dict[str, Any]) -> None:
     for args, kwargs in CALLS:
         if function is open_step and "state" in kwargs and "static_argnums" in options:
-            continue  # to `jit` what has no place in the call is an error
+            continue  # to `jit`, a number with no place in the call is an error
         traced = jaxcross.crossover(function, axes="batch", **options).trace(*args, **kwargs)
         lowered = jax.jit(function, **options).lower(*args, **kwargs)
         wanted = [info.donated for info in jax.tree.leaves(lowered.args_info)]

@@ -1,6 +1,4 @@
-"""`nonfinite="skip"`: which parts of a step's results are its state, and which steps are
-refused.
-"""
+"""`nonfinite="skip"`: which parts of a step's results are its state, and which steps it rejects."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +20,7 @@ class Out(NamedTuple):
 
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
-OPT = {"mu": PARAMS, "count": jnp.int32(7)}  # parts of it are like the parameters
+OPT = {"mu": PARAMS, "count": jnp.int32(7)}  # parts of it look like the parameters
 BATCH = jnp.ones((4, 3))
 LOSS = jnp.float32(0.5)
 
@@ -32,7 +30,7 @@ def new(tree):
 
 
 def skipped(results, *args, state=(0,), donated=True):
-    """What a step that returns `results` returns where it is skipped."""
+    """Returns what a step with these `results` returns when it's skipped."""
     return with_commit_flag(lambda *_: results, "step", state, donated=donated)(
         *args, jnp.asarray(False)
     )
@@ -71,8 +69,9 @@ def test_a_state_in_a_dict_or_a_named_tuple_is_kept(returns, donated):
 
 
 def test_a_state_that_the_step_writes_into_is_kept():
-    """For a dict, and for an NNX state: the step updates a module that shares its variables with
-    the state.
+    """Holds for a dict, and for an NNX state.
+
+    The step updates a module that shares its variables with that state.
     """
 
     def write_dict(state):
@@ -103,9 +102,7 @@ def test_a_state_that_the_step_writes_into_is_kept():
 
 
 def test_metrics_are_what_the_step_made_of_them():
-    """An argument that is one array is a result of its own, or none: metrics have its shape,
-    too.
-    """
+    """A single-array argument must be a whole result or none: metrics may share its shape."""
     rate = jnp.float32(0.1)
     got = skipped(
         (new(PARAMS), {"loss": LOSS, "seen": BATCH[0]}), PARAMS, rate, BATCH[1], state=(0, 1)
@@ -152,7 +149,7 @@ def test_metrics_are_what_the_step_made_of_them():
     ],
 )
 def test_step_keeping_part_of_its_state_is_rejected(results, args, options, message):
-    """A step that would keep a part of its state when it is skipped is refused."""
+    """A step that would keep part of its state when skipped is rejected."""
     with pytest.raises(CutError, match=rf"^`step` cannot skip a step: {message}"):
         skipped(results, *args, **options)
 
@@ -186,7 +183,7 @@ def in_a_job(fn, batches):
 
 
 def test_missing_state_is_rejected_at_the_first_call():
-    """It would commit not-a-number without a word."""
+    """A step without its state would silently commit NaN."""
 
     @jaxcross.crossover(axes="batch")
     def step(batch, state):

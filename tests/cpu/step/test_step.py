@@ -1,6 +1,4 @@
-"""A step called alone, in a world of one rank: what it takes for the same call, and what it says of
-wrong ones.
-"""
+"""A step called alone, in a single-rank world: what it accepts, and its errors for wrong calls."""
 
 from __future__ import annotations
 
@@ -183,7 +181,7 @@ def test_the_rest_holds(lines: list[str]) -> None:
 
 
 def test_second_thread_is_rejected_while_first_is_busy() -> None:
-    """A second thread is refused until the first one has finished its step."""
+    """A second thread is rejected until the first one has finished its step."""
     owner, refused = ExchangeOwner(), []
 
     def other() -> None:
@@ -273,7 +271,6 @@ CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, no
     ],
 )
 def test_invalid_options_are_rejected_where_given(options, error, sentence) -> None:
-    """Wrong options are refused where they are given."""
     with pytest.raises(error, match="^" + re.escape(sentence)):
         crossover(lambda x: x, **{"axes": "batch", **options})
 
@@ -298,7 +295,6 @@ def test_negative_numbers_count_from_the_end() -> None:
 
 
 def test_jax_configuration_is_part_of_the_compile_key() -> None:
-    """The configuration of JAX is part of what a step is compiled for."""
     before = trace_context()
     with jax.enable_x64(True):
         assert trace_context() != before

@@ -1,4 +1,4 @@
-"""Which callables `crossover` takes, and what it says of the others: what to give instead."""
+"""Which callables `crossover` accepts, and what it suggests instead of the others."""
 
 import functools
 from collections.abc import Callable
@@ -91,7 +91,6 @@ def test_a_step_that_calls_a_pmap_is_refused_likewise(lengths: tuple[int, ...]) 
 
 
 def test_static_jit_arguments_must_be_named_twice() -> None:
-    """Static arguments of a `jax.jit` must be named twice."""
     jitted = jax.jit(lambda state, batch, n: n * step(state, batch), static_argnums=2)
     with pytest.raises(
         CutError,

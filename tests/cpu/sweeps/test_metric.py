@@ -1,6 +1,4 @@
-"""The metric of a sweep: where it may come from, when its absence ends the sweep, what of it is on
-disk when.
-"""
+"""A sweep's metric: where it may come from, when its absence ends the sweep, when it's on disk."""
 
 import json
 import os
@@ -20,8 +18,9 @@ from tests.support.runner_jobs import make_step
 
 
 def training(world, *, begun=None, evaluate: Any = None, late=False, logs="loss", steps=6):
-    """A `train` that adds `lr` in each step, logs it, evaluates every two steps, and logs the
-    metric at its end.
+    """Returns a `train` that adds `lr` at each step and logs it.
+
+    The function evaluates every two steps, and logs the metric at its end.
     """
     step = make_step(world)
 
@@ -74,9 +73,7 @@ def refused(begun, *, match, metric="score", ranks=2, **options):
 
 
 def test_first_end_without_the_metric_ends_the_sweep():
-    """The error names what was logged, on every rank; of six trials the first ones alone have
-    begun.
-    """
+    """The error names what was logged, on every rank. Of six trials, only a few have started."""
     begun = []
     refused(
         begun,
@@ -113,7 +110,7 @@ def test_a_later_evaluation_may_lack_the_metric():
 
 
 def test_values_are_on_disk_before_a_checkpoint_covers_them(monkeypatch, tmp_path):
-    """They survive a loss of power: the file was synced when the checkpoint begins."""
+    """Values survive a power failure, as the file is synced before the checkpoint starts."""
     on_disk, covered, real, saving = [""], {}, os.fsync, _Observer.saving
 
     def fsync(descriptor):

@@ -1,6 +1,4 @@
-"""Sweeps that ask Optuna: the same trials whatever the threads do, and a study that has them at the
-end.
-"""
+"""Sweeps with Optuna: the same trials whatever the threads do, and a complete study at the end."""
 
 import threading
 from contextlib import nullcontext
@@ -100,7 +98,7 @@ def test_study_gets_the_trials_and_is_not_asked_itself():
 
 @pytest.mark.integration
 def test_restart_repeats_and_adds_nothing_twice(tmp_path):
-    storage = optuna.storages.InMemoryStorage()  # outlives the first start, as a database would
+    storage = optuna.storages.InMemoryStorage()  # outlives the first start, like a database
 
     def make():
         return make_study(study_name="kept", storage=storage, load_if_exists=True)
@@ -137,12 +135,10 @@ def test_grid_can_be_pruned():
 
 
 def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
-    """The state that a stop saves covers the value that waits for it: a restart does not log that
-    again.
-    """
+    """The state saved by a stop covers the pending value, so a restart doesn't log it again."""
 
     def run_all(folder, stops):
-        late = threading.Event()  # on rank 0, where trials are decided
+        late = threading.Event()  # set on rank 0, which decides trials
 
         def work(world):
             step = make_step(world)
@@ -231,7 +227,7 @@ def test_failing_space_is_an_error_on_every_rank():
 
 
 def test_trial_is_pruned_by_an_evaluation():
-    """What `job.every` logs counts, and a trial that it prunes does not fail."""
+    """Values logged by `job.every` count, and a trial pruned by one doesn't fail."""
 
     def work(world):
         step = make_step(world)

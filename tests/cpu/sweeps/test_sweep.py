@@ -1,6 +1,4 @@
-"""Sweeps on ranks that are threads: what runs, what fails alone, what is refused before the first
-step.
-"""
+"""Sweeps with threads as ranks: what runs, what fails alone, what's rejected before any step."""
 
 import json
 from contextlib import nullcontext
@@ -20,7 +18,7 @@ from tests.support.runner_jobs import make_step
 
 
 def training(world, *, steps=6, every=2, begun=None):
-    """A `train` that adds `lr` in each step, and logs what it has as `score`."""
+    """Returns a `train` that adds `lr` at each step, and logs its state as `score`."""
     step = make_step(world)
 
     def train(job, lr, fails=False, logs="score", saves=True):
@@ -59,9 +57,7 @@ def test_grid_is_the_same_however_many_run_at_a_time(concurrent):
     assert {t.status for t in first.trials} == {"finished"}
     assert first.best == first.trials[1]
     assert first.state == first.best.value == first.best.values[-1][1]
-    assert (
-        len(first.reports) == 1
-    )  # a trial takes its place before the one that it follows has left the run
+    assert len(first.reports) == 1  # a trial joins before its predecessor has left the run
 
 
 def test_smallest_is_best_where_the_mode_says_so():
@@ -147,7 +143,7 @@ def test_saving_before_logging_is_refused(tmp_path):
                 folder=tmp_path,
             )
 
-    on_ranks(Grid({"lr": [1]}), make=make)  # without a folder nothing can be lost
+    on_ranks(Grid({"lr": [1]}), make=make)  # without a folder, nothing can be lost
     run_ranks(2, work)
 
 
@@ -346,8 +342,9 @@ def test_folder_with_other_files_is_left_alone(tmp_path):
 @pytest.mark.integration
 @pytest.mark.parametrize("at", [3, 6])
 def test_values_before_a_stop_are_not_lost(at, tmp_path):
-    """A stop saves states that the script has not: a restart does not repeat what was logged before
-    that.
+    """A stop saves states that the script hasn't saved.
+
+    A restart therefore doesn't repeat what was logged before.
     """
 
     def run_all(folder, stops):
@@ -385,4 +382,4 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
     assert any(job.first_step > 0 for job in jobs)
     assert all(
         job.first_step + job.steps == 6 for job in jobs
-    )  # the report counts this run's steps only
+    )  # the report counts only the steps of this run

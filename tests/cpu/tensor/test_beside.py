@@ -1,6 +1,4 @@
-"""Meshes beside each other: replicas, depth layers, averages of one's own over depth; all give
-serial gradients.
-"""
+"""Composed meshes: replicas, depth layers, own averages over depth; all match serial gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ VOCABULARY, FEATURES, LENGTH, BATCH = 12, 8, 3, 24
 
 
 class Small(nn.Module):
-    """A layer of each kind but attention, which exchanges nothing of its own: compiles at once."""
+    """Every kind of layer but attention, which has no own exchange: compiles quickly."""
 
     mesh: Mesh = Mesh()
 
@@ -53,7 +51,7 @@ def loss_and_gradients(mesh: Mesh) -> Any:
 
 @pytest.fixture(scope="module")
 def serial() -> tuple[Any, Any, Any]:
-    """Parameters, loss, gradients."""
+    """Returns parameters, loss and gradients."""
     params = jax.tree.map(np.asarray, tensor.init(Small(), jax.random.key(0), TOKENS[:1]))
     params = jax.tree.map(
         lambda p: p + np.float32(0.1) * np.random.default_rng(p.size).normal(size=p.shape), params
@@ -63,8 +61,9 @@ def serial() -> tuple[Any, Any, Any]:
 
 
 def on_parts(call: Any, params: Any, held: Mesh, over: Mesh) -> list[Any]:
-    """`call(params, batch)` on every rank of `over`, parameters cut as on `held`: the last axes of
-    `over`.
+    """Calls `call(params, batch)` on every rank of `over`, with parameters sharded as on `held`.
+
+    The axes of `held` are the last axes of `over`.
     """
     specs = tensor.partition(Small(held), jnp.asarray(TOKENS[:1]))
     parts = [tensor.shard(params, specs, held, rank) for rank in range(held.ranks)]
@@ -90,14 +89,12 @@ def test_data_beside_depth(mesh: Mesh, serial: tuple[Any, Any, Any]) -> None:
     for rank, (loss, gradients) in enumerate(told):
         np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
         close(gradients, tensor.shard(want, specs, mesh, rank), 2e-5, f"rank {rank}: ")
-    tensor.unshard([gradients for _, gradients in told], specs, mesh)  # copies are the same bits
+    tensor.unshard([gradients for _, gradients in told], specs, mesh)  # copies are bitwise equal
 
 
 @pytest.mark.integration
 def test_depth_is_a_mean_of_grids(serial: tuple[Any, Any, Any]) -> None:
-    """`exchange.mean` of the gradients of two grids, each with half of the batch, is a mesh of
-    depth 2.
-    """
+    """`exchange.mean` of two grids' gradients, each of half the batch, equals depth 2."""
     grid, deep, mean = Mesh(side=2), Mesh(side=2, depth=2), jaxcross.exchange.mean("depth")
 
     def averaged(params: Any, batch: Any) -> Any:
@@ -113,9 +110,7 @@ def test_depth_is_a_mean_of_grids(serial: tuple[Any, Any, Any]) -> None:
 
 @pytest.mark.integration
 def test_depth_is_data_parallelism_of_the_grid() -> None:
-    """[2,2,2] is [2,2] beside itself with a batch cut in two: the same function of the same ranks,
-    to the bit.
-    """
+    """[2,2,2] equals two [2,2] grids with half of the batch each, bit for bit."""
     deep, beside = (
         Training(Mesh(side=2, depth=2), layers=1),
         Training(Mesh(side=2, data=2), layers=1),

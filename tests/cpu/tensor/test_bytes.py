@@ -1,6 +1,4 @@
-"""What the layers put on the wire is what the formulas of docs/reference/tensor-layouts.md say, to
-the byte.
-"""
+"""The layers' wire bytes equal the formulas of docs/reference/tensor-layouts.md, to the byte."""
 
 from __future__ import annotations
 
@@ -26,18 +24,18 @@ B, S, H = BATCH, 6, 24
 
 
 def exchanges(function: Any, mesh: Mesh, *args: Any) -> tuple[Exchange, ...]:
-    """What rank 0 exchanges in a call."""
+    """Returns what rank 0 exchanges in a call."""
     traced = trace(function, args, axes=mesh.axes, wire=LocalRanks())
     return tuple(cut(traced, bucket_bytes=0).exchanges)
 
 
 def received(found: Any, mesh: Mesh) -> float:
-    """Elements of four bytes that a rank receives."""
+    """Returns the number of 4-byte elements that a rank receives."""
     return sum(wire_bytes(x, mesh.axes) for x in found) / 4
 
 
 def products(found: Any) -> list[Exchange]:
-    """The exchanges of SUMMA alone."""
+    """Returns SUMMA's exchanges alone."""
     return [x for x in found if x.op in ("all_gather", "reduce_scatter")]
 
 
@@ -50,14 +48,14 @@ def share(ranks: int) -> Fraction:
 
 
 def hidden_block(mesh: Mesh, features: int) -> jax.ShapeDtypeStruct:
-    """A rank's activations."""
+    """Returns the shape of a rank's activations."""
     return jax.ShapeDtypeStruct(
         (B // mesh.size(mesh.batch), S, features // mesh.size(mesh.hidden)), jnp.float32
     )
 
 
 def ready(model: Any, mesh: Mesh, features: int) -> Any:
-    """A rank's parameters, in types alone."""
+    """Returns the types of a rank's parameters."""
     example = jax.ShapeDtypeStruct((B, S, features), jnp.float32)
     return jax.eval_shape(
         lambda: tensor.init(model, jax.random.key(0), jnp.zeros(example.shape), 0)
@@ -103,13 +101,13 @@ def test_a_block_on_a_grid(mesh: Mesh) -> None:
     )
     found = exchanges(both_ways(model), mesh, params, x)
     assert received(products(found), mesh) == 3 * once
-    # Where q is 1, vectors are summed over `depth` alone as well: 4h of the normalisations, 9h of
+    # If q is 1, vectors are also summed over `depth` alone: 4h from the normalisations and 9h from
     # biases.
     vectors = 13 * H if q == 1 else 0
     assert received(over(found, "depth"), mesh) == 2 * share(d) * (
         Fraction(12 * H * H, q * q) + vectors
     )
-    # Two numbers a token in each direction and normalisation.
+    # Two numbers per token, direction and normalisation.
     tokens = Fraction(B * S, d * q)
     assert received(over(found, "col"), mesh) == 2 * share(q) * 2 * 4 * tokens
     if d == 1:
@@ -132,7 +130,7 @@ def test_a_block_on_a_line(mesh: Mesh) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("mesh", [Mesh(tensor=4), Mesh(side=2)], ids=["1-D on 4", "[2,2,1]"])
 def test_a_deeper_model_needs_no_more_executables(mesh: Mesh) -> None:
-    """Its layers are alike, and so are the segments between their exchanges."""
+    """A deeper model has more identical layers, with identical segments between exchanges."""
     distinct, segments = {}, {}
     for layers in (2, 6):
         training = Training(mesh, layers=layers)
@@ -148,7 +146,7 @@ def test_a_deeper_model_needs_no_more_executables(mesh: Mesh) -> None:
 
 @pytest.mark.integration
 def test_recomputation_repeats_the_forward_pass() -> None:
-    """But for each block's last product, whose result the backward pass does not read."""
+    """Recomputation repeats all but each block's last product, which backward doesn't need."""
     mesh, tokens, blocks = Mesh(side=2), B * LENGTH, 2
     counts = {}
     for remat in (False, True):
@@ -162,7 +160,7 @@ def test_recomputation_repeats_the_forward_pass() -> None:
 
 
 def test_deeper_mesh_moves_less_iff_the_batch_is_large() -> None:
-    """[4,4,4] against [8,8,1] on 64 ranks: fewer elements a layer iff b s > 3 h."""
+    """Compares [4,4,4] with [8,8,1] on 64 ranks: fewer elements per layer iff b s > 3 h."""
 
     def elements(q: int, d: int, tokens: int, h: int) -> Fraction:
         once = share(q) * (Fraction(7 * tokens * h, d * q) + Fraction(12 * h * h, q))

@@ -1,6 +1,4 @@
-"""The cost model counts what a traced step puts on the wire, to the byte; its times follow the
-stated formula.
-"""
+"""The cost model predicts a step's wire bytes exactly; its times follow the stated formula."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ from tests.support.tensor_case import BATCH, LENGTH, MESHES, QUICK, Training, ba
 
 
 def held(training: Training) -> Any:
-    """A rank's parameters, in types alone."""
+    """Returns the types of a rank's parameters."""
     return jax.eval_shape(
         lambda: tensor.init(training.model, jax.random.key(0), training.example, 0)
     )
 
 
 def exchanges(training: Training) -> tuple[Exchange, ...]:
-    """What rank 0 exchanges for a loss and its gradients."""
+    """Returns what rank 0 exchanges for a loss and its gradients."""
     mesh = training.mesh
     args = held(training), mesh.local_batch(batch(0), 0)
     traced = trace(training.loss_and_gradients, args, axes=mesh.axes, wire=LocalRanks())
@@ -52,7 +50,6 @@ USUAL = {("[2,2,2]", True, False), ("1-D on 4", False, True), ("data 2 x 1-D on 
     [pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive) for case in SOME],
 )
 def test_cost_matches_the_traced_bytes_and_messages(name: str, tied: bool, remat: bool) -> None:
-    """The bytes and messages of the cost model are those of the traced step."""
     training = Training(MESHES[name], tied=tied, remat=remat)
     found, told = exchanges(training), tensor.step_cost(training.model, BATCH, LENGTH)
     assert told.received_bytes == sum(wire_bytes(x, training.mesh.axes) for x in found)
@@ -68,7 +65,7 @@ def test_weights_are_those_that_a_rank_holds(name: str) -> None:
 
 
 def products(jaxpr: Any) -> int:
-    """Operations of all matrix products in a jaxpr."""
+    """Returns the number of operations in all matrix products of a jaxpr."""
     total = 0
     for eqn in jaxpr.eqns:
         for value in eqn.params.values():
@@ -111,16 +108,14 @@ def test_times_follow_the_formula() -> None:
 
 
 def layer_bytes(mesh: Mesh, b: int, s: int, h: int, heads: int = 64) -> int:
-    """Of one layer: the difference that another one makes."""
+    """Returns the bytes of one layer: the difference between models with two layers and one."""
     one, two = (tensor.Transformer(64 * h, h, n, heads, s, mesh) for n in (1, 2))
     return tensor.step_cost(two, b, s).received_bytes - tensor.step_cost(one, b, s).received_bytes
 
 
 @pytest.mark.integration
 def test_the_published_comparison() -> None:
-    """[4,4,4] against [8,8,1] on 64 ranks: fewer bytes a layer where b s > 3 h, more where it is
-    below.
-    """
+    """Compares [4,4,4] with [8,8,1] on 64 ranks: fewer bytes per layer iff b s > 3 h."""
     deep, flat = Mesh(side=4, depth=4), Mesh(side=8)
     for b, s, h, less in ((96, 512, 4096, True), (384, 512, 2048, True), (16, 512, 3072, False)):
         assert (layer_bytes(deep, b, s, h) < layer_bytes(flat, b, s, h)) == less == (b * s > 3 * h)

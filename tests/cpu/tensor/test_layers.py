@@ -1,6 +1,4 @@
-"""Single layers on every mesh against plain NumPy and Flax: what a whole model's equality would not
-show alone.
-"""
+"""Single layers on every mesh against NumPy and Flax: errors a whole model could hide."""
 
 from __future__ import annotations
 
@@ -49,15 +47,16 @@ def inner(mesh: Mesh) -> Any:
 
 
 def drawn(params: Any) -> Any:
-    """Zeros and ones would hide a forgotten bias or scale."""
+    """Returns random parameters, as zeros and ones would hide a missing bias or scale."""
     return jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=5), params)
 
 
 def held_against(
     layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, takes: Any = hidden, gives: Any = hidden
 ) -> None:
-    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, gradients of
-    all that goes in.
+    """Checks that `layer(mesh)` equals `serial`, a plain Flax layer with the same tree.
+
+    Compares the result and the gradients of all inputs.
     """
     params = drawn(serial.init(jax.random.key(0), x)["params"])
     want, pull = jax.vjp(lambda p, x: serial.apply({"params": p}, x), params, x)
@@ -106,7 +105,7 @@ def test_dense_alone_with_its_bias(mesh: Mesh, cut: Any) -> None:
 
 
 def test_vector_gradient_without_row_sum_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a column of ranks holds alike: each has seen the gradient of its own rows alone."""
+    """Ranks of a column hold equal vectors, but each has the gradient of its own rows only."""
     monkeypatch.setattr(Mesh, "summed", lambda self, spec: ())
     mesh, x, g = (
         Mesh(side=2),
@@ -153,9 +152,7 @@ def test_rms_norm(mesh: Mesh) -> None:
 
 @over(GRIDS)
 def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
-    """Mean 1e4, deviation 1, float32: the difference of two large squares would leave nothing of
-    the variance.
-    """
+    """With mean 1e4 and deviation 1, a difference of squares in float32 loses the variance."""
     x = normal(ROWS, LENGTH, FEATURES) + np.float32(1e4)
     layer = tensor.LayerNorm(mesh)
     specs = tensor.partition(layer, x)
@@ -176,7 +173,7 @@ def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
 
 
 class PlainAttention(nn.Module):
-    """Head-major attention without meshes, with the parameter tree of ours."""
+    """Head-major attention without a mesh, with our parameter tree."""
 
     heads: int
 
@@ -213,7 +210,7 @@ def test_mlp(mesh: Mesh) -> None:
 
 
 class PlainTransformer(nn.Module):
-    """The whole model in Flax's own layers, without meshes."""
+    """The whole model in Flax's own layers, without a mesh."""
 
     tied: bool
     layers: int
@@ -236,7 +233,7 @@ class PlainTransformer(nn.Module):
 
 
 def in_plain_names(params: Any) -> Any:
-    """The tree of `Transformer` as `PlainTransformer` names it."""
+    """Renames the tree of `Transformer` to the names in `PlainTransformer`."""
     told = {name: {"embedding": table} for name, table in params["embedding"].items()}
     for name, part in params.items():
         if name.startswith("block_"):
@@ -323,15 +320,13 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @EVERY
 def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> None:
-    """Whatever their logits and labels are, in the loss and in its gradient; the others' are as
-    without them.
-    """
+    """Whatever their logits and labels are, in loss and gradient; others aren't affected."""
     logits, labels = normal(ROWS, LENGTH, FEATURES), np.full((ROWS, LENGTH), 3, np.int32)
     weights = (np.arange(ROWS * LENGTH) % 3 != 1).astype(np.float32).reshape(ROWS, LENGTH)
     weights[0, 1], left_out = 0, weights == 0
     clean = np.where(left_out[..., None], 0, logits)
     logits[left_out, 2] = bad
-    logits[0, 1], labels[0, 1] = bad, -1  # every logit, and a label that is none
+    logits[0, 1], labels[0, 1] = bad, -1  # all logits non-finite, and an invalid label
 
     def serial(x: Any) -> Any:
         return jnp.sum(-jax.nn.log_softmax(x)[..., 3] * weights) / weights.sum()
@@ -366,8 +361,8 @@ def test_cross_entropy_of_the_tokens_that_count() -> None:
     )
     assert float(loss) == pytest.approx(2.7233, abs=1e-4)
     assert not gradient[1].any() and np.isfinite(of_weights).all()
-    # Leaving a token out is no reason for another derivative in its weight, which finite logits
-    # have.
+    # Leaving out a token is no reason to change the derivative in its weight, which exists for
+    # finite logits.
     loss, (_, of_weights) = call(
         logits.at[1, 2].set(0), jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1])
     )
@@ -379,7 +374,7 @@ def test_cross_entropy_of_the_tokens_that_count() -> None:
 @EVERY
 @pytest.mark.parametrize("label", [-1, FEATURES])
 def test_cross_entropy_of_a_label_out_of_range_is_nan(mesh: Mesh, label: int) -> None:
-    """On every rank, the gradient included: such a token had the loss of a logit of 0."""
+    """On every rank, and in the gradient too: such a token used to get the loss of a logit of 0."""
     logits, labels = normal(ROWS, LENGTH, FEATURES), np.zeros((ROWS, LENGTH), np.int32)
     labels[:, 2] = label
     cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)

@@ -1,6 +1,4 @@
-"""Meshes and trees: where ranks stand, what they hold, and what is refused before the first
-step.
-"""
+"""Meshes and trees: where ranks are, what they hold, and what's rejected before the first step."""
 
 from __future__ import annotations
 
@@ -49,7 +47,6 @@ def test_axes() -> None:
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_every_batch_row_is_computed_once(mesh: Mesh) -> None:
-    """Every row of a batch is computed and counted once."""
     rows = np.arange(BATCH)
     seen = np.concatenate(
         [
@@ -64,7 +61,7 @@ def test_every_batch_row_is_computed_once(mesh: Mesh) -> None:
 @pytest.mark.mostly_integration("[1,1,4]", "1-D on 1", "1-D on 2")
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_cutting_and_joining_are_inverse(mesh: Mesh) -> None:
-    """Parameters and an optimizer's state with counters, in types of two and four bytes."""
+    """Covers parameters and an optimizer state with counters, in 2- and 4-byte types."""
     training = Training(mesh)
     params = jax.tree.map(np.asarray, Training(Mesh()).params())
     params["block_0"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["block_0"])
@@ -128,7 +125,7 @@ def test_axes_of_another_length() -> None:
 
 
 def test_axes_in_another_order() -> None:
-    """Ranks are numbered by them."""
+    """Axes determine the numbering of the ranks."""
     mesh = Mesh(side=2)
     model = tensor.Dense(4, mesh)
 
@@ -214,7 +211,7 @@ def test_sequences_longer_than_positions() -> None:
 
 @pytest.mark.integration
 def test_labels_that_are_not_cut_like_the_batch() -> None:
-    """Users of 2-D libraries lose the loss so."""
+    """With 2-D libraries, users lose the loss this way."""
     training = Training(Mesh(side=2))
 
     def args(rank: int) -> Any:
@@ -227,7 +224,7 @@ def test_labels_that_are_not_cut_like_the_batch() -> None:
 
 
 def spread(parts: list[Any], specs: Any, mesh: Mesh) -> Any:
-    """What `replica_spread` says of every rank's part: the same on every rank."""
+    """Returns `replica_spread` of all ranks' parts, checked to be identical across ranks."""
     told = on_ranks(lambda p: tensor.replica_spread(p, specs, mesh), mesh, lambda r: (parts[r],))
     for other in told:
         jax.tree.map(np.testing.assert_array_equal, told[0], other)
@@ -271,7 +268,7 @@ ROWS = {
 
 
 def first_batches(mesh: Mesh, **change: Any) -> tuple[list[Any], Any]:
-    """Every rank's rows of a first batch, one rank's changed, and their specs."""
+    """Returns every rank's rows of a first batch, with `change` applied, and their specs."""
     rows = [mesh.local_batch(ROWS, rank) for rank in range(mesh.ranks)]
     for rank, own in change.items():
         rows[int(rank[4:])] = own
@@ -281,7 +278,6 @@ def first_batches(mesh: Mesh, **change: Any) -> tuple[list[Any], Any]:
 @pytest.mark.mostly_integration("[1,1,1]", "[1,1,4]", "1-D on 1", "1-D on 2", "1-D on 4")
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_correctly_sharded_batch_is_accepted(mesh: Mesh) -> None:
-    """A batch that is cut as it should be is accepted."""
     tensor.check_replicas(spread(*first_batches(mesh), mesh), batch=True)
 
 
@@ -301,7 +297,7 @@ def test_correctly_sharded_batch_is_accepted(mesh: Mesh) -> None:
     ],
 )
 def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> None:
-    """Losses come out equal, and wrong: nothing else would notice."""
+    """All ranks get the same wrong loss, so nothing else would detect it."""
     own = mesh.local_batch(ROWS, rank)
     rows, specs = first_batches(mesh, **{f"rank{rank}": {**own, "tokens": own["tokens"] + 1}})
     message = (
@@ -313,7 +309,7 @@ def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> 
 
 
 def test_large_integers_are_compared_exactly() -> None:
-    """Large integers that round to the same number are treated as different."""
+    """Large integers that would round to the same float are treated as different."""
     mesh, large = Mesh(tensor=2), 2**30
     rows = [{"tokens": np.full((1, 1), large + rank, np.int32)} for rank in range(2)]
     with pytest.raises(ValueError, match="that of rank 1 is up to"):
@@ -341,7 +337,7 @@ def weights_alone(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
-# Optimizers that leave out part of a tree.
+# Optimizers that skip part of a tree.
 MASKED = {
     "decay of weights": optax.adamw(1e-2, mask=weights_alone),
     "weights alone": optax.masked(optax.adam(1e-2), weights_alone),

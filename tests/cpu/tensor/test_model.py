@@ -1,6 +1,4 @@
-"""A whole model on every mesh: loss, gradients, norm, and the state after ten steps are the serial
-model's.
-"""
+"""A whole model on every mesh: loss, gradients, norm and ten steps match the serial model."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ MORE = [pytest.param("1-D on 4", marks=pytest.mark.exhaustive)]
 
 @cache
 def serial() -> tuple[Any, list[Any]]:
-    """The serial model's state and metrics, without any axis bound."""
+    """Returns the serial model's state and metrics, without any axis bound."""
     training = Training(Mesh(), layers=1)
     state, told, step = training.state(), [], jax.jit(training.step)
     for n in range(STEPS):
@@ -80,9 +78,7 @@ def test_ten_steps_end_in_the_serial_state(name: str) -> None:
 @pytest.mark.integration
 @EVERY
 def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
-    """`unshard` compares copies bit for bit; here the optimizer's state with them, and that blocks
-    do differ.
-    """
+    """`unshard` compares copies bit for bit, here in the optimizer state. Blocks differ."""
     training, states, _ = trained(name)
     specs = tensor.state_specs(training.tx, states[0][0], training.specs)
     whole = tensor.unshard([opt for _, opt in states], specs, training.mesh)
@@ -101,7 +97,6 @@ def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
     ],
 )
 def test_gradients_with_remat_blocks_and_untied_head(name: str) -> None:
-    """The gradients of two rematerialised blocks and an untied head equal the serial ones."""
     mesh, options = MESHES[name], {"tied": False, "remat": True}
     plain, cut = Training(Mesh(), **options), Training(mesh, **options)
     want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
@@ -155,7 +150,6 @@ def test_bfloat16_follows_the_serial_model(name: str, kept: Any) -> None:
 
 @pytest.mark.integration
 def test_gathered_params_are_the_serial_tree() -> None:
-    """Gathered parameters are the serial tree on every rank."""
     training, states, _ = trained("[2,2,2]")
     want = tensor.unshard([p for p, _ in states], training.specs, training.mesh)
     told = on_ranks(
@@ -173,11 +167,11 @@ def test_gathered_params_are_the_serial_tree() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("name", GRIDS)
 def test_init_inside_a_step_gives_the_serial_shards(name: str) -> None:
-    """Initialising inside a step gives the serial parameters, cut for each rank."""
+    """Initialising inside a step gives the serial parameters, sharded for each rank."""
     mesh = MESHES[name]
     cut = Training(mesh, layers=1)
-    # Made here: those of the other tests may have been compiled with other options, by another
-    # file's tests.
+    # Made here, as those of the other tests may have been compiled with different options by
+    # another file's tests.
     whole = tensor.init(transformer(Mesh(), layers=1), jax.random.key(3), cut.example)
 
     def start(tokens: Any) -> Any:
@@ -293,15 +287,13 @@ for mesh in (meshes[name] for name in sys.argv[2:]):
 def test_shard_map_gives_the_same_gradients(
     check_vma: bool, meshes: tuple[str, ...], on_four_devices: Callable[..., str]
 ) -> None:
-    """Four CPU devices need a process of their own. The global arrays go in: their specs cut
-    them.
-    """
+    """Needs its own process, for four CPU devices. The specs shard the global arrays."""
     assert on_four_devices(SHARD_MAP, str(check_vma), *meshes).count("holds") == len(meshes)
 
 
 @pytest.mark.exhaustive
 def test_checked_shard_map_on_ranks_is_the_plain_step() -> None:
-    """A checked `shard_map` on ranks gives the same as the plain step."""
+    """A checked `shard_map` on ranks equals the plain step."""
     mesh = Mesh(tensor=2)
     training = Training(mesh, layers=1)
     args = [(training.state(rank), mesh.local_batch(batch(0), rank)) for rank in range(mesh.ranks)]

@@ -1,4 +1,4 @@
-"""Clipping over parts of a tree is Optax's clipping of the whole one."""
+"""Clipping over parts of a tree equals Optax's clipping of the whole tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {
 @pytest.mark.integration
 @over(MESHES)
 def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
-    """A parameter of every role; a bound that bites, and one that does not."""
+    """Uses a parameter of every role, one bound that clips, and one that doesn't."""
     assert set(SHAPES) == set(get_args(Role))
     rng = np.random.default_rng(0)
     gradients = {role: rng.normal(size=shape).astype(np.float32) for role, shape in SHAPES.items()}
@@ -53,7 +53,7 @@ def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
 @pytest.mark.parametrize("strange", [np.nan, np.inf])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(side=2)], ids=["1-D", "2-D"])
 def test_nonfinite_value_on_one_rank_is_seen_on_all(mesh: Mesh, strange: float) -> None:
-    """Else `apply_if_finite` would let some ranks step and others not."""
+    """Ranks must agree, or `apply_if_finite` would let some ranks update and others not."""
     specs = {"cut": PartitionSpec(*mesh.spec("inner")), "held": PartitionSpec()}
     tx = optax.chain(
         tensor.clip_by_global_norm(1.0, specs, mesh), optax.apply_if_finite(optax.sgd(1.0), 9)

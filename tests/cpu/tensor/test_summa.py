@@ -1,5 +1,6 @@
-"""The three products on every grid: equal to the serial ones, forward and backward, other data in
-every depth layer.
+"""The three products on every grid equal the serial ones, forward and backward.
+
+Every depth layer has different data.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def activations(mesh: Mesh) -> Any:
-    """How a matrix of activations is cut: rows over the batch's axes, columns over `col`."""
+    """Returns how activations are sharded: rows over the batch axes, columns over `col`."""
     return (mesh.batch or None, "col" if mesh.col else None)
 
 
@@ -82,7 +83,7 @@ def _gradients(name: str, a: Any, b: Any, g: Any) -> tuple[Any, Any]:
 
 @GRID
 def test_weight_gradient_without_depth_sum_is_wrong(mesh: Mesh) -> None:
-    """ColossalAI's 2.5-D forgot it, and its tests at depth 1 could not tell."""
+    """ColossalAI's 2.5-D omits it, which its tests at depth 1 couldn't detect."""
     a, b, g = normal(M, K), normal(K, N, seed=1), normal(M, N, seed=2)
 
     def call(a: Any, b: Any, g: Any) -> Any:
@@ -108,7 +109,7 @@ def test_weight_gradient_without_depth_sum_is_wrong(mesh: Mesh) -> None:
 
 
 def products(jaxpr: Any) -> list[Any]:
-    """Every matrix product in a jaxpr, those of inner ones included."""
+    """Returns every matrix product in a jaxpr, including nested ones."""
     found = []
     for eqn in jaxpr.eqns:
         for value in eqn.params.values():
@@ -121,9 +122,7 @@ def products(jaxpr: Any) -> list[Any]:
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_are_accumulated_in_float32(name: str, dtype: Any) -> None:
-    """XLA may do so unasked on a CPU, so that numbers show nothing there: what is asked for
-    counts.
-    """
+    """Checks which type is requested, because XLA may use float32 unasked on a CPU."""
     _, *shapes, _ = PRODUCTS[name]
     a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
@@ -154,7 +153,7 @@ def test_bfloat16_is_rounded_once() -> None:
 
 @pytest.mark.integration
 def test_derivatives_of_derivatives() -> None:
-    """Closed under differentiation: the gradient of a squared gradient, against JAX's own."""
+    """Products are closed under differentiation: gradients of squared gradients match JAX's."""
     mesh, a, b = Mesh(side=2), normal(M, K), normal(K, N, seed=1)
 
     def penalty(product: Any, total: Any, a: Any, b: Any) -> Any:

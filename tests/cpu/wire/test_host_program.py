@@ -1,6 +1,4 @@
-"""A collective segment that the host carries out: as the segment in one executable, on memory that
-nobody else has.
-"""
+"""A collective segment run by the host equals the segment in one executable, on unshared memory."""
 
 import gc
 import itertools
@@ -121,7 +119,7 @@ def while_some_rank_is_small(x):
 
 
 def while_of_each_element(x):
-    """The elements of a batch make different numbers of iterations, the same ones on every rank."""
+    """The number of iterations differs by batch element, but is identical across ranks."""
 
     def one(n, key):
         def body(_, carry):
@@ -180,9 +178,7 @@ def data_of(value):
 
 @pytest.fixture(params=["small", "large"])
 def messages(request, monkeypatch):
-    """Small results stay NumPy arrays. Large ones are received into an arena, and become JAX arrays
-    where they are.
-    """
+    """Small results stay NumPy arrays; large ones become JAX arrays inside an arena."""
     if request.param == "large":
         for module in (arena_module, host_program):
             monkeypatch.setattr(module, "SMALLEST_BYTES", 1)
@@ -193,7 +189,7 @@ def messages(request, monkeypatch):
 def test_results_are_those_of_one_executable(step):
     x = jnp.arange(3.0) + 1
     jaxpr, host = lowered(step, x)
-    # Where ranks hold equal operands, `LocalRanks` computes the step in one executable.
+    # With equal operands on all ranks, `LocalRanks` computes the step in one executable.
     expected = jax.jit(LocalRanks().lower(jaxpr, AXES))(x)
     program = host.compile([x], name="t", host=HOST, place=None)
     for _ in range(2):
@@ -249,7 +245,7 @@ def test_there_are_as_few_executables_as_the_order_of_messages_allows(monkeypatc
         "compile_with_arguments",
         lambda *a, **k: made.append(1) or compile_part(*a, **k),
     )
-    large = jnp.ones(2**21)  # two sums of this size don't travel together
+    large = jnp.ones(2**21)  # two sums of this size are sent separately
 
     def executables(step):
         made.clear()
@@ -396,9 +392,7 @@ def test_a_slot_is_taken_again_when_nothing_refers_to_it():
 
 
 def test_a_slot_is_taken_again_as_soon_as_its_jax_array_is_gone():
-    """JAX would keep the memory until its next call, which may come only after the next exchange
-    has received.
-    """
+    """JAX would keep the memory until its next call, maybe after the next exchange received."""
     arena = Arena()
     for _ in range(5):
         compat.put_on_host(arena.take(BIG, np.float32), HOST, committed=False).block_until_ready()
@@ -424,7 +418,7 @@ def test_a_slot_is_not_taken_while_a_jax_array_or_a_computation_reads_it():
 
 
 def test_a_donated_array_never_gives_its_slot_away():
-    """JAX doesn't write into memory that it was lent, so a state can't end up in an arena."""
+    """JAX doesn't write into borrowed memory, so a state can't end up in an arena."""
     arena = Arena()
     memory = arena.take(BIG, np.float32)
     memory[...] = 1
@@ -450,7 +444,7 @@ def test_idle_slots_go(monkeypatch):
 
 
 class HostRanks:
-    """A `Wire` for `crossover`'s compiler, whose other rank sends what this one sends."""
+    """A `Wire` for `crossover`'s compiler, whose other rank sends what this rank sends."""
 
     def __init__(self):
         self.arena = Arena()
@@ -473,9 +467,7 @@ class HostRanks:
 
 @pytest.mark.parametrize("wire", [HostRanks(), LocalRanks()], ids=["host", "executable"])
 def test_only_memory_of_xla_is_overwritten(wire):
-    """The new parameters could take the gradients' memory. XLA would copy them for that if the wire
-    had lent it.
-    """
+    """The new parameters can reuse the gradients' memory, unless the wire lent it to XLA."""
     w = jnp.ones((256, 256))
     traced = trace(lambda w, x: w - lax.psum(w * x, "r"), (w, w), axes=AXES, wire=wire)
     done = stages.compile(stages.cut(traced), [w, w])
@@ -488,14 +480,15 @@ def test_only_memory_of_xla_is_overwritten(wire):
 
 
 def late_exchange(x):
-    """The most is alive long before anything is received."""
+    """The peak comes long before anything is received."""
     large = jnp.outer(x[:1024], x[:1024]) @ jnp.ones((1024, 1024))
     return lax.psum(x * jnp.max(large), "r")
 
 
 def masked_sum(x):
-    """The first sum leaves its segment through a maximum only, so the segment returns it besides
-    its outputs.
+    """The first sum leaves its segment only through a maximum.
+
+    The segment therefore returns the sum in addition to its outputs.
     """
     return lax.psum(jnp.maximum(lax.psum(x * 2, "r"), 0), "r") + 1
 

@@ -1,4 +1,4 @@
-"""Splitting, carriers and byte formulas, without a message being sent."""
+"""Splitting, carriers and byte formulas, without sending a message."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which equations the wire takes for exchanges, and how it names them."""
+"""Which equations the wire treats as exchanges, and how it names them."""
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +112,6 @@ def test_indices_are_those_of_the_axes(function, message):
 
 
 def test_unsupported_collectives_name_the_remedy():
-    """The error for collectives without a counterpart in MPI names the remedy."""
-
     def ragged(x):
         n = jnp.zeros((2,), jnp.int32)
         return lax.ragged_all_to_all(x, x, n, n, n, n, axis_name="a")

@@ -1,4 +1,4 @@
-"""The exchange thread's slices of the core."""
+"""The exchange thread's time slices."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from jaxcross.world import sched_slice
 
 
 def in_a_thread(work):
-    """What `work()` gives in a thread of its own, whose scheduling ends with it."""
+    """Returns the result of `work()` in a new thread, whose scheduling ends with it."""
     results = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
@@ -24,8 +24,6 @@ def in_a_thread(work):
     sys.platform != "linux" or platform.machine() not in sched_slice._SETATTR, reason="not Linux"
 )
 def test_kernel_accepts_slices_and_changes_only_those():
-    """The kernel accepts the request for short slices, and nothing else changes."""
-
     def work():
         before = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
         took = sched_slice.ask_for_short_slices()
@@ -43,12 +41,12 @@ def test_kernel_accepts_slices_and_changes_only_those():
     before, took, after, slice_ns = in_a_thread(work)
     assert took
     assert after == before
-    assert slice_ns in (sched_slice._SLICE_NS, 0)  # 0: a kernel before 6.12
+    assert slice_ns in (sched_slice._SLICE_NS, 0)  # 0 on a kernel before 6.12
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
 def test_explicitly_scheduled_thread_is_left_alone():
-    """A thread whose scheduling someone has set is left alone."""
+    """A thread whose scheduling was set explicitly is left alone."""
 
     def work():
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Which wire a world takes, from the argument, the environment and what is installed."""
+"""Which wire a world uses, depending on the argument, the environment and what is installed."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a worker process does that comes to an exchange: it ends its rank, or ends with it."""
+"""A worker process that reaches an exchange terminates its rank, or terminates along with it."""
 
 import multiprocessing
 import subprocess
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def importing(monkeypatch):
-    """As in a process of `spawn` that is importing the script."""
+    """Simulates a `spawn` process that is importing the script."""
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
 
 
 @contextmanager
 def another() -> Iterator[tuple[subprocess.Popen[bytes], ProcessId]]:
-    """A process, and where it is."""
+    """Yields a process and its identity."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -49,7 +49,6 @@ def test_a_worker_that_is_late_ends_without_a_word(importing, capsys):
 
 
 def test_worker_that_cannot_reach_its_rank_says_so(importing):
-    """A worker that cannot reach its rank reports that itself."""
     with (
         another() as (_, place),
         pytest.raises(ExchangeError, match="^A worker process of rank 0 came to line "),
