@@ -95,7 +95,7 @@ def vmapped(
 def vmap_oracle(
     step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Computes a step on all ranks with JAX alone: nested `vmap`s over the ranks, compiled.
+    """Computes a step on all ranks with JAX alone: nested `vmap` calls over the ranks, compiled.
 
     Args:
         step: A function that uses named-axis collectives over `axes`. `vmap` doesn't support
