@@ -1,5 +1,6 @@
-"""The family of exchanges, each around a given optimizer, and what it brings to a rank. Measures
-nothing itself.
+"""Every exchange strategy around a given optimizer, with the bytes that a rank receives per step.
+
+Other benchmarks import this table. It measures nothing itself.
 """
 
 from __future__ import annotations

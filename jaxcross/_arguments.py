@@ -36,10 +36,7 @@ def as_numbers(value: Any, name: str) -> tuple[int, ...]:
     Raises:
         TypeError: It's neither. The message calls it `name`.
     """
-    try:
-        numbers = (value,) if isinstance(value, Integral) else tuple(value)
-    except TypeError:
-        numbers = (value,)
+    numbers = _listed(value, Integral)
     if not all(map(is_whole, numbers)):
         raise TypeError(
             f"`{name}` is `{value!r}`: it is the number of a positional argument, such as 0, or a "
@@ -54,16 +51,21 @@ def as_names(value: Any, name: str) -> tuple[str, ...]:
     Raises:
         TypeError: It's neither. The message calls it `name`.
     """
-    try:
-        names = (value,) if isinstance(value, str) else tuple(value)
-    except TypeError:
-        names = (value,)
+    names = _listed(value, str)
     if not all(isinstance(each, str) for each in names):
         raise TypeError(
             f"`{name}` is `{value!r}`: it is the name of an argument, such as 'state', or a "
             "sequence of names, such as ('state', 'batch')."
         )
     return names
+
+
+def _listed(value: Any, kind: type) -> tuple[Any, ...]:
+    """Returns the items of `value`, or `value` alone if it's of this kind or has no items."""
+    try:
+        return (value,) if isinstance(value, kind) else tuple(value)
+    except TypeError:
+        return (value,)
 
 
 @dataclass(frozen=True, slots=True)
