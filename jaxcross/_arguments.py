@@ -1,7 +1,8 @@
 """Checks of arguments that are whole numbers or words, and selections of a step's arguments.
 
 `select` resolves `donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames` as
-`jax.jit` does.
+`jax.jit` does, with one exception: `jax.jit` ignores a negative number in `donate_argnums`, whereas
+here it counts from a call's last positional argument.
 """
 
 from __future__ import annotations

@@ -39,21 +39,23 @@ class Link:
     def __post_init__(self) -> None:
         for name, value in (("mbps", self.mbps), ("latency_s", self.latency_s)):
             if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(
-                    f"`{name}` of `Link` must be a number, got {value!r}. `Link.parse` reads a "
-                    "text such as `500mbit`."
-                )
+                hint = " `Link.parse` reads a text such as `500mbit`." if name == "mbps" else ""
+                raise TypeError(f"`{name}` of `Link` must be a number, got {value!r}.{hint}")
         if not (0 < self.mbps < math.inf and 0 <= self.latency_s < math.inf):
             raise ValueError(
                 f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
             )
+        # Ranks compare their links as text, so equal numbers of different types must print alike.
+        for name in ("mbps", "latency_s"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def seconds(self, nbytes: int) -> float:
         """Returns how long a message of `nbytes` occupies the link."""
         return self.latency_s + 8e-6 * nbytes / self.mbps
 
     def __str__(self) -> str:
-        return f"emulated link {self.mbps:g}mbit"
+        latency = f", {1000 * self.latency_s:g} ms" if self.latency_s else ""
+        return f"emulated link {self.mbps:g}mbit{latency}"
 
     @staticmethod
     def parse(text: str) -> Link | None:

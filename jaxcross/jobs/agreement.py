@@ -34,8 +34,8 @@ def agree(world: World, facts: Mapping[str, Any]) -> None:
         if text != texts[0]:
             raise JobError(
                 f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add the "
-                "same jobs in the same order, with the same policy, checkpoints and `metrics`, on "
-                "every rank."
+                "same jobs in the same order, with the same policy, checkpoints, `metrics` and "
+                "emulated link, on every rank."
             )
 
 

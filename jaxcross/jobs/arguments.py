@@ -107,9 +107,12 @@ def check_folder(what: str, folder: Any) -> None:
 
     Raises:
         TypeError: It isn't.
+        ValueError: It's an empty text, which would be the working directory.
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         raise _wrong(what, "the path of a folder, or None", folder)
+    if folder == "":
+        raise ValueError(f"{what} must be the path of a folder, or None, got an empty text.")
 
 
 def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> None:

@@ -9,6 +9,8 @@ from typing import Any, TypedDict
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
+from jaxcross.jobs import arguments
+from jaxcross.plan.memory import memory_limit
 from jaxcross.world import World
 
 
@@ -43,3 +45,16 @@ def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOp
                 f"`{function}` has no argument `{name}`; of the options of a run it takes "
                 f"{', '.join(known)}."
             )
+
+
+def check_values(options: SharedOptions) -> None:
+    """Checks the options whose values need no world, and lists the instruments.
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: `memory`, `events` or `progress` is out of range.
+    """
+    options["instruments"] = arguments.checked_instruments(options.get("instruments", ()))
+    memory_limit(options.get("memory"))
+    arguments.check_folder("`events`", options.get("events"))
+    arguments.check_progress(options.get("progress"))

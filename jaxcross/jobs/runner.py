@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from jaxcross._link import current_link, described_link
+from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
 from jaxcross.health.abort import print_error
@@ -341,7 +341,7 @@ class Runner:
                 self._runs = first_of(self._runs, self.world)
             runs = tuple(self._runs)
             self._used = True
-            self._agree(runs)
+            self._agree(runs, link)
             if self._writes_metrics:
                 claim_metrics(self.world, self._metric_files)
             if self.checkpoints is not None:
@@ -442,7 +442,7 @@ class Runner:
         if self._session is not None:
             self._session.close()
 
-    def _agree(self, runs: Sequence[JobRun]) -> None:
+    def _agree(self, runs: Sequence[JobRun], link: Link | None) -> None:
         """Compares jobs and settings with all other ranks. Waits for them.
 
         With different jobs or policies, the ranks' lanes would never match up.
@@ -453,6 +453,7 @@ class Runner:
             "start": self._start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
             "metrics": self._writes_metrics,
+            "emulated_link": None if link is None else str(link),
         }
         agree(self.world, mine)
 

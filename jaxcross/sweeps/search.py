@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
@@ -298,7 +299,8 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
         )
     found: dict[str, tuple[Any, ...]] = {}
     for name, each in values.items():
-        if isinstance(each, str | Mapping) or not isinstance(each, Iterable):
+        # A set of texts has a different order in each process.
+        if isinstance(each, str | Mapping | AbstractSet) or not isinstance(each, Iterable):
             raise TypeError(
                 f"{what} must have a list of values for `{name}`, got {shortened(repr(each), 100)}."
             )

@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.jobs import arguments
-from jaxcross.jobs.options import SharedOptions, check_options
+from jaxcross.jobs.options import SharedOptions, check_options, check_values
 from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
@@ -126,6 +126,8 @@ def sweep(
 
     def check() -> tuple[SweepSettings, list[Parameters]]:
         check_options("sweep", options, SharedOptions)
+        # `Runner` checks the values, too, but on each rank alone, and the other ranks would wait.
+        check_values(options)
         arguments.check_folder("`folder`", folder)
         checks.check_numbers(concurrent=concurrent, trials=trials, keep=keep)
         checks.check_metric(metric, mode)

@@ -41,6 +41,11 @@ def test_a_rate_is_a_number(arguments, error):
         Link(*arguments)
 
 
+def test_links_print_their_latency_and_equal_ones_print_alike():
+    assert str(Link(500, latency_s=0.1)) == "emulated link 500mbit, 100 ms"
+    assert repr(Link(500)) == repr(Link(500.0, latency_s=0))
+
+
 def test_a_rate_is_finite():
     with pytest.raises(ValueError, match="^a link needs a rate above 0"):
         Link(float("inf"))

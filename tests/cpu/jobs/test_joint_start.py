@@ -7,6 +7,7 @@ from functools import partial
 import optax
 import pytest
 
+from jaxcross._link import Link
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
@@ -294,6 +295,20 @@ def test_another_start_on_another_rank_is_an_error():
         with pytest.raises(JobError, match=r"with the same policy, checkpoints"):
             runner.run()
 
+    run_ranks(2, work)
+
+
+def test_another_emulated_link_on_another_rank_is_an_error(monkeypatch):
+    mine = threading.local()  # the ranks are threads here, and a process has one link
+
+    def work(world):
+        mine.link = (Link(500), Link(500, latency_s=0.1))[world.rank]
+        runner = Runner(world)
+        runner.add("a", loop, {"step": make_step(world), "data": DATA})
+        with pytest.raises(JobError, match=r"500mbit, 100 ms.* `metrics` and emulated link, on"):
+            runner.run()
+
+    monkeypatch.setattr("jaxcross.jobs.runner.current_link", lambda: mine.link)
     run_ranks(2, work)
 
 

@@ -71,6 +71,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "`checkpoints` must be `jaxcross.Checkpoints.* got 'folder'.",
     ),
     ({"events": 3}, TypeError, "`events` must be the path of a folder, or None, got 3."),
+    ({"events": ""}, ValueError, "`events` must be the path of a folder, or None, got an empty"),
 ]
 
 

@@ -383,3 +383,27 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
     assert all(
         job.first_step + job.steps == 6 for job in jobs
     )  # the report counts only the steps of this run
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"memory": "lots"}, {"instruments": 5}, {"events": ""}, {"progress": "often"}],
+    ids=str,
+)
+def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_every_rank(wrong):
+    """`Runner` would find it on that rank alone, and the others would wait for it."""
+
+    def work(world):
+        options = wrong if world.rank else {}
+        with pytest.raises((TypeError, ValueError, JobError), match=next(iter(wrong))):
+            sweep(
+                training(world),
+                Grid({"lr": [1]}),
+                metric="score",
+                mode="max",
+                world=world,
+                **options,
+            )
+        return True
+
+    assert run_ranks(2, work) == [True, True]

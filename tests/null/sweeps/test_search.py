@@ -152,3 +152,9 @@ def test_wrong_arguments_of_a_study_are_refused(
     with pytest.raises(error) as raised:
         Optuna(asked, **{"space": {"lr": [1, 2]}, **arguments})
     assert text in str(raised.value)
+
+
+def test_a_set_of_values_is_refused():
+    """A set of texts has a different order in each process, so ranks would disagree."""
+    with pytest.raises(TypeError, match="must have a list of values for `lr`, got {'a'}"):
+        Grid({"lr": {"a"}})
