@@ -82,7 +82,9 @@ def test_metrics_on_some_ranks_only_is_an_error():
         runner.add("a", loop, {"world": world, "data": iter(())})
         runner.run()
 
-    with pytest.raises(jaxcross.JobError, match="checkpoints, `metrics` and emulated link, on every rank"):
+    with pytest.raises(
+        jaxcross.JobError, match="checkpoints, `metrics` and emulated link, on every rank"
+    ):
         run_ranks(2, work)
 
 
