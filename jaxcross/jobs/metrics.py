@@ -79,9 +79,10 @@ class MetricLog:
             for at, values in self.history
             if at != step or not (isinstance(values, Mapping) and is_of(values, evaluation))
         ]
-        if self.observer is not None:
-            self.observer.restored(len(left) - len(self.history))
+        more = len(left) - len(self.history)
         self.history[:] = left
+        if self.observer is not None:
+            self.observer.restored(more)
 
     def add(self, step: int, metrics: PyTree) -> None:
         """Stores a copy, and reads back earlier metrics that are computed by now. Doesn't wait.

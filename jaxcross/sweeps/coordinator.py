@@ -104,8 +104,8 @@ class Coordinator:
             if strict and known.parameters != decision.parameters:
                 was = f"trial {known.number} was asked for with {known.parameters}"
                 raise _DiffersError(f"{was}, and is now with {decision.parameters}")
-            for step, value in sorted(known.values.items()) if self.search.prunes else ():
-                new += schedule.report(known.number, step, value)
+            for step, values in sorted(known.values.items()) if self.search.prunes else ():
+                new += schedule.report(known.number, step, values[0])
             if known.returned or known.status in ("finished", "failed", "stopped"):
                 status = "finished" if known.returned else known.status or "finished"
                 new += schedule.end(known.number, known.step, status, known.value)
@@ -177,21 +177,22 @@ class Coordinator:
         with self._changed:
             self._follow(lambda: self._schedule.advance(number, step))
 
-    def value(self, number: int, step: int, value: float) -> None:
-        """Writes down a value. Warns if the trial logged another value before a restart.
+    def value(self, number: int, step: int, nth: int, value: float) -> None:
+        """Writes down the `nth` value that a trial logged at a step. Warns if that was another
+        value before a restart.
 
         Raises:
             JobError: The disk failed.
         """
         with self._changed:
-            known = self._log.trials[number].values.get(step)
-            if known is not None and known != value and not (known != known and value != value):
+            known = self._log.trials[number].values.get(step, [])[nth : nth + 1]
+            if known and known[0] != value and not (known[0] != known[0] and value != value):
                 text = (
                     "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it "
                     "does not repeat."
                 )
-                _log.warning(text, self._log.trials[number].name, value, step, known)
-            self._log.value(number, step, value)
+                _log.warning(text, self._log.trials[number].name, value, step, known[0])
+            self._log.value(number, step, nth, value)
             self._check_disk()
 
     def sync(self) -> None:
@@ -225,10 +226,11 @@ class Coordinator:
     def prunes(self, number: int, step: int, stopping: Callable[[], bool]) -> bool:
         """Returns whether a trial is pruned at this step, whose value must be written down.
 
+        If a step was logged several times, the pruner gets the first value.
         Waits until the other trials have come as far, or the run is stopping.
         """
         with self._changed:
-            value = self._log.trials[number].values[step]
+            value = self._log.trials[number].values[step][0]
             self._follow(lambda: self._schedule.report(number, step, value))
             while self._schedule.waits(number) and not stopping():
                 self._changed.wait(_LOOK_S)

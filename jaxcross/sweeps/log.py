@@ -36,7 +36,7 @@ class TrialRecord:
         parameters: The parameters of its function.
         after: The trial whose place it took, if any.
         returned: Whether its function has returned on all ranks. Its state may not be saved yet.
-        values: The metric by step. If a step was logged several times, the first value.
+        values: The metric by step: all values logged at that step, in order.
         latest: The latest of these steps; -1 before the first one.
         status: How it ended; None before that.
         step: Its last step.
@@ -50,7 +50,7 @@ class TrialRecord:
     parameters: Parameters
     after: int | None = None
     returned: bool = False
-    values: dict[int, float] = field(default_factory=dict)
+    values: dict[int, list[float]] = field(default_factory=dict)
     latest: int = -1
     status: Status | None = None
     step: int = 0
@@ -139,9 +139,9 @@ class TrialLog:
         line = {"trial": started.number, "name": name, "params": started.parameters}
         self._add({**line, "after": started.after, "time": started.time}, forced=True)
 
-    def value(self, number: int, step: int, value: float) -> None:
-        """Notes a value, unless the trial already has a value of that step."""
-        if step not in self.trials[number].values:
+    def value(self, number: int, step: int, nth: int, value: float) -> None:
+        """Notes the `nth` value of a step, from 0, unless the trial already has it."""
+        if nth == len(self.trials[number].values.get(step, ())):
             self._add({"trial": number, "step": step, "value": value})
 
     def returned(self, number: int, step: int) -> None:
@@ -251,15 +251,15 @@ class TrialLog:
             trial.returned, trial.step = True, line["returned"]
         elif "pruned" in line:
             trial.status, trial.step = "pruned", line["pruned"]
-            trial.value = trial.values[trial.step]
+            trial.value = trial.values[trial.step][-1]
             self.known_until = max(self.known_until, (line["time"], number))
         elif "end" in line:
             trial.status, trial.step, trial.value = line["end"], line["step"], line["value"]
             trial.digest, trial.error = line["digest"], line["error"]
         else:
-            trial.values.setdefault(line["step"], line["value"])
+            trial.values.setdefault(line["step"], []).append(line["value"])
             trial.latest = max(
                 trial.latest, line["step"]
             )  # rather than `max` over all values: a file may have 100,000 lines
             trial.step = max(trial.step, line["step"])
-            trial.value = trial.values[trial.latest]
+            trial.value = trial.values[trial.latest][-1]

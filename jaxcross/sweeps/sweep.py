@@ -78,9 +78,10 @@ def sweep(
 
     Args:
         train: `train(job, **parameters)`, as for `Runner.add`. It logs the metric with `job.log`,
-            in the same way on every rank. The last value counts, as logged on rank 0. With a
-            folder, it should call `job.restore`, and `job.save` from time to time, since a restart
-            repeats the steps since the last checkpoint.
+            in the same way on every rank. The last value counts, as logged on rank 0; a pruner
+            gets the first value of each step. With a folder, it should call `job.restore`, and
+            `job.save` from time to time, since a restart repeats the steps since the last
+            checkpoint.
         search: Where trials come from: `jaxcross.Grid(values)`, `jaxcross.Choices(dicts)`,
             `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. Its `pruner` ends trials
             early.
@@ -402,5 +403,7 @@ def _facts(trial: TrialRecord) -> dict[str, Any]:
         "value": trial.value,
         "digest": trial.digest,
         "error": trial.error,
-        "values": sorted(trial.values.items()),
+        "values": [
+            (step, each) for step, logged in sorted(trial.values.items()) for each in logged
+        ],
     }

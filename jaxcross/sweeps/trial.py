@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -250,6 +251,7 @@ class _Observer:
         self.metric = trials.settings.metric
         self._coordinator = trials.coordinator
         self._seen = 0  # number of entries of the job's history that were written down
+        self._times: Counter[int] = Counter()  # how often each step's metric was written down
         self._saved = -1  # the step of the latest checkpoint that this process saved
         self._has_metric = False
         self._late: int | None = None  # a step that was saved before its metric was logged
@@ -264,6 +266,8 @@ class _Observer:
 
     def restored(self, entries: int) -> None:
         self._seen += entries  # the run that logged them has written them down
+        known = self.job.history[: self._seen]
+        self._times = Counter(step for step, metrics in known if self.metric in dict(flat(metrics)))
 
     def stepped(self, step: int) -> None:
         if self._coordinator is not None:
@@ -358,7 +362,8 @@ class _Observer:
                     f"Trial `{self.job.name}` logged {value!r} as `{self.metric}`, which must be a "
                     "number."
                 )
-            self._coordinator.value(self.number, step, float(value))
+            self._coordinator.value(self.number, step, self._times[step], float(value))
+            self._times[step] += 1
 
     def finish(self, state: PyTree) -> PyTree:
         """Notes on all ranks that the function has returned. Waits for ranks and state."""

@@ -101,6 +101,35 @@ def test_a_metric_that_comes_at_the_end_is_fine():
     assert {trial.status for trial in result.trials} == {"finished"}
 
 
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
+def test_the_last_value_of_a_step_counts(counted, tmp_path, caplog):
+    """A function may log several times per step, or make steps that jaxcross doesn't count."""
+
+    def work(world):
+        step = make_step(world) if counted else lambda state, batch: state + batch
+
+        def train(job, lr):
+            state = job.restore(0.0)
+            for batch in job.batches([float(lr)] * 3):
+                state = job.state = step(state, batch)
+                job.log({"score": -state})
+                job.log({"score": state})
+                job.save(state)
+            return state
+
+        grid = Grid({"lr": [1, 2]})
+        return sweep(train, grid, metric="score", mode="max", world=world, folder=tmp_path)
+
+    for result in run_ranks(2, work) + run_ranks(2, work):
+        assert result.best.number == 1
+        for trial in result.trials:
+            steps, values = zip(*trial.values, strict=True)
+            assert steps == ((1, 1, 2, 2, 3, 3) if counted else (0,) * 6)
+            assert [value > 0 for value in values] == [False, True] * 3
+            assert trial.value == values[-1] == max(values)
+    assert "restart" not in caplog.text
+
+
 def test_a_later_evaluation_may_lack_the_metric():
     def evaluate(step, state):
         return {"accuracy": state} if step == 2 else {"error": state}

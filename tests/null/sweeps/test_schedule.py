@@ -49,6 +49,8 @@ class Machine:
     step.
     """
 
+    values_per_step = 1
+
     def __init__(self, rng, folder, make, concurrent):
         self.rng, self.folder, self.make, self.concurrent = rng, folder, make, concurrent
         self.saved = {}  # checkpoints, which survive a kill
@@ -121,7 +123,8 @@ class Machine:
             job["step"] = step = step + 1
             coordinator.advanced(number, step)
             if step % EVERY == 0:
-                coordinator.value(number, step, float(step * facts["gain"]))
+                for nth in range(self.values_per_step):
+                    coordinator.value(number, step, nth, float(step * facts["gain"] + nth))
                 job["waits"] = coordinator.search.prunes
                 if job["waits"]:
                     coordinator.prunes(number, step, lambda: True)  # does not wait
@@ -138,18 +141,20 @@ def outcome(coordinator):
 @pytest.mark.mostly_integration("True-1", "True-2", "False-1", "False-2", "False-4")
 @pytest.mark.parametrize("concurrent", [1, 2, 4])
 @pytest.mark.parametrize("prunes", [True, False])
-def test_order_of_threads_and_kills_change_nothing(tmp_path, concurrent, prunes):
+def test_order_of_threads_and_kills_change_nothing(tmp_path, concurrent, prunes, caplog):
     found = []
     for seed in range(5):
         machine = Machine(
             random.Random(seed), tmp_path / f"{seed}", lambda _: Adaptive(12, prunes), concurrent
         )
+        machine.values_per_step = 2
         found.append(outcome(machine.run(kills=3 * seed)))
     assert all(each == found[0] for each in found)
     statuses = [row[2] for row in found[0][0]]
     assert len(statuses) == 12
     assert "finished" in statuses
     assert ("pruned" in statuses) == prunes
+    assert "before a restart" not in caplog.text
 
 
 def test_more_trials_go_on_as_if_from_the_start(tmp_path):
@@ -217,7 +222,7 @@ def test_failing_search_ends_the_sweep_not_the_trial():
     search = Adaptive(3, prunes=False)
     coordinator = Coordinator(lambda _: search, TrialLog(None), concurrent=1)
     search.ask = lambda _: 1 / 0
-    coordinator.value(0, 5, 1.0)
+    coordinator.value(0, 5, 0, 1.0)
     coordinator.came_to_end(0, 5, 1.0)
     assert isinstance(coordinator.error, ZeroDivisionError)
     coordinator.over(0, 5, "finished")
