@@ -6,7 +6,7 @@ import pytest
 @pytest.mark.integration
 def test_flight(smoke):
     result = smoke("flight.py")
-    assert result["question"].startswith("What does the flight recorder cost an event")
+    assert result["question"].startswith("What does the flight recorder cost per event")
     assert result["without_file_us"]["min"] > 0 and result["with_file_us"]["min"] > 0
     assert result["ranks"] == 1
 
