@@ -17,7 +17,9 @@ the tests name, and the tests themselves. So if you change `wire`, you affect th
 Both scripts record in `.ci/passed.json` at which commit each part has passed. Commit that file,
 because a later run on another machine starts from it. A change is whatever differs from the base:
 `CI_BASE` if it's set, otherwise the commit at which this branch left `origin/main`. On main itself
-there's no such base, so each part is compared with the commit at which it passed.
+there's no such base, so each part is compared with the commit at which it passed. A Python file in
+which only comments, docstrings or the layout have changed affects just the parts that read such
+texts: those of the documents, of the whole package, and of the wheel.
 """
 
 from __future__ import annotations
@@ -30,13 +32,23 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import grimp
-from recorded import NOTHING_FAILED, PACKAGE, RECORDS, changed_since, git, is_at, passed, record
+from recorded import (
+    NOTHING_FAILED,
+    PACKAGE,
+    RECORDS,
+    changed_since,
+    git,
+    is_at,
+    is_reworded,
+    passed,
+    record,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +61,7 @@ WHEEL = "wheel"
 WHEEL_TESTS = "wheel:tests"
 IN_THE_WHEEL = (PACKAGE, "LICENSE", "README.md", "deploy", "examples")
 RUNS_ON = ("null", "cpu", "mpi")
+READ_TEXTS = ("docs", PACKAGE, WHEEL, WHEEL_TESTS)  # rewording a docstring may break their tests
 
 # If one of these changes, every part is affected.
 ALL = (
@@ -300,9 +313,13 @@ def programs_of(tests: Iterable[str]) -> list[str]:
     )
 
 
-def why(paths: Sequence[str], files: Sequence[str] | None) -> str:
+def why(
+    paths: Sequence[str],
+    files: Sequence[str] | None,
+    counts: Callable[[str], bool] = lambda file: True,
+) -> str:
     """Returns why tests that cover `paths` must run if `files` have changed, or "" if they
-    needn't.
+    needn't. Only files for which `counts` returns True count.
     """
     if files is None:
         return "nothing to compare with"
@@ -311,7 +328,19 @@ def why(paths: Sequence[str], files: Sequence[str] | None) -> str:
         for file in files
         if any(file == path or file.startswith(f"{path.rstrip('/')}/") for path in paths)
     ]
-    return f"{hits[0]}{f' and {len(hits) - 1} more' if len(hits) > 1 else ''}" if hits else ""
+    # `counts` may be slow, so ask only until the answer is known.
+    first = next(filter(counts, hits), None)
+    if first is None:
+        return ""
+    return f"{first}{f' and {len(hits) - 1} more' if len(hits) > 1 else ''}"
+
+
+def counts_for(folder: str, commit: str | None) -> Callable[[str], bool]:
+    """Returns a function that tells whether a file, changed since a commit, affects a folder."""
+    if folder in READ_TEXTS or commit is None:
+        return lambda file: True
+    help_counts = folder != MUTANTS  # no test reads the help of its programs
+    return lambda file: not is_reworded(commit, file, help_counts=help_counts)
 
 
 def find_base() -> str | None:
@@ -353,9 +382,10 @@ def chosen(tests: Iterable[str], files: Iterable[str], commit: str) -> tuple[lis
 def reasons(folder: str, base: str | None) -> dict[str, str]:
     """Returns the files of a folder's tests that a change affects, and why."""
     files = changed_since(base)
-    if not why(covered(folder), files):
+    counts = counts_for(folder, base)
+    if not why(covered(folder), files, counts):
         return {}
-    every = {file: why(covered(folder, file), files) for file in files_of(folder)}
+    every = {file: why(covered(folder, file), files, counts) for file in files_of(folder)}
     return {file: reason for file, reason in every.items() if reason}
 
 
@@ -416,7 +446,9 @@ def concerns_open_mpi(folder: str, base: str | None) -> bool:
     """
     files = changed_since(base)
     paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/", *UNDER_OPEN_MPI)
-    return files is None or any(file.startswith(paths) for file in files)
+    return files is None or any(
+        file.startswith(paths) and counts_for(folder, base)(file) for file in files
+    )
 
 
 def drawn(out: Path) -> int:
@@ -484,9 +516,10 @@ class Part:
     tier: str = ""
     paths: Sequence[str] = ()
 
-    def due(self, files: Sequence[str] | None) -> str:
-        """Returns why this part must run if `files` have changed; see `why`."""
-        return why(covered(self.covers, tiers=runs_on(self.tier)), files)
+    def due(self, commit: str | None) -> str:
+        """Returns why this part must run if it passed at `commit`, or "" if it needn't."""
+        paths = covered(self.covers, tiers=runs_on(self.tier))
+        return why(paths, changed_since(commit), counts_for(self.covers, commit))
 
 
 def runs_on(tier: str) -> Sequence[str]:
@@ -541,7 +574,7 @@ def more(named: Sequence[str]) -> int:
     for name, part in every.items():
         if named and name not in named and name.partition(":")[0] not in named:
             continue
-        if reason := part.due(changed_since(passed().get(name))):
+        if reason := part.due(passed().get(name)):
             console.print(f"{name}: {reason}")
             due.setdefault(part.tier or name, []).append(name)
         else:
@@ -586,7 +619,7 @@ def show() -> int:
     table = Table("Part", "Passed at", "Due because of")
     for name, part in parts().items():
         commit = passed().get(name)
-        table.add_row(name, (commit or "-")[:10], part.due(changed_since(commit)))
+        table.add_row(name, (commit or "-")[:10], part.due(commit))
     console.print(table)
     return 0
 

@@ -10,11 +10,13 @@ nothing is recorded.
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -48,6 +50,42 @@ def changed_since(commit: str | None) -> list[str] | None:
         None
         if named is None
         else [file for file in f"{named}\n{new}".split("\n") if file not in ("", RECORDS)]
+    )
+
+
+def is_reworded(commit: str, file: str, *, help_counts: bool = True) -> bool:
+    """Returns whether only comments, docstrings or the layout of a Python file have changed.
+
+    If a program uses its docstring, e.g. as its `--help`, the docstring counts as code, unless
+    `help_counts` is False.
+    """
+    if not file.endswith(".py") or not (ROOT / file).exists():
+        return False
+    return _is_reworded(commit, file, (ROOT / file).read_text(), help_counts)
+
+
+@cache
+def _is_reworded(commit: str, file: str, new: str, help_counts: bool) -> bool:
+    old = git("show", f"{commit}:{file}")
+    if old is None or (help_counts and "__doc__" in old + new):
+        return False
+    return _code(old) == _code(new)
+
+
+def _code(text: str) -> str:
+    """Returns a file's syntax tree as text, without strings that stand alone."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [each for each in body if not _is_string(each)] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def _is_string(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
     )
 
 

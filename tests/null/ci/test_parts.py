@@ -33,6 +33,7 @@ def changed(parts, monkeypatch):
 
     def change(*files):
         monkeypatch.setattr(parts, "changed_since", {"base": files}.get)
+        monkeypatch.setattr(parts, "is_reworded", lambda commit, file, help_counts: False)
 
     return change
 
@@ -60,11 +61,12 @@ def test_change_concerns_tests_that_use_the_folder(parts, changed):
     assert "jobs" in due(parts)
 
 
-def test_tests_without_mpi_concern_no_part_that_runs_only_those_over_mpi(parts):
+def test_tests_without_mpi_concern_no_part_that_runs_only_those_over_mpi(parts, changed):
     every = parts.parts()
 
     def concerned(file):
-        return {name for name, part in every.items() if part.due([file])}
+        changed(file)
+        return {name for name, part in every.items() if part.due("base")}
 
     both = {"integration:exchange", "exhaustive:exchange", "wheel:tests"}
     assert concerned("tests/cpu/exchange/test_table.py") == both
@@ -129,10 +131,53 @@ def test_every_part_says_what_it_covers(parts):
     assert kinds == {*parts.TIERS, "wheel", "mutants"}
 
 
-def test_words_about_the_mutants_concern_none_of_them(parts):
+def test_words_about_the_mutants_concern_none_of_them(parts, changed):
     mutants = parts.parts()["mutants"]
-    assert not mutants.due(["tests/mutation/README.md"])
-    assert mutants.due(["tests/mutation/inside/probe.py"])
+    changed("tests/mutation/README.md")
+    assert not mutants.due("base")
+    changed("tests/mutation/inside/probe.py")
+    assert mutants.due("base")
+
+
+OLD = '''"""Adds."""
+
+def add(a, b):
+    """Adds two numbers."""
+    return a + b  # as expected
+'''
+
+
+@pytest.mark.parametrize(
+    ("new", "is_same"),
+    [
+        (
+            OLD.replace("Adds two numbers", "Returns the sum").replace("as expected", "why not"),
+            True,
+        ),
+        (OLD.replace('    """Adds two numbers."""\n', ""), True),
+        (OLD.replace("def add(a, b):", "def add(\n    a,\n    b,\n):"), True),
+        (OLD.replace("a + b", "a - b"), False),
+        (OLD + 'print("Adds.")\n', False),
+        (OLD + "print(__doc__)\n", False),
+        (None, False),
+    ],
+    ids=["words", "no docstring", "layout", "code", "text", "used docstring", "deleted"],
+)
+def test_new_words_in_a_module_concern_only_tests_that_read_them(
+    parts, monkeypatch, tmp_path, new, is_same
+):
+    (tmp_path / "jaxcross/wire").mkdir(parents=True)
+    if new is not None:
+        (tmp_path / "jaxcross/wire/lower.py").write_text(new)
+    recorded = sys.modules["recorded"]
+    monkeypatch.setattr(recorded, "git", lambda *words: OLD)
+    monkeypatch.setattr(recorded, "ROOT", tmp_path)
+    recorded._is_reworded.cache_clear()
+    assert parts.is_reworded("base", "jaxcross/wire/lower.py") == is_same
+    monkeypatch.setattr(parts, "changed_since", {"base": ["jaxcross/wire/lower.py"]}.get)
+    due = {name for name, part in parts.parts().items() if part.due("base")}
+    assert {"integration:jaxcross", "wheel:tests"} <= due
+    assert ("mpi4py:wire" in due) != is_same
 
 
 def test_tests_that_one_tier_is_enough_for_exist(parts):
