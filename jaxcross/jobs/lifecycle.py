@@ -125,10 +125,10 @@ class JobLifecycle:
         Raises:
             JobError: The run hasn't begun.
         """
-        # We read both once, because the job's thread clears the driver when the job leaves. The
-        # order matters because the run sets the record last: if we read the driver before the run
-        # begins and the record after that, the job would look as if it had ended, and the request
-        # would be lost silently.
+        # Read each of the two only once, because the job's thread clears the driver when the job
+        # leaves. And read the record first, because the run sets it last. In the other order, this
+        # thread could get no driver yet, but then a record. That would look as if the job had
+        # ended, so we'd silently drop the request.
         record, driver = self.record, self.driver
         if record is None:
             raise JobError(
