@@ -125,10 +125,12 @@ class JobLifecycle:
         Raises:
             JobError: The run hasn't begun.
         """
-        # Read each of the two only once, because the job's thread clears the driver when the job
-        # leaves. And read the record first, because the run sets it last. In the other order, this
-        # thread could get no driver yet, but then a record. That would look as if the job had
-        # ended, so we'd silently drop the request.
+        # Another thread may change both attributes while we read them. When a run begins, it sets
+        # `driver` and then `record`; when the job leaves, its own thread clears `driver`. A record
+        # without a driver therefore means that the job has left. That's why we read `record` first:
+        # in the opposite order, the run could begin between the two reads, and we'd drop the
+        # request of a job that has only just started. And we use the values read here, because
+        # `driver` may be None by the next line.
         record, driver = self.record, self.driver
         if record is None:
             raise JobError(
