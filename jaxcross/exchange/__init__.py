@@ -18,7 +18,7 @@ select          the k largest elements without sorting; `sparse`: (value, index)
 chunks          leaves as equal chunks, and messages of the largest elements of each chunk
 bits            signs and small integers as bits; `integers`: vectors as 4- or 8-bit integers
 blocks          trees as even parts; `fragments`: even parts in turn; `flat`: trees as one vector
-rounds          local steps, and the merge at the end of a round
+rounds          local steps, and the merge at the end of a round: `local_rounds`
 finish          the model of a job that ended in the middle of a round
 per_rank        state that differs between ranks, declared by its type
 exchange_once   an error if a leaf would be exchanged twice

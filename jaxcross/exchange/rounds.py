@@ -1,21 +1,92 @@
 """Rounds of local steps: each rank trains independently, and a merge ends the round.
 
-`local_sgd`, `diloco` and `sparse_loco` differ only in what they merge, so each brings its own
-`merge`.
+`local_rounds` is the strategy that all of them share. `local_sgd`, `diloco`, `sparse_loco`,
+`elastic_average`, `federated_average` and `no_loco` differ only in what they merge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.validation import is_float, typed_like, updates_towards
+from jaxcross.exchange.collectives import Axes
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import is_float, require_params, typed_like, updates_towards
 
-State = TypeVar("State")
+State = Any
+"""A strategy's state: a `NamedTuple` with `since` and `inner`, and the arrays that it merges."""
+
+Merge = Callable[[optax.Updates, optax.Params, State], tuple[optax.Updates, State]]
+"""(updates of the local step, parameters before it, state) -> the same after an exchange."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The round that a step belongs to.
+
+    Attributes:
+        merges: What ends the round. If there are several, `chosen` says which of them does.
+        chosen: Position in `merges`, int32, computed such that the host can follow.
+        taking_part: Whether this rank trains in this round. If not, its updates are zero, and its
+            optimizer's state doesn't change. None if all ranks train.
+    """
+
+    merges: Sequence[Merge]
+    chosen: jax.Array | None = None
+    taking_part: jax.Array | None = None
+
+
+def local_rounds(
+    name: str,
+    axes: Axes,
+    optimizer: optax.GradientTransformationExtraArgs,
+    *,
+    every: int,
+    init: Callable[[optax.Params], State],
+    begin: Callable[[State, optax.Params], Round],
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the strategy that takes local steps, and merges on every `every`-th of them.
+
+    The host knows the counter `since`, so a step within a round exchanges nothing.
+
+    Args:
+        name: The strategy's name.
+        axes: The axes that merges communicate over.
+        optimizer: Takes the local steps.
+        every: Steps per round.
+        init: Makes the state. In addition to its own fields, it has `since`, the local steps since
+            the last merge, and `inner`, the optimizer's state. If it has a field `round`, rounds
+            are counted in it.
+        begin: Called on every step, before the local step. A merge gets the state without
+            `since`, `inner` and `round`, which aren't its business.
+    """
+
+    def update(
+        updates: optax.Updates, state: State, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, State]:
+        params = require_params(params, f"`{name}`")
+        this_round = begin(state, params)
+        updates, inner = optimizer.update(updates, state.inner, params, **extra)
+        if this_round.taking_part is not None:
+            paused = jax.tree.map(jnp.zeros_like, updates), state.inner
+            updates, inner = jax.tree.map(
+                partial(jnp.where, this_round.taking_part), (updates, inner), paused
+            )
+        since = next_in_round(state.since, every)
+        counts_rounds = "round" in state._fields
+        own = state._replace(since=None, inner=None, **({"round": None} if counts_rounds else {}))
+        updates, own = _merged(this_round, since, every, updates, params, own)
+        if counts_rounds:
+            own = own._replace(round=state.round + (since == 0))
+        return updates, own._replace(since=since, inner=inner)
+
+    return exchange_once(name, axes, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def next_in_round(since: jax.Array, every: int) -> jax.Array:
@@ -27,34 +98,45 @@ def next_in_round(since: jax.Array, every: int) -> jax.Array:
     return jnp.where(since + 1 >= every, 0, since + 1)
 
 
-def end_round(
+def to_merged(merge: Callable[[optax.Params, State], tuple[optax.Params, State]]) -> Merge:
+    """Returns the merge whose updates lead to merged parameters.
+
+    Args:
+        merge: (this rank's parameters after its local step, state) -> the parameters to continue
+            with, and the next state. Communicates.
+    """
+
+    def merged(
+        updates: optax.Updates, params: optax.Params, state: State
+    ) -> tuple[optax.Updates, State]:
+        targets, state = merge(optax.apply_updates(params, updates), state)
+        return updates_towards(updates, params, targets), state
+
+    return merged
+
+
+def _merged(
+    this_round: Round,
     since: jax.Array,
     every: int,
-    merge: Callable[[optax.Params, State], tuple[optax.Params, State]],
     updates: optax.Updates,
     params: optax.Params,
     state: State,
 ) -> tuple[optax.Updates, State]:
-    """Returns updates that lead to the merged parameters if a round ends in this step.
+    def end(merge: Merge) -> tuple[optax.Updates, State]:
+        moved, merged = merge(updates, params, state)
+        return moved, jax.tree.map(typed_like, merged, state)
 
-    Otherwise, returns `updates` and `state` unchanged. The host knows the counter, so a step within
-    a round exchanges nothing.
+    def go_on() -> tuple[optax.Updates, State]:
+        return updates, state
 
-    Args:
-        since: What `next_in_round` returned.
-        every: Steps per round.
-        merge: (this rank's parameters after its local step, `state`) -> the parameters to continue
-            with, and the next state. Communicates.
-        updates: Updates of this rank's own optimizer.
-        params: Parameters before the step.
-        state: Arrays that only a merge changes.
-    """
-
-    def end() -> tuple[optax.Updates, State]:
-        targets, merged = merge(optax.apply_updates(params, updates), state)
-        return updates_towards(updates, params, targets), jax.tree.map(typed_like, merged, state)
-
-    return end() if every == 1 else jax.lax.cond(since == 0, end, lambda: (updates, state))
+    if this_round.chosen is not None:
+        # A single switch decides both whether to exchange and how, so that the host knows the
+        # branch and only the chosen merge communicates.
+        branches = [go_on, *(partial(end, merge) for merge in this_round.merges)]
+        return jax.lax.switch(jnp.where(since == 0, this_round.chosen + 1, 0), branches)
+    (merge,) = this_round.merges
+    return end(merge) if every == 1 else jax.lax.cond(since == 0, partial(end, merge), go_on)
 
 
 def pseudo_gradient(anchor: optax.Params, mine: optax.Params) -> optax.Updates:
@@ -82,5 +164,5 @@ def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
 
 
 def copied(params: optax.Params) -> optax.Params:
-    """Returns a copy, because an array that is both parameter and anchor could not be donated."""
+    """Returns a copy, because an array that is both parameter and state could not be donated."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)

@@ -14,15 +14,15 @@ from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
 from jaxcross.exchange.chunks import Chunks
-from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import (
+    Round,
     copied,
-    end_round,
+    local_rounds,
     model_of,
-    next_in_round,
     outer_step,
     pseudo_gradient,
+    to_merged,
 )
 from jaxcross.exchange.validation import (
     check_float32,
@@ -30,7 +30,6 @@ from jaxcross.exchange.validation import (
     mean_of,
     optimizer_in,
     part_kept,
-    require_params,
     whole_number,
 )
 
@@ -155,36 +154,16 @@ def sparse_loco(
             zero, copied(params), residual, beyond.init(params), local.init(params)
         )
 
-    def merge(mine: optax.Params, state: _Merged) -> tuple[optax.Params, _Merged]:
-        anchor, residual, outer_state = state
-        gradient, residual = settings.exchange(pseudo_gradient(anchor, mine), residual)
-        anchor, outer_state = outer_step(beyond, gradient, anchor, outer_state)
-        return anchor, (anchor, residual, outer_state)
+    def merge(mine: optax.Params, state: SparseLoCoState) -> tuple[optax.Params, SparseLoCoState]:
+        gradient, residual = settings.exchange(pseudo_gradient(state.anchor, mine), state.residual)
+        anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
+        return anchor, state._replace(anchor=anchor, residual=residual, outer=outer_state)
 
-    def update(
-        updates: optax.Updates,
-        state: SparseLoCoState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, SparseLoCoState]:
-        params = require_params(params, "`sparse_loco`")
+    def begin(state: SparseLoCoState, params: optax.Params) -> Round:
         check_state(state, init, params, "`sparse_loco`")
-        updates, inner_state = local.update(updates, state.inner, params, **extra)
-        since = next_in_round(state.since, every)
-        merged = (state.anchor, state.residual, state.outer)
-        updates, (anchor, residual, outer_state) = end_round(
-            since, every, merge, updates, params, merged
-        )
-        return updates, SparseLoCoState(since, anchor, residual, outer_state, inner_state)
+        return Round(merges=[to_merged(merge)])
 
-    return exchange_once(
-        "sparse_loco",
-        settings.names,
-        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
-    )
-
-
-_Merged = tuple[optax.Params, PyTree, optax.OptState]
+    return local_rounds("sparse_loco", settings.names, local, every=every, init=init, begin=begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
