@@ -23,7 +23,8 @@ finish          the model of a job that ended in the middle of a round
 per_rank        state that differs between ranks, declared by its type
 exchange_once   an error if a leaf would be exchanged twice
 elementwise     whether an optimizer works element by element
-validation      argument checks
+arithmetic      means over trees, weights, moves of parameters, products in full float32
+validation      checks of arguments, states and leaves
 """
 
 from jaxcross.exchange.accumulate import accumulate

@@ -20,16 +20,11 @@ from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
+from jaxcross.exchange.arithmetic import mean_of, product
 from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.validation import (
-    check_float32,
-    check_state,
-    mean_of,
-    part_kept,
-    whole_number,
-)
+from jaxcross.exchange.validation import check_float32, check_state, part_kept, whole_number
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -186,7 +181,7 @@ class _Tiles:
         padding = [(0, -rows % high), (0, -columns % wide)]
         matrix = jnp.pad(leaf.reshape(self.shape).astype(jnp.float32), padding)
         tiles = matrix.reshape(matrix.shape[0] // high, high, -1, wide).swapaxes(1, 2)
-        return _product(_product(dct_matrix(high), tiles), dct_matrix(wide).T).reshape(
+        return product(product(dct_matrix(high), tiles), dct_matrix(wide).T).reshape(
             self.chunks.rows, -1
         )
 
@@ -194,7 +189,7 @@ class _Tiles:
         """Transforms coefficients back to a leaf with the shape and type of `like`."""
         (rows, columns), (high, wide) = self.shape, self.tile
         tiles = coefficients.reshape(-(-rows // high), -1, high, wide)
-        tiles = _product(_product(dct_matrix(high).T, tiles), dct_matrix(wide))
+        tiles = product(product(dct_matrix(high).T, tiles), dct_matrix(wide))
         matrix = tiles.swapaxes(1, 2).reshape(tiles.shape[0] * high, -1)[:rows, :columns]
         return collectives.saturate(matrix, like.dtype).reshape(like.shape).astype(like.dtype)
 
@@ -237,8 +232,3 @@ def _exchange(
 def _sign(x: jax.Array) -> jax.Array:
     # The sign of infinity is 1, which would hide an overflow.
     return jnp.where(jnp.isfinite(x), jnp.sign(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-
-def _product(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
-    # By default, GPUs round the factors to ten bits, and the transform would not be orthonormal.
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

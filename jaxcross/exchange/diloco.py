@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import (
@@ -19,7 +20,7 @@ from jaxcross.exchange.rounds import (
     pseudo_gradient,
     to_merged,
 )
-from jaxcross.exchange.validation import mean_of, optimizer_in, whole_number
+from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class DiLoCoState(NamedTuple):

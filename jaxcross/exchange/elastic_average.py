@@ -8,16 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange.arithmetic import add_moves, sum_of
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import Round, copied, local_rounds
-from jaxcross.exchange.validation import (
-    add_moves,
-    as_number,
-    optimizer_in,
-    sum_of,
-    whole_number,
-)
+from jaxcross.exchange.validation import as_number, optimizer_in, whole_number
 
 
 class ElasticAverageState(NamedTuple):

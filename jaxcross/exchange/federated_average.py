@@ -15,15 +15,10 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import collectives
+from jaxcross.exchange.arithmetic import accumulation_dtype, sum_of
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import Round, local_rounds, to_merged
-from jaxcross.exchange.validation import (
-    accumulation_dtype,
-    as_number,
-    optimizer_in,
-    sum_of,
-    whole_number,
-)
+from jaxcross.exchange.validation import as_number, optimizer_in, whole_number
 
 
 class FederatedAverageState(NamedTuple):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange.validation import is_float
+from jaxcross.exchange.arithmetic import is_float
 
 
 class Piece(NamedTuple):

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import Round, local_rounds, to_merged
-from jaxcross.exchange.validation import mean_of, optimizer_in, whole_number
+from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class LocalSGDState(NamedTuple):

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange.arithmetic import is_float, typed_like, updates_towards
 from jaxcross.exchange.collectives import Axes
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.validation import is_float, require_params, typed_like, updates_towards
+from jaxcross.exchange.validation import require_params
 
 State = Any
 """A strategy's state: a `NamedTuple` with `since` and `inner`, and the arrays that it merges."""

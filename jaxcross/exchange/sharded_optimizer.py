@@ -16,16 +16,11 @@ import optax
 from jax.extend.core import Literal
 
 from jaxcross.exchange import blocks, collectives
+from jaxcross.exchange.arithmetic import accumulation_dtype
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import PerRankState
-from jaxcross.exchange.validation import (
-    accumulation_dtype,
-    check_state,
-    group_by_dtype,
-    optimizer_in,
-    whole_number,
-)
+from jaxcross.exchange.validation import check_state, group_by_dtype, optimizer_in, whole_number
 
 
 def sharded_optimizer(

@@ -13,6 +13,7 @@ import optax
 from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import chunks, collectives, sparse
+from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import (
@@ -27,7 +28,6 @@ from jaxcross.exchange.rounds import (
 from jaxcross.exchange.validation import (
     check_float32,
     check_state,
-    mean_of,
     optimizer_in,
     part_kept,
     whole_number,

@@ -42,21 +42,14 @@ from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import fragments as cuts
 from jaxcross.exchange import integers
+from jaxcross.exchange.arithmetic import is_float, typed_like, varying_like
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import outer_step
 from jaxcross.exchange.turns import Clock, Turn, Turns
-from jaxcross.exchange.validation import (
-    as_number,
-    check_real,
-    is_float,
-    optimizer_in,
-    require_params,
-    typed_like,
-    varying_like,
-)
+from jaxcross.exchange.validation import as_number, check_real, optimizer_in, require_params
 
 _WHAT = "`streaming_diloco`"
 

@@ -1,4 +1,4 @@
-"""Argument checks, and the arithmetic that exchanges of parameters share."""
+"""Checks of arguments, states and leaves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from jaxcross._arguments import is_whole
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import flat
-from jaxcross.exchange.collectives import Axes
+from jaxcross.exchange.arithmetic import is_float
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
@@ -139,22 +138,6 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
             )
 
 
-def updates_towards(
-    updates: optax.Updates, params: optax.Params, targets: optax.Params
-) -> optax.Updates:
-    """Returns updates that lead from `params` to `targets`, to rounding; integers keep theirs."""
-
-    def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
-        return (target - p).astype(u.dtype) if is_float(p) else u
-
-    return jax.tree.map(one, updates, params, targets)
-
-
-def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
-    """Returns updates plus `moves`, a tree like the parameters; only floats change."""
-    return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if is_float(m) else u, updates, moves)
-
-
 def ravel_floats(
     tree: PyTree, *, multiple: int = 1
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
@@ -186,49 +169,9 @@ def ravel_floats(
     return vectors, back
 
 
-def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Returns the type for sums: float32 at least for floats, any other type unchanged."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
 def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
     """Returns the positions of the leaves of each element type."""
     found: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         found.setdefault(jnp.result_type(leaf), []).append(i)
     return found
-
-
-def mean_of(tree: PyTree, axes: Axes) -> PyTree:
-    """Averages each floating-point leaf over `axes`; other leaves are unchanged."""
-    return jax.tree.map(lambda x: jax.lax.pmean(x, axes) if is_float(x) else x, tree)
-
-
-def sum_of(tree: PyTree, axes: Axes) -> PyTree:
-    """Sums each floating-point leaf over `axes`; other leaves are unchanged."""
-    return jax.tree.map(lambda x: jax.lax.psum(x, axes) if is_float(x) else x, tree)
-
-
-def is_float(x: jax.typing.ArrayLike) -> bool:
-    """Whether training changes a leaf, i.e. it is floating-point or complex."""
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
-
-
-def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """Casts a new leaf of a state to the old one's type, since branches of a `cond` must match."""
-    return (
-        new
-        if jnp.result_type(new) == jnp.result_type(old)
-        else jnp.asarray(new, jnp.result_type(old))
-    )
-
-
-def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns a leaf marked as varying over all axes that `old` varies over.
-
-    `shard_map(check_vma=True)` tracks these axes. A mean over ranks doesn't vary, so it must be
-    marked before it replaces a rank's own values in a state. Without that check, this is a no-op.
-    """
-    before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
-    axes = () if before is None or after is None else tuple(before.varying - after.varying)
-    return jax.lax.pcast(new, axes, to="varying") if axes else new
