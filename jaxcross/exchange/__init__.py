@@ -13,11 +13,10 @@ Each strategy has a file of its own name, except that `bounded_stale` and `async
 `staleness`, and `lars` and `lamb` in `parallel_norms`. The other files are helpers:
 
 collectives     sums, rings and trees of hops over one axis
-select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed
-                size
-chunks          leaves as equal chunks, and messages of the largest elements of each chunk
+layouts         leaves as even blocks, vectors, fragments or chunks
+select          the k largest elements without sorting
+sparse          (value, index) messages of a fixed size, of leaves or of their chunks
 bits            signs and small integers as bits; `integers`: vectors as 4- or 8-bit integers
-blocks          trees as even parts; `fragments`: even parts in turn; `flat`: trees as one vector
 rounds          local steps, and the merge at the end of a round: `local_rounds`
 finish          the model of a job that ended in the middle of a round
 per_rank        state that differs between ranks, declared by its type

@@ -19,10 +19,10 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import chunks, collectives, sparse
+from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.arithmetic import mean_of, product
-from jaxcross.exchange.chunks import Chunks
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.layouts import Chunks, chunk_length
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import check_float32, check_state, part_kept, whole_number
 
@@ -195,12 +195,12 @@ class _Tiles:
 
 
 def _tiles(leaf: jax.typing.ArrayLike, chunk: int, density: float) -> _Tiles:
-    chunks.check_size(jnp.size(leaf), "`decoupled_momentum`")
+    sparse.check_size(jnp.size(leaf), "`decoupled_momentum`")
     shape = (math.prod(jnp.shape(leaf)[:-1]), jnp.shape(leaf)[-1]) if jnp.ndim(leaf) else (1, 1)
-    high, wide = (chunks.length(side, chunk) for side in shape)
+    high, wide = (chunk_length(side, chunk) for side in shape)
     number = -(-shape[0] // high) * -(-shape[1] // wide)
     return _Tiles(
-        shape=shape, tile=(high, wide), chunks=chunks.chunked(number, high * wide, density)
+        shape=shape, tile=(high, wide), chunks=sparse.chunked(number, high * wide, density)
     )
 
 
@@ -220,13 +220,13 @@ def _exchange(
     wire_dtype: DTypeLike | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the mean over ranks of what was sent, and the rest of this rank's momenta."""
-    pairs = [chunks.largest(x, lay) for x, lay in zip(momenta, layouts, strict=True)]
+    pairs = [sparse.largest_of_chunks(x, lay) for x, lay in zip(momenta, layouts, strict=True)]
     sent = [
         (v if wire_dtype is None else sparse.rounded(v, wire_dtype), columns)
         for v, columns in pairs
     ]
-    rests = [chunks.without(x, *pair) for x, pair in zip(momenta, sent, strict=True)]
-    return chunks.mean_over_ranks(sent, layouts, names), rests
+    rests = [sparse.residual_of_chunks(x, *pair) for x, pair in zip(momenta, sent, strict=True)]
+    return sparse.mean_of_chunks(sent, layouts, names), rests
 
 
 def _sign(x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxcross.exchange import collectives
 from jaxcross.exchange.arithmetic import as_weight, divided, is_float, weighed
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.validation import ravel_floats
+from jaxcross.exchange.layouts import ravel_floats
 
 Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 

@@ -12,9 +12,9 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import chunks, collectives, sparse
+from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.arithmetic import mean_of
-from jaxcross.exchange.chunks import Chunks
+from jaxcross.exchange.layouts import Chunks, chunk_length, leaf_blocks
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import (
     Round,
@@ -201,7 +201,7 @@ class _Settings:
         used = [lay for lay in layouts if lay]
         if used:
             grown = [
-                self.decay * rests[i] + _rows(out[i], lay)
+                self.decay * rests[i] + leaf_blocks(out[i].astype(jnp.float32), lay.rows)
                 for i, lay in zip(where, used, strict=True)
             ]
             means, left = self._send(grown, used)
@@ -216,22 +216,22 @@ class _Settings:
         sizes = [jnp.size(leaf) for _, leaf in found]
         for size, compressed in zip(sizes, chosen, strict=True):
             if compressed:
-                chunks.check_size(size, "`sparse_loco`")
+                sparse.check_size(size, "`sparse_loco`")
         widths = [
-            chunks.length(size, self.chunk) if c else 0
+            chunk_length(size, self.chunk) if c else 0
             for size, c in zip(sizes, chosen, strict=True)
         ]
         return [
-            chunks.chunked(-(-size // width), width, self.density) if width else None
+            sparse.chunked(-(-size // width), width, self.density) if width else None
             for size, width in zip(sizes, widths, strict=True)
         ]
 
     def _send(
         self, grown: list[jax.Array], layouts: list[Chunks]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        pairs = [chunks.largest(x, lay) for x, lay in zip(grown, layouts, strict=True)]
+        pairs = [sparse.largest_of_chunks(x, lay) for x, lay in zip(grown, layouts, strict=True)]
         if self.bits == 32:
-            means = chunks.mean_over_ranks(pairs, layouts, self.names)
+            means = sparse.mean_of_chunks(pairs, layouts, self.names)
             sent = [values for values, _ in pairs]
         else:
             coded = [_coded(values) for values, _ in pairs]
@@ -241,8 +241,10 @@ class _Settings:
                 c + (codes << lay.index_bits)
                 for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
             ]
-            packed = chunks.pack(both, layouts, _CODE_BITS)
-            every = chunks.unpack(collectives.gather(packed, self.names), layouts, _CODE_BITS)
+            packed = sparse.pack_columns(both, layouts, _CODE_BITS)
+            every = sparse.unpack_columns(
+                collectives.gather(packed, self.names), layouts, _CODE_BITS
+            )
             levels = collectives.gather(
                 jnp.stack([levels for _, levels in coded]), self.names
             )  # [P, leaves, 2]
@@ -250,18 +252,11 @@ class _Settings:
             for leaf, (number, lay) in enumerate(zip(every, layouts, strict=True)):
                 values = _decoded(number >> lay.index_bits, levels[:, leaf, None])
                 columns = number & ((1 << lay.index_bits) - 1)
-                means.append(chunks.sum_of_ranks(values, columns, lay) / values.shape[0])
+                means.append(sparse.sum_of_chunks(values, columns, lay) / values.shape[0])
         return means, [
-            chunks.without(x, v, c) for x, v, (_, c) in zip(grown, sent, pairs, strict=True)
+            sparse.residual_of_chunks(x, v, c)
+            for x, v, (_, c) in zip(grown, sent, pairs, strict=True)
         ]
-
-
-def _rows(leaf: jax.Array, layout: Chunks) -> jax.Array:
-    """Returns a leaf as `[rows, width]` float32, padded with zeros."""
-    flat = leaf.reshape(-1).astype(jnp.float32)
-    return jnp.pad(flat, (0, layout.rows * layout.width - flat.size)).reshape(
-        layout.rows, layout.width
-    )
 
 
 def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:

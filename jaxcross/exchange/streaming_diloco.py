@@ -40,12 +40,12 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import fragments as cuts
 from jaxcross.exchange import integers
 from jaxcross.exchange.arithmetic import is_float, typed_like, varying_like
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.layouts import Fragments, cut_fragments
 from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.rounds import outer_step
 from jaxcross.exchange.turns import Clock, Turn, Turns
@@ -82,7 +82,7 @@ class StreamingDiLoCoState(NamedTuple):
 
     def model(self, params: optax.Params) -> optax.Params:
         """Returns the model to evaluate: the anchor as a tree like `params`."""
-        cut = cuts.cut(params, len(self.anchor))
+        cut = cut_fragments(params, len(self.anchor))
         for fragment, vector in enumerate(self.anchor):
             params = cut.put(params, fragment, cut.split(vector, fragment))
         return params
@@ -247,9 +247,9 @@ class _Work:
     own_part: float
     bits: int
 
-    def cut(self, params: optax.Params) -> cuts.Fragments:
+    def cut(self, params: optax.Params) -> Fragments:
         slices = max(self.turns.delay, 1)
-        return cuts.cut(
+        return cut_fragments(
             params,
             self.turns.fragments,
             multiple=slices * (integers.BLOCK if self.bits < 32 else 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +13,6 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._jax_compat import Tracer
-from jaxcross._pytree import PyTree
-from jaxcross.exchange import flat
-from jaxcross.exchange.arithmetic import is_float
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
@@ -136,42 +133,3 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
                 f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: "
                 f"{what} need real floating-point leaves. Take the others out with `optax.masked`."
             )
-
-
-def ravel_floats(
-    tree: PyTree, *, multiple: int = 1
-) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Returns the floating-point leaves as one vector per type, and a function to undo that.
-
-    The function puts such vectors back into the tree. With one message per type instead of one per
-    leaf, hops between neighbours take less time, because they are mostly latency. Vectors are
-    padded with zeros to a multiple of `multiple`. Types without any elements get no vector.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    groups = [
-        members
-        for members in group_by_dtype(leaves).values()
-        if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
-    ]
-    layouts = [flat.layout([leaves[i] for i in members], multiple=multiple) for members in groups]
-    vectors = [
-        lay.ravel([leaves[i] for i in members])
-        for lay, members in zip(layouts, groups, strict=True)
-    ]
-
-    def back(changed: Sequence[jax.Array]) -> PyTree:
-        out = list(leaves)
-        for vector, lay, members in zip(changed, layouts, groups, strict=True):
-            for i, leaf in zip(members, lay.unravel(vector), strict=True):
-                out[i] = leaf
-        return jax.tree.unflatten(treedef, out)
-
-    return vectors, back
-
-
-def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
-    """Returns the positions of the leaves of each element type."""
-    found: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        found.setdefault(jnp.result_type(leaf), []).append(i)
-    return found

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcross.exchange import fragments, integers
+from jaxcross.exchange import integers
+from jaxcross.exchange.layouts import cut_fragments
 
 TREE = {
     "a": np.arange(5.0),
@@ -22,7 +23,7 @@ TREE = {
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_fragments_are_even_and_cover_each_element_once(count, multiple):
     tree = jax.tree.map(jnp.asarray, TREE)
-    cut = fragments.cut(tree, count, multiple=multiple)
+    cut = cut_fragments(tree, count, multiple=multiple)
     taken = [np.asarray(cut.take(tree, n)) for n in range(count)]
     sizes = [sum(p.stop - p.start for p in pieces) for pieces in cut.pieces]
     assert {len(x) for x in taken} == {cut.width} and cut.width % multiple == 0
@@ -42,7 +43,7 @@ def test_fragments_are_even_and_cover_each_element_once(count, multiple):
 
 def test_narrow_types_are_kept_wide_in_vectors():
     tree = {"h": jnp.ones(3, jnp.bfloat16), "f": jnp.ones(3, jnp.float16)}
-    cut = fragments.cut(tree, 2)
+    cut = cut_fragments(tree, 2)
     assert cut.dtype == jnp.float32
     back = cut.put(tree, 0, cut.split(cut.take(tree, 0) * 3, 0))
     assert jax.tree.map(lambda x: (x.dtype, x.tolist()), back) == {
@@ -57,7 +58,7 @@ def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
     tree = {name: jnp.ones(shape) for name, shape in shapes.items()} | {
         "h": jnp.ones((7, 3), jnp.bfloat16)
     }
-    cut = fragments.cut(tree, count)
+    cut = cut_fragments(tree, count)
 
     def twice(tree):
         for n in range(count):
