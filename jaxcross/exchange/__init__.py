@@ -16,7 +16,7 @@ collectives     sums, rings and trees of hops over one axis
 layouts         leaves as even blocks, vectors, fragments or chunks
 select          the k largest elements without sorting
 sparse          (value, index) messages of a fixed size, of leaves or of their chunks
-bits            signs and small integers as bits; `integers`: vectors as 4- or 8-bit integers
+bits            signs and small integers as bits; vectors as 4- or 8-bit integers
 rounds          local steps, and the merge at the end of a round: `local_rounds`
 finish          the model of a job that ended in the middle of a round
 per_rank        state that differs between ranks, declared by its type

@@ -136,7 +136,7 @@ def sparse_loco(
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
         raise ValueError(f"`bits` of `sparse_loco` is `{bits!r}`: a value travels in 2 or 32 bits.")
-    settings = _Settings(
+    deltas = _SparseExchange(
         names=collectives.axis_names(axes),
         density=sparse.check_density(density),
         decay=part_kept(decay, "`sparse_loco`", "residual"),
@@ -149,13 +149,13 @@ def sparse_loco(
     def init(params: optax.Params) -> SparseLoCoState:
         sparse.warn_if_none(params, skip, "`sparse_loco`")
         zero = jnp.zeros((), jnp.int32)
-        residual = settings.residual(params)
+        residual = deltas.residual(params)
         return SparseLoCoState(
             zero, copied(params), residual, beyond.init(params), local.init(params)
         )
 
     def merge(mine: optax.Params, state: SparseLoCoState) -> tuple[optax.Params, SparseLoCoState]:
-        gradient, residual = settings.exchange(pseudo_gradient(state.anchor, mine), state.residual)
+        gradient, residual = deltas.exchange(pseudo_gradient(state.anchor, mine), state.residual)
         anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
         return anchor, state._replace(anchor=anchor, residual=residual, outer=outer_state)
 
@@ -163,11 +163,11 @@ def sparse_loco(
         check_state(state, init, params, "`sparse_loco`")
         return Round(merges=[to_merged(merge)])
 
-    return local_rounds("sparse_loco", settings.names, local, every=every, init=init, begin=begin)
+    return local_rounds("sparse_loco", deltas.names, local, every=every, init=init, begin=begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class _SparseExchange:
     """Settings of the exchange at the end of a round, as in `sparse_loco`."""
 
     names: tuple[Hashable, ...]

@@ -17,6 +17,7 @@ import optax
 from jaxcross.exchange import parallel_norms
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum, chunk
+from jaxcross.exchange.bits import BLOCK
 from jaxcross.exchange.decoupled_momentum import decoupled_momentum
 from jaxcross.exchange.delayed_mean import delayed_mean
 from jaxcross.exchange.diloco import diloco
@@ -24,7 +25,6 @@ from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
 from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
-from jaxcross.exchange.integers import BLOCK
 from jaxcross.exchange.layouts import block_width
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
