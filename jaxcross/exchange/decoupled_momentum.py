@@ -102,10 +102,7 @@ def decoupled_momentum(
     density = sparse.check_density(density)
     kept = part_kept(decay, "`decoupled_momentum`", "momentum")
     chunk = whole_number(chunk, "chunk", "`decoupled_momentum`")
-    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
-        raise ValueError(
-            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: values need a floating-point type."
-        )
+    sparse.check_wire_dtype(wire_dtype)
     names = collectives.axis_names(axes)
 
     def init(params: optax.Params) -> DecoupledMomentumState:

@@ -58,6 +58,14 @@ def check_density(density: object, name: str = "density") -> float:
     return share
 
 
+def check_wire_dtype(dtype: DTypeLike | None) -> None:
+    """Raises a ValueError if values can't travel as this type; None stands for their own."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"`wire_dtype` is {jnp.dtype(dtype).name}: values need a floating-point type."
+        )
+
+
 def slots(density: float, size: int) -> int:
     """Returns how many of `size` elements are sent: the fraction, rounded, but at least one."""
     return min(size, max(1, round(density * size)))

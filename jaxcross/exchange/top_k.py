@@ -134,10 +134,7 @@ def top_k(
     density = sparse.check_density(density)
     check_selection(selection)
     stages = _stages(density, warm_up)
-    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
-        raise ValueError(
-            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: values need a floating-point type."
-        )
+    sparse.check_wire_dtype(wire_dtype)
     names = collectives.axis_names(axes)
     _check_pattern(pattern, axes, inner_ranks)
     hierarchical = pattern == "hierarchical"
