@@ -1,7 +1,8 @@
 """Rounds of local steps: each rank trains independently, and a merge ends the round.
 
 `local_rounds` is the strategy that all of them share. `local_sgd`, `diloco`, `sparse_loco`,
-`elastic_average`, `federated_average` and `no_loco` differ only in what they merge.
+`elastic_average`, `federated_average` and `no_loco` differ only in what they merge. `finish`
+returns the model of a job that ended in the middle of a round.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import optax
 from jaxcross.exchange.arithmetic import is_float, typed_like, updates_towards
 from jaxcross.exchange.collectives import Axes
 from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.per_rank import declared
 from jaxcross.exchange.validation import require_params
 
 State = Any
@@ -167,3 +169,47 @@ def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
 def copied(params: optax.Params) -> optax.Params:
     """Returns a copy, because an array that is both parameter and state could not be donated."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+
+
+def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
+    """Returns the model that all ranks agree on, for a job that ended, stopped or was pruned.
+
+    The job may have ended at any step. For `diloco`, `streaming_diloco` and `sparse_loco`, the
+    model is the anchor: local steps since the last exchange, and anything pending, are dropped. For
+    all other optimizers, it's the parameters; the last gradient, which `delayed_mean` has pending,
+    is dropped as well. With `no_loco`, `gossip` and `elastic_average`, and within a round of
+    `local_sgd`, ranks haven't agreed on a model: the result is rank-local, and the model to
+    evaluate is the mean over ranks. If you resume the job, you don't need `finish`, since its state
+    simply continues.
+
+    ```python
+    model = jaxcross.exchange.finish(state.params, state.opt_state)
+    ```
+
+    Args:
+        params: Parameters of the job's latest state.
+        opt_state: Optimizer state of the same job state. The strategy's state may be nested in
+            others, as in `optax.chain`.
+
+    Returns:
+        A tree like `params`. With the three strategies named first, its floating-point leaves are
+            bitwise identical on every rank. All other leaves are those of `params`.
+
+    Raises:
+        ValueError: Two strategies in `opt_state` keep an anchor.
+
+    Does not communicate and does not wait.
+    """
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_anchored) if _anchored(node)]
+    if len(found) > 1:
+        raise ValueError(
+            f"{len(found)} strategies in the optimizer's state keep an anchor each, and `finish` "
+            "cannot know which one the model is. Call it with the state of one."
+        )
+    return found[0].model(params) if found else params
+
+
+def _anchored(node: object) -> bool:
+    """Whether a node is the state of a strategy whose model isn't the parameters."""
+    kind = type(node)
+    return declared(kind) is not None and callable(getattr(kind, "model", None))
