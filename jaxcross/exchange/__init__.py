@@ -2,8 +2,11 @@
 
 Creating a strategy and calling its `init` never communicate. Only `update` does, in some strategies
 only every so many steps, so all ranks must call `update` on the same step. Every strategy raises a
-`ValueError` before the first exchange if an axis is named twice, if you name several axes for a
-strategy that works over one, or if a leaf would be exchanged twice over the same axis.
+`ValueError` before the first exchange if an axis is named twice, or if you name several axes for a
+strategy that works over one. While jaxcross traces a step, a strategy also raises if it's given a
+leaf that another one has already exchanged over the same axis. `lars`, `lamb` and
+`scale_by_trust_ratio` are exempt from that check, because they only exchange trust ratios and must
+come after an exchange.
 
 `axes` is the name of an axis or a tuple of names. If a strategy's two axes have different roles
 (nodes, and the ranks within a node), the outer axis comes first: `adasum(("node", "local"))`.
@@ -20,7 +23,7 @@ bits            signs and small integers as bits; vectors as 4- or 8-bit integer
 rounds          local steps and the merge at the end of a round; the model of a job that ended in
                 the middle of one (`finish`)
 per_rank        state that differs between ranks, declared by its type
-exchange_once   an error if a leaf would be exchanged twice
+exchange_once   the error if a leaf would be exchanged twice
 elementwise     whether an optimizer works element by element
 arithmetic      means over trees, weights, moves of parameters, products in full float32
 validation      checks of arguments, states and leaves
