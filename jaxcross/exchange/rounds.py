@@ -66,8 +66,8 @@ def local_rounds(
         init: Makes the state. In addition to its own fields, it has `since`, the local steps since
             the last merge, and `inner`, the optimizer's state. If it has a field `round`, rounds
             are counted in it.
-        begin: Called on every step, before the local step. A merge gets the state without
-            `since`, `inner` and `round`, which aren't its business.
+        begin: Called on every step, before the local step. The merges get a state in which `since`,
+            `inner` and `round` are None, because only `local_rounds` changes these.
     """
 
     def update(
