@@ -20,7 +20,7 @@ layouts         leaves as even blocks, vectors, fragments or chunks
 select          the k largest elements without sorting
 sparse          (value, index) messages of a fixed size, of leaves or of their chunks
 bits            signs and small integers as bits; vectors as 4- or 8-bit integers
-rounds          local steps and the merge at the end of a round; the model of a job that ended in
+local_rounds    local steps and the merge at the end of a round; the model of a job that ended in
                 the middle of one (`finish`)
 per_rank        state that differs between ranks, declared by its type
 exchange_once   the error if a leaf would be exchanged twice
@@ -38,6 +38,7 @@ from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
 from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.local_rounds import finish
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.no_loco import no_loco
@@ -45,7 +46,6 @@ from jaxcross.exchange.one_bit_adam import one_bit_adam
 from jaxcross.exchange.parallel_norms import lamb, lars, scale_by_trust_ratio
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
-from jaxcross.exchange.rounds import finish
 from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.sign_sgd import sign_sgd
 from jaxcross.exchange.sparse_loco import sparse_loco

@@ -10,8 +10,7 @@ import optax
 
 from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.collectives import Axes, axis_names
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import (
+from jaxcross.exchange.local_rounds import (
     Round,
     copied,
     local_rounds,
@@ -20,6 +19,7 @@ from jaxcross.exchange.rounds import (
     pseudo_gradient,
     to_merged,
 )
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import optimizer_in, whole_number
 
 

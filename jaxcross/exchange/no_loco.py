@@ -18,8 +18,8 @@ import optax
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 from jaxcross.exchange.layouts import ravel_floats
+from jaxcross.exchange.local_rounds import Round, copied, local_rounds, to_merged
 from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import Round, copied, local_rounds, to_merged
 from jaxcross.exchange.validation import (
     as_number,
     optimizer_in,

@@ -15,8 +15,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.layouts import Chunks, chunk_length, leaf_blocks
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import (
+from jaxcross.exchange.local_rounds import (
     Round,
     copied,
     local_rounds,
@@ -25,6 +24,7 @@ from jaxcross.exchange.rounds import (
     pseudo_gradient,
     to_merged,
 )
+from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import (
     check_float32,
     check_state,

@@ -46,8 +46,8 @@ from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.layouts import Fragments, cut_fragments
+from jaxcross.exchange.local_rounds import outer_step
 from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import outer_step
 from jaxcross.exchange.validation import (
     as_number,
     check_real,
