@@ -31,7 +31,7 @@ import optax
 
 import jaxcross
 from jaxcross import _files
-from jaxcross.checkpoint import arrays, layout
+from jaxcross.checkpoint import arrays, folders
 
 WORLD = jaxcross.initialize(stall_timeout_s=120)
 STEPS, EVERY, KEEP, EVALUATE = 24, 3, 2, 4
@@ -218,9 +218,9 @@ def main() -> None:
         )  # the first job stops after step 16
     ]
     with (
-        killer.around(layout, "sync", "sync"),
+        killer.around(folders, "sync", "sync"),
         killer.around(_files, "sync", "sync"),
-        killer.around(layout.Folders, "delete", "delete"),
+        killer.around(folders.Folders, "delete", "delete"),
         killer.around(arrays, "write", "write"),
     ):
         runner.run()

@@ -16,24 +16,25 @@ job names them as rank-local. All others are written by every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
 from jaxcross._pytree import Form, Leaf, PyTree, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.layout import Folders, Mark, checkpoint_name, step_of
+from jaxcross.checkpoint.folders import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, SavedLeaf
 from jaxcross.checkpoint.rank_gather import JobLog, RankGather, RunOnAllRanks
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
-from jaxcross.checkpoint.writer import Writer
 from jaxcross.world import World
+
+_LOOK_S = 0.2  # how often a waiting thread checks whether the disk still gets work done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class JobProgress:
     """A job's progress apart from its state. Identical on every rank except for `places`' texts.
 
     Attributes:
@@ -51,6 +52,54 @@ class Progress:
     cuts: Mapping[str, int]
     notes: Mapping[str, str]
     best_step: int | None
+
+
+class Writer:
+    """One thread for all jobs, because the cores and the disk that it uses are lost to the jobs."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "jaxcross-checkpoint")
+        self._done = 0  # amount of work finished; grows on a slow disk, but not on one that hangs
+
+    def submit(self, write: Callable[[], None]) -> Future[None]:
+        """Runs `write` after everything submitted before. Doesn't wait."""
+
+        def run() -> None:
+            try:
+                write()
+            finally:
+                self._done += 1
+
+        return self._pool.submit(run)
+
+    def wait_for(
+        self, written: Future[None], world: World, *, job: str, step: int, missing: str
+    ) -> None:
+        """Waits until `written` is done, and raises any error from it.
+
+        If the disk hangs, the watchdog reports what is `missing`. As long as earlier work still
+        gets done, the disk is merely slow, so the watchdog's timer restarts.
+        """
+        late = {world.rank: f"its disk has not taken {missing}"}
+        watch = world.monitor(
+            job=job,
+            step=step,
+            segment=-1,
+            what="checkpoint",
+            local=True,
+            waiting_for=lambda _: late,
+        )
+        with watch:
+            done = self._done
+            while wait([written], _LOOK_S).not_done:
+                if self._done != done:
+                    done = self._done
+                    watch.renew()
+            written.result()
+
+    def close(self) -> None:
+        """Ends the thread once its work is done. Waits."""
+        self._pool.shutdown()
 
 
 class JobCheckpointer:
@@ -113,7 +162,7 @@ class JobCheckpointer:
         *,
         local: bool = False,
         named: Collection[str] = (),
-    ) -> tuple[PyTree, Progress] | None:
+    ) -> tuple[PyTree, JobProgress] | None:
         """Returns the newest state that is complete on all ranks, or None. Waits for all ranks.
 
         The state has the structure of `target`.
@@ -173,7 +222,7 @@ class JobCheckpointer:
         self._record(
             found.name, any_ranks=not (part.rank_local or named or rank_local_leaves(target))
         )
-        return rebuild(target, part.forms, found.arrays), Progress(
+        return rebuild(target, part.forms, found.arrays), JobProgress(
             step=part.step,
             places=part.places,
             cuts=part.cuts,
@@ -261,7 +310,7 @@ class JobCheckpointer:
     def save(
         self,
         state: PyTree,
-        progress: Progress,
+        progress: JobProgress,
         run_on_all_ranks: RunOnAllRanks,
         *,
         unsavable_reason: str = "",
@@ -399,7 +448,7 @@ class JobCheckpointer:
         name: str,
         leaves: Mapping[str, Leaf],
         common: set[str],
-        progress: Progress,
+        progress: JobProgress,
         any_ranks: bool,
     ) -> None:
         held = {

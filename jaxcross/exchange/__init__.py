@@ -2,8 +2,11 @@
 
 Creating a strategy and calling its `init` never communicate. Only `update` does, in some strategies
 only every so many steps, so all ranks must call `update` on the same step. Every strategy raises a
-`ValueError` before the first exchange if an axis is named twice, if you name several axes for a
-strategy that works over one, or if a leaf would be exchanged twice over the same axis.
+`ValueError` before the first exchange if an axis is named twice, or if you name several axes for a
+strategy that works over one. While jaxcross traces a step, a strategy also raises if it's given a
+leaf that another one has already exchanged over the same axis. `lars`, `lamb` and
+`scale_by_trust_ratio` are exempt from that check, because they only exchange trust ratios and must
+come after an exchange.
 
 `axes` is the name of an axis or a tuple of names. If a strategy's two axes have different roles
 (nodes, and the ranks within a node), the outer axis comes first: `adasum(("node", "local"))`.
@@ -13,17 +16,17 @@ Each strategy has a file of its own name, except that `bounded_stale` and `async
 `staleness`, and `lars` and `lamb` in `parallel_norms`. The other files are helpers:
 
 collectives     sums, rings and trees of hops over one axis
-select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed
-                size
-chunks          leaves as equal chunks, and messages of the largest elements of each chunk
-bits            signs and small integers as bits; `integers`: vectors as 4- or 8-bit integers
-blocks          trees as even parts; `fragments`: even parts in turn; `flat`: trees as one vector
-rounds          local steps, and the merge at the end of a round
-finish          the model of a job that ended in the middle of a round
+layouts         leaves as even blocks, vectors, fragments or chunks
+select          the k largest elements without sorting
+sparse          (value, index) messages of a fixed size, of leaves or of their chunks
+bits            signs and small integers as bits; vectors as 4- or 8-bit integers
+local_rounds    local steps and the merge at the end of a round; the model of a job that ended in
+                the middle of one (`finish`)
 per_rank        state that differs between ranks, declared by its type
-exchange_once   an error if a leaf would be exchanged twice
+exchange_once   the error if a leaf would be exchanged twice
 elementwise     whether an optimizer works element by element
-validation      argument checks
+arithmetic      means over trees, weights, moves of parameters, products in full float32
+validation      checks of arguments, states and leaves
 """
 
 from jaxcross.exchange.accumulate import accumulate
@@ -33,9 +36,9 @@ from jaxcross.exchange.delayed_mean import delayed_mean
 from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
-from jaxcross.exchange.finish import finish
 from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.local_rounds import finish
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.no_loco import no_loco

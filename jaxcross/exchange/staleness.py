@@ -17,9 +17,10 @@ import optax
 
 from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
+from jaxcross.exchange.arithmetic import accumulation_dtype
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
+from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class StaleState(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
+from jaxcross.checkpoint.checkpointer import JobCheckpointer, JobProgress
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.data_position import START, DataPosition
 from jaxcross.jobs.evaluations import Evaluations
@@ -192,10 +192,10 @@ class Resumption:
             )
             self._checkpointer.wait_until_complete(together)
 
-    def _progress(self, step: int) -> Progress:
+    def _progress(self, step: int) -> JobProgress:
         cuts: Mapping[str, int] = dict(self._cuts)
         places = tuple((position.n_batches, position.state) for position in self._positions)
-        return Progress(
+        return JobProgress(
             step=step,
             places=places,
             cuts=cuts,

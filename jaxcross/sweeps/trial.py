@@ -15,7 +15,7 @@ from typing import Any, final
 import jax
 
 from jaxcross._pytree import PyTree, snapshot
-from jaxcross.checkpoint.layout import Folders, folder_name
+from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.thread import JobDone, JobThread

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxcross import _pytree
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.checkpoint.part import (
     Part,
     SavedLeaf,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.errors import JobError
 from jaxcross.sweeps import Grid
 from jaxcross.sweeps.sweep import sweep
