@@ -12,8 +12,7 @@
                   prints it)
     make_plan     `make` makes a plan from profiles
     profiled_cut  `cut` chooses the cut of a step that runs alone, based on its profiles
-    jobs_file     the jobs of a plan, in a file that people write (`bounded` reads files of a
-                  limited size)
+    jobs_file     the jobs of a plan, in a file that people write
     compression   the least compression that hides the exchanges of all jobs behind computation
     estimate      how much faster equal jobs run alongside each other, from the cost of one step
                   (`step_cost`)

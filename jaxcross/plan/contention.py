@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
+from jaxcross import _schema
 from jaxcross.interleave.contention import Contention
-from jaxcross.plan import bounded
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
 """Relative difference up to which we treat two rates as the same. Measured rates vary by about this
 much from run to run.
 """
+
+
+class _Point(msgspec.Struct, forbid_unknown_fields=True):
+    """A point of a contention as plain data."""
+
+    mbps: float
+    compute: float
+    exchange: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +82,7 @@ class MachineContention:
             OSError: The file can't be read.
         """
         what = "the contention of a machine"
-        return bounded.load(
-            Path(path), what, lambda text: cls.from_json(json.loads(text)), most=MAX_FILE_BYTES
-        )
+        return _schema.load(Path(path), what, cls.from_json, most=MAX_FILE_BYTES)
 
     def to_json(self) -> list[dict[str, float]]:
         """Returns plain data; `from_json` reads it back."""
@@ -91,25 +98,11 @@ class MachineContention:
         Raises:
             ValueError: `points` is something else.
         """
-        if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
-            raise ValueError("contention is a list of points: mbps, compute, exchange")
-        keys = {"mbps", "compute", "exchange"}
-        for point in points:
-            if point.keys() != keys or not all(
-                type(value) in (int, float) for value in point.values()
-            ):
-                raise ValueError(
-                    f"a point of a contention has the numbers {sorted(keys)}, got {point}"
-                )
-        if not all(abs(value) < 2**63 for point in points for value in point.values()):
-            raise ValueError("a number of a contention is out of range")
+        found = _schema.record(points, list[_Point])
         return cls(
             measured=tuple(
-                (
-                    float(p["mbps"]),
-                    Contention(compute=float(p["compute"]), exchange=float(p["exchange"])),
-                )
-                for p in points
+                (each.mbps, Contention(compute=each.compute, exchange=each.exchange))
+                for each in found
             )
         )
 
