@@ -17,7 +17,7 @@ from jaxcross._arguments import check_type
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.memory import JobMemory
-from jaxcross.report.summary import RunData
+from jaxcross.report.report import Report
 from jaxcross.report.timeline import in_lane_order, shortest_exchanges
 from jaxcross.report.units import plural, seconds
 
@@ -113,14 +113,14 @@ class Profile:
         return cls(name=name, graph=graph, seconds=(compute_s, exchange_s, 0.0), ranks=ranks)
 
     @classmethod
-    def of(cls, report: RunData, name: str, *, mbps: float | None = None) -> Self:
+    def of(cls, report: Report, name: str, *, mbps: float | None = None) -> Self:
         """Returns the profile of a job that ran alone, or in turn with other jobs.
 
         Its times are means over the job's steps without the first. Compute seconds are those of the
         slowest rank. Exchange seconds count from the moment at which the last rank has arrived.
 
         Args:
-            report: The report of the run: a `Report`, which may have been loaded from a file.
+            report: The report of the run, which may have been loaded from a file.
             name: The job.
             mbps: The rate of the link, in Mbit/s, if you know it.
 

@@ -32,7 +32,7 @@ from jaxcross.interleave.simulator import Simulation
 from jaxcross.plan.difference import Difference, difference
 from jaxcross.plan.profile import Profile
 from jaxcross.report.report import Report
-from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
+from jaxcross.report.summary import JobSummary, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
@@ -75,7 +75,7 @@ class Prediction:
             vote_s=self.vote_s,
         )
 
-    def difference(self, run: RunData) -> Difference:
+    def difference(self, run: Report) -> Difference:
         """Explains a run by this prediction, like `report.against`.
 
         Raises:

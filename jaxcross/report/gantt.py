@@ -20,15 +20,17 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxcross.errors import require_extra
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.compare import Comparison
-from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import Timeline, in_lane_order
 from jaxcross.report.tint import Tint
 from jaxcross.report.units import seconds, share
+
+if TYPE_CHECKING:
+    from jaxcross.report.report import Report
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's palette, which colour-blind readers can tell apart, too."""
@@ -50,9 +52,9 @@ MOST_BARS = 300
 
 
 def draw(
-    report: RunData,
+    report: Report,
     path: Path,
-    compare: RunData | None = None,
+    compare: Report | None = None,
     *,
     window: tuple[float, float] | None = None,
     headline: str | None = None,
@@ -141,13 +143,13 @@ def _as_written(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _headline(report: RunData, compare: RunData | None) -> str:
+def _headline(report: Report, compare: Report | None) -> str:
     if compare is None:
         return f"{report.policy or 'run'}: {_pace(report)}"
     return Comparison.of([compare], [report]).headline
 
 
-def _pace(report: RunData) -> str:
+def _pace(report: Report) -> str:
     if report.rounds.period_s is not None:
         return f"{seconds(report.rounds.s_per_step)} per job-step"
     if sum(job.period_s > 0 for job in report.rounds.jobs) > 1:
@@ -158,7 +160,7 @@ def _pace(report: RunData) -> str:
 Row = tuple[int, str, list[Span]]
 
 
-def _rows(report: RunData) -> list[Row]:
+def _rows(report: Report) -> list[Row]:
     """Returns rank, lane name and spans of each row of the panel."""
     spans = in_lane_order(report.spans)
     rows: list[Row] = []
@@ -187,11 +189,11 @@ def _lane_name(kind: str, lane: int, lanes: list[int]) -> str:
     return kind if len(lanes) == 1 else f"{kind} {lane}"
 
 
-def _run_begin(report: RunData) -> int:
+def _run_begin(report: Report) -> int:
     return min((start for start, _ in report.wall_ns.values()), default=0)
 
 
-def _steady_begin(report: RunData) -> int:
+def _steady_begin(report: Report) -> int:
     """Returns when the jobs that take part in the round were all in steady state.
 
     That is the latest end of a first step. For jobs that ran one after the other, or without a
@@ -214,7 +216,7 @@ def _steady_begin(report: RunData) -> int:
     return min(work, default=_run_begin(report))
 
 
-def _since(runs: Sequence[RunData]) -> str:
+def _since(runs: Sequence[Report]) -> str:
     """Returns the name of the moment at which pictures of these runs begin."""
     if all(run.rounds.period_s is not None for run in runs):
         return "the jobs were in steady state"
@@ -224,12 +226,12 @@ def _since(runs: Sequence[RunData]) -> str:
     return "the first step" if works else "the run began"
 
 
-def _length_s(report: RunData, begin: int) -> float:
+def _length_s(report: Report, begin: int) -> float:
     ends = [end for _, end in report.wall_ns.values()]
     return (max([*ends, *(s.end_ns for s in report.spans)], default=begin) - begin) / 1e9
 
 
-def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
+def _shown_s(every: Sequence[tuple[Report, list[Row], int]]) -> float:
     """Returns the seconds in which the busiest lane has at most `MOST_BARS` pieces of work."""
     lengths = [max(_length_s(run, begin) for run, _, begin in every)]
     for _, rows, begin in every:
@@ -241,7 +243,7 @@ def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
 
 
 def _panel(
-    axis: Any, run: RunData, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float
+    axis: Any, run: Report, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float
 ) -> None:
     for y, (_, _, spans) in enumerate(rows):
         thin = Tint(shown_s)

@@ -9,28 +9,23 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
-from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
+from jaxcross.report.summary import JobSummary, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-D_co = TypeVar("D_co", covariant=True)
+    from jaxcross.plan import Difference, Prediction
+
 FORMAT = 2
 IN_TURN = "sequential"  # the policy that runs jobs one after the other: the usual baseline
 _MAX_SPANS = 1_000_000  # of all ranks together
-
-
-class Predicted(Protocol[D_co]):
-    """A prediction of a run, such as `jaxcross.plan.Prediction`."""
-
-    def difference(self, run: RunData) -> D_co: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,15 +151,15 @@ class Report:
         other = self.rounds.s_per_step
         return one / other if one is not None and other else None
 
-    def against(self, predicted: Predicted[D_co]) -> D_co:
+    def against(self, predicted: Prediction) -> Difference:
         """Compares the run with its prediction, and attributes a longer round to causes.
 
         Args:
-            predicted: A prediction of the same jobs under the same policy, e.g. from
+            predicted: A prediction of the same jobs under the same policy, from
                 `jaxcross.plan.predict`.
 
         Returns:
-            A `jaxcross.plan.Difference`; `print` shows its table.
+            The difference; `print` shows its table.
 
         Raises:
             ValueError: Jobs, policy or segments differ, or the run or the prediction has no steady
