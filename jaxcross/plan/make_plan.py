@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxcross._arguments import check_type
 from jaxcross.interleave.contention import Contention
-from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.groups import Load, group
+from jaxcross.plan.machine_contention import MachineContention
 from jaxcross.plan.memory import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
 from jaxcross.plan.profile import Profile

@@ -11,22 +11,24 @@ leave out:
 - It ends before the busiest lane has more than `MOST_BARS` pieces of work.
 - A bar that is narrower than `EDGED` pixels has neither edge nor pattern, because little else would
   be visible of it.
-- Work that is thinner than a pixel is drawn as a tint instead (`Tint`).
+- Work that is thinner than a pixel is drawn as a tint instead (`_Tint`).
 - Only the first `MOST_RANKS` ranks are shown.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxcross.errors import require_extra
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.compare import Comparison
 from jaxcross.report.timeline import Timeline, in_lane_order
-from jaxcross.report.tint import Tint
 from jaxcross.report.units import seconds, share
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ EDGED = 8
 """Pixels from which a bar is wide enough for an edge and a pattern. In a narrower bar, the edge
 would hide everything else.
 """
+_PIXELS = 1700
+"""Width of the picture's axes, in pixels."""
+_PALEST = 0.15
+"""Least tint of a column with any work, so that the work is visible."""
 MOST_BARS = 300
 """Most pieces of work drawn per lane. More can't be told apart, and take minutes to draw."""
 
@@ -246,7 +252,7 @@ def _panel(
     axis: Any, run: Report, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float
 ) -> None:
     for y, (_, _, spans) in enumerate(rows):
-        thin = Tint(shown_s)
+        thin = _Tint(shown_s)
         for kind in ("compile", "input", "compute", "collective", "vote"):
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
                 own = [s for s in spans if s.kind == kind and s.job == job]
@@ -353,3 +359,63 @@ def _legend(
             columnspacing=1.6,
             borderaxespad=0.0,
         )
+
+
+class _Tint:
+    """The pieces of work of one lane that are thinner than a pixel, by colour.
+
+    Each pixel column is as dark as the share of its time that is work.
+    """
+
+    def __init__(self, shown_s: float) -> None:
+        self._shown_s = shown_s
+        self.pixel_s = shown_s / _PIXELS
+        self._pieces: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def keep_wide(
+        self, bars: Sequence[tuple[float, float]], colour: str
+    ) -> list[tuple[float, float]]:
+        """Keeps the bars (begin, length) that are thinner than a pixel for `draw`, and returns the
+        others. Drops bars outside the picture.
+        """
+        shown = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < self._shown_s]
+        self._pieces[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
+        return [bar for bar in shown if bar[1] >= self.pixel_s]
+
+    def draw(self, axis: Any, y: float) -> None:
+        """Draws the thin bars into the row at height `y`."""
+        taken = {colour: pieces for colour, pieces in self._pieces.items() if pieces}
+        if not taken:
+            return
+        strip = np.ones((_PIXELS, 3))
+        free = np.ones(_PIXELS)
+        for colour, pieces in taken.items():
+            part = self._coverage(pieces)
+            part = np.minimum(np.where(part > 0, np.maximum(part, _PALEST), 0), free)
+            free -= part
+            rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+            strip -= part[:, None] * (1 - rgb)
+        image = np.concatenate([strip, (free < 1)[:, None]], axis=1)[None]
+        limits = axis.get_xlim(), axis.get_ylim()
+        axis.imshow(
+            image,
+            extent=(0, self._shown_s, y - 0.4, y + 0.4),
+            aspect="auto",
+            interpolation="nearest",
+            zorder=1,
+        )
+        axis.set_xlim(limits[0])
+        axis.set_ylim(limits[1])
+
+    def _coverage(self, pieces: Sequence[tuple[float, float]]) -> np.ndarray:
+        """Returns the share of each pixel column that the pieces fill. A piece is thinner than a
+        pixel, so it ends in the column where it began, or in the next one.
+        """
+        begin, length = np.array(pieces).T / self.pixel_s
+        end = np.clip(begin + length, 0, _PIXELS)
+        begin = np.clip(begin, 0, _PIXELS)
+        column = np.minimum(begin.astype(int), _PIXELS - 1)
+        inside = np.minimum(end, column + 1) - begin
+        share = np.bincount(column, inside, _PIXELS + 1)
+        share += np.bincount(np.minimum(column + 1, _PIXELS), end - begin - inside, _PIXELS + 1)
+        return np.clip(share[:_PIXELS], 0, 1)

@@ -15,6 +15,7 @@ from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
 from jaxcross.report.summary import JobSummary, TimeBreakdown
+from jaxcross.report.table import as_html, printed, render
 from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
@@ -302,8 +303,6 @@ class Report:
         return draw(self, Path(path), compare, window=window)
 
     def __rich__(self) -> Group:
-        from jaxcross.report.table import render
-
         return render(self)
 
     def __repr__(self) -> str:
@@ -318,14 +317,10 @@ class Report:
         )
 
     def __str__(self) -> str:
-        from jaxcross.report.table import plain
-
-        return plain(self)
+        return printed(render(self))
 
     def _repr_html_(self) -> str:
-        from jaxcross.report.table import as_html
-
-        return as_html(self.__rich__())
+        return as_html(render(self))
 
 
 def _spelt(value: object) -> object:

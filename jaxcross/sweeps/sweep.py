@@ -19,8 +19,7 @@ from jaxcross.jobs.options import SharedOptions, check_options, check_values
 from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
-from jaxcross.report.sweep import SweepResult
-from jaxcross.report.sweep_trial import SweepTrial
+from jaxcross.report.sweep_result import SweepResult, SweepTrial
 from jaxcross.sweeps import settings as checks
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.log import TrialLog, TrialRecord

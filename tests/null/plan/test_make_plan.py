@@ -7,7 +7,7 @@ import pytest
 
 import jaxcross
 from jaxcross.interleave.contention import Contention
-from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.make_plan import make, predict_group
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan

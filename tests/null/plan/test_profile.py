@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.contention import TWO_CORES, MachineContention
+from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.profile import MAX_FILE_BYTES, Profile
 from jaxcross.plan.twin import predict
