@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 MOST = 2**63 - 1
 """Largest whole number of a record. Larger ones overflow where they are converted to floats."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+"""A whole number from 0 to `MOST`."""
 
 
 def record(data: Any, kind: type[T]) -> T:
