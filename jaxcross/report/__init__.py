@@ -2,7 +2,7 @@
 
 record           spans of a run on this rank, and the alignment of the ranks' clocks
 summary          numbers of a run as plain data: jobs, timing, breakdown
-rounds           the part of a run that is measured: whole rounds in steady state
+steady_state     the part of a run that is measured: whole rounds in steady state
 time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`,
                  `intervals`
 report           `Report`: a run on all its ranks, saved and loaded

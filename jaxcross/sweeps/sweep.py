@@ -20,7 +20,7 @@ from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
 from jaxcross.report.sweep_result import SweepResult, SweepTrial
-from jaxcross.sweeps import settings as checks
+from jaxcross.sweeps import sweep_settings as checks
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.log import TrialLog, TrialRecord
 from jaxcross.sweeps.schedule import Parameters, Search, Started
@@ -35,8 +35,8 @@ from jaxcross.sweeps.search import (
     name_of,
     pruner_of,
 )
-from jaxcross.sweeps.settings import SweepSettings, on_every_rank
 from jaxcross.sweeps.study import StudySearch, earlier_trials
+from jaxcross.sweeps.sweep_settings import SweepSettings, on_every_rank
 from jaxcross.sweeps.trial import Finished, Trials
 from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather

@@ -21,7 +21,7 @@ from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.thread import JobDone, JobThread
 from jaxcross.report.metric_files import flat
 from jaxcross.sweeps.coordinator import Coordinator
-from jaxcross.sweeps.settings import SweepSettings
+from jaxcross.sweeps.sweep_settings import SweepSettings
 from jaxcross.world import World
 
 _log = logging.getLogger("jaxcross")
