@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -357,16 +356,16 @@ def _result(
         JobError: On every rank, if all trials failed.
     """
 
-    def text() -> str:
+    def facts() -> list[dict[str, Any]]:
         if coordinator is None:
-            return ""
+            return []
         if coordinator.error is not None:
             raise coordinator.error
-        return json.dumps([_facts(each) for each in coordinator.trials])
+        return [_facts(each) for each in coordinator.trials]
 
-    mine = on_every_rank(world, "end of the sweep", text)
+    mine = on_every_rank(world, "end of the sweep", facts)
     with world.monitor(job="", step=0, segment=-1, what="result of the sweep"):
-        rows = json.loads(world.control.allgather_text(mine)[0] if world.size > 1 else mine)
+        rows = gather(world.control, mine)[0]
     found = tuple(SweepTrial(**{**row, "values": tuple(map(tuple, row["values"]))}) for row in rows)
     failed = [each for each in found if each.status == "failed"]
     if len(failed) == len(found):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from collections import Counter
@@ -23,6 +22,7 @@ from jaxcross.report.metric_files import flat
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.sweep_settings import SweepSettings
 from jaxcross.world import World
+from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
 
@@ -371,11 +371,9 @@ class _Observer:
         job._read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
-        mine = json.dumps([value, _digest(job.state)])
-        everyone = job.run_on_all_ranks(
-            "end of the trial", lambda control: control.allgather_text(mine)
-        )
-        value = json.loads(everyone[0])[0]
+        mine = (value, _digest(job.state))
+        everyone = job.run_on_all_ranks("end of the trial", lambda control: gather(control, mine))
+        value = everyone[0][0]
         if value is None:
             names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
             error = JobError(
@@ -385,7 +383,7 @@ class _Observer:
             )
             self._trials.give_up(self, error)
             raise error
-        digests = [json.loads(each)[1] for each in everyone]
+        digests = [each for _, each in everyone]
         digest = (
             digests[0]
             if len(set(digests)) == 1
