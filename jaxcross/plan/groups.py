@@ -134,6 +134,15 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
     return Grouping(groups=tuple(groups), rank_s=cost, alone_rank_s=alone, pooled_rank_s=pooled)
 
 
+def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
+    """Returns the bound of a round, max(sum c, sum m, max(c + m)): no order of the same work is
+    faster. The jobs of a round are along the last axis.
+    """
+    compute = np.asarray(compute_s)
+    exchange = np.asarray(exchange_s)
+    return np.maximum((compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1)))
+
+
 class _LoadTable:
     """The jobs' numbers as arrays. Methods take rows of job numbers, one row per group. The last
     entry of each array stands for an empty place in a group.
@@ -150,11 +159,7 @@ class _LoadTable:
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the bound of each group, along all but the last axis of `rows`."""
-        compute = self.compute[rows]
-        exchange = self.exchange[rows]
-        return np.maximum(
-            (compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1))
-        )
+        return bound_s(self.compute[rows], self.exchange[rows])
 
     def excess(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns by what share of the memory limit each group exceeds it."""

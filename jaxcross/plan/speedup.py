@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxcross._html import preformatted
 from jaxcross.interleave.contention import Contention
+from jaxcross.plan.groups import bound_s
 from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.memory import JobMemory, needed_bytes
 from jaxcross.plan.profile import Profile
@@ -220,17 +221,19 @@ def period_s(
 ) -> float:
     """Returns the seconds of a round, i.e. one step of each job, in the best order.
 
-    Without contention this is the bound max(sum c, sum m, max(c + m)), which no order of the same
-    work beats. Under contention, the lane with less work always runs while the other lane is busy,
-    so the other lane is slowed down for that long. This is exact for equal jobs whose steps
-    compute, exchange and update.
+    Without contention this is `bound_s`. Under contention, the lane with less work always runs
+    while the other lane is busy, so the other lane is slowed down for that long. This is exact for
+    equal jobs whose steps compute, exchange and update.
 
     Args:
         compute_s: Seconds that each job's step computes alone (c).
         exchange_s: Seconds that each job's step exchanges alone (m).
         contention: How much the lanes slow each other down. None means not at all.
     """
-    slower, longer = (1.0, 1.0) if contention is None else (contention.compute, contention.exchange)
+    if contention is None:
+        return float(bound_s(compute_s, exchange_s))
+    slower = contention.compute
+    longer = contention.exchange
     c = sum(compute_s)
     m = sum(exchange_s)
     # While the exchanges take m * longer seconds, the other lane gets 1 / slower of them done.

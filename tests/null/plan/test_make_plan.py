@@ -62,7 +62,7 @@ def test_the_prediction_of_a_group_is_the_plan_s() -> None:
 @pytest.mark.parametrize("step_s", [1e-300, 1e-5])
 def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
     """A plan may come from any file. Predicting it takes no longer than predicting a plan made by
-    `of`.
+    `make`.
     """
     (pair, _) = make(UNLIKE).groups
     loaded = replace(pair, jobs=(pair.jobs[0], replace(pair.jobs[1], step_s=step_s)))
