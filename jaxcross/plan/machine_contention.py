@@ -8,8 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 from jaxcross import _schema
 from jaxcross.interleave.contention import Contention
 
@@ -18,14 +16,6 @@ _SAME = 0.02
 """Relative difference up to which we treat two rates as the same. Measured rates vary by about this
 much from run to run.
 """
-
-
-class _Point(msgspec.Struct, forbid_unknown_fields=True):
-    """A point of a contention as plain data."""
-
-    mbps: float
-    compute: float
-    exchange: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +88,14 @@ class MachineContention:
         Raises:
             ValueError: `points` is something else.
         """
-        found = _schema.record(points, list[_Point])
-        return cls(
-            measured=tuple(
-                (each.mbps, Contention(compute=each.compute, exchange=each.exchange))
-                for each in found
-            )
-        )
+        found = _schema.record(points, list[dict[str, float]])
+        keys = {"mbps", "compute", "exchange"}
+        for point in found:
+            if point.keys() != keys:
+                raise ValueError(
+                    f"a point of a contention has the numbers {sorted(keys)}, got {point}"
+                )
+        return cls(measured=tuple((point.pop("mbps"), Contention(**point)) for point in found))
 
 
 TWO_CORES = MachineContention(
