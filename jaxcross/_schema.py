@@ -7,6 +7,7 @@ every type is checked, by msgspec. A record may have further checks in its `__po
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -107,3 +108,19 @@ def save(path: str | Path, data: Any) -> Path:
     path = Path(path)
     path.write_text(json.dumps(data, allow_nan=False, indent=1))
     return path
+
+
+def spelt(value: Any) -> Any:
+    """Returns plain data with `"nan"`, `"inf"` and `"-inf"` in place of numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: spelt(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [spelt(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def unspelt(value: Any) -> Any:
+    """Inverts `spelt` for a value or a list of values. Leaves all other texts as they are."""
+    if isinstance(value, list):
+        return [unspelt(each) for each in value]
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxcross._schema import record, spelt, unspelt
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
@@ -226,8 +226,8 @@ class Report:
         """
         content = {
             "format": FORMAT,
-            "summary": _spelt(self.summary()),
-            "jobs": [_spelt(asdict(job)) for job in self.jobs],
+            "summary": spelt(self.summary()),
+            "jobs": [spelt(asdict(job)) for job in self.jobs],
             "wall_ns": [[rank, *when] for rank, when in self.wall_ns.items()],
             "span_fields": SPAN_FIELDS,
             "spans": to_rows(self.spans),
@@ -323,15 +323,6 @@ class Report:
         return as_html(render(self))
 
 
-def _spelt(value: object) -> object:
-    """Replaces each float that JSON can't represent with its name."""
-    if isinstance(value, dict):
-        return {key: _spelt(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_spelt(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]:
     """Joins the ranks' lists of jobs: `left_over` from all ranks, the rest from rank 0."""
     left_over: dict[str, list[int]] = {}
@@ -345,12 +336,6 @@ def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]
 
 def _read_facts(job: dict[str, Any]) -> JobSummary:
     """Inverts `asdict` for a job whose floats may be spelled out."""
-    numbers = {key: _number(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
-    metrics = {key: _number(v) for key, v in job.get("metrics", {}).items()}
-    return JobSummary(
-        **{**job, **numbers, "metrics": metrics, "left_over": tuple(job.get("left_over", ()))}
-    )
-
-
-def _number(value: float | str | None) -> float | None:
-    return float(value) if isinstance(value, str) else value
+    numbers = {key: unspelt(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
+    metrics = {key: unspelt(value) for key, value in job.get("metrics", {}).items()}
+    return record({**job, **numbers, "metrics": metrics}, JobSummary)

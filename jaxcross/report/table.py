@@ -32,11 +32,6 @@ Longer texts are broken.
 """
 
 
-def plain(report: Report) -> str:
-    """Returns the table as text without colour."""
-    return printed(render(report))
-
-
 def printed(group: Group, most: int = WIDTH) -> str:
     """Returns text without colour, no wider than `most` characters and the terminal.
 

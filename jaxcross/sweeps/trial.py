@@ -14,6 +14,7 @@ from typing import Any, final
 import jax
 
 from jaxcross._pytree import PyTree, snapshot
+from jaxcross._schema import unspelt
 from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
@@ -352,9 +353,7 @@ class _Observer:
         if self._coordinator is None:
             return
         for step, metrics in new:
-            value = dict(flat(metrics)).get(self.metric)
-            if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-                value = float(value)
+            value = unspelt(dict(flat(metrics)).get(self.metric))
             if value is None:
                 continue
             if not isinstance(value, bool | int | float):
