@@ -7,11 +7,11 @@
 There are two hosts with one core each and a real link. In each repeat, every kind of job runs
 alone, and then all cases of a part run, in a different order each time. A prediction is the twin's
 (`jaxcross.plan.predict`). Its inputs are the profiles of the solo runs, averaged over all repeats,
-and the contention of `jaxcross.plan.contention` at the rate. It uses no run of several jobs. T is
-the seconds per job-step from the moment at which all jobs have made their first step, because those
-steps get their memory from the kernel, to the end of the last span. A step in progress at that
-moment counts with the fraction of its time that comes after. `whole_s` has the predicted and
-measured seconds including the first steps. Parts:
+and the contention of `jaxcross.plan.machine_contention` at the rate. It uses no run of several
+jobs. T is the seconds per job-step from the moment at which all jobs have made their first step,
+because those steps get their memory from the kernel, to the end of the last span. A step in
+progress at that moment counts with the fraction of its time that comes after. `whole_s` has the
+predicted and measured seconds including the first steps. Parts:
   equal      two and three equal jobs, and two different ones, at three rates; `jaxcross.estimate`
              of the equal ones
   unequal    a large job and a small one: whole steps, in pieces, in pieces with equal shares
@@ -47,7 +47,7 @@ from workloads import kept, parser, write_json
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.rates import choose_rates
 from jaxcross.plan.twin import Prediction, predict

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross.interleave.instrument import Span
-from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report

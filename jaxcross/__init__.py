@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # the only list of public names
     from jaxcross.jobs.plain_job import Job as Job
     from jaxcross.jobs.plain_loop import run as run
     from jaxcross.jobs.runner import Runner as Runner
-    from jaxcross.report.sweep import SweepResult as SweepResult
+    from jaxcross.report.sweep_result import SweepResult as SweepResult
     from jaxcross.server import ParameterServer as ParameterServer
     from jaxcross.step.crossover import Step as Step
     from jaxcross.step.crossover import crossover as crossover

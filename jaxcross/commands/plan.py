@@ -206,7 +206,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _contention(name: str | None) -> MachineContention | None:
-    from jaxcross.plan.contention import TWO_CORES, MachineContention
+    from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
 
     if name is None or name == "two-cores":
         return TWO_CORES if name else None

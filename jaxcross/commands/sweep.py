@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("metric", "mode", "concurrent", "trials", "seed", "prune")
     }
     task = json.dumps({"grid": grid, "folder": str(args.folder), **options})
-    args.module = ["jaxcross.sweeps.script", str(args.script), task]
+    args.module = ["jaxcross.sweeps.sweep_rank", str(args.script), task]
     args.program = []
     return launch.run(args)
 

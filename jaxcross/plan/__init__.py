@@ -1,22 +1,23 @@
 """Decisions that are made before a run starts, based on measurements of its jobs.
 
-    profile       how long one step of a job takes, segment by segment, when the job runs alone
-    contention    how much computations and exchanges slow each other down on a machine
-    twin          predicts a run from these two: the real interleaver on a virtual clock
-    difference    explains where a run took longer than its prediction
-    memory        how many bytes jobs need together, and how many a rank may use
-    groups        which jobs share devices
-    rates         into how many pieces to cut the jobs of a group, and which shares to give them, so
-                  that none of them starves
-    plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table`
-                  prints it)
-    make_plan     `make` makes a plan from profiles
-    profiled_cut  `cut` chooses the cut of a step that runs alone, based on its profiles
-    jobs_file     the jobs of a plan, in a file that people write (`bounded` reads files of a
-                  limited size)
-    compression   the least compression that hides the exchanges of all jobs behind computation
-    estimate      how much faster equal jobs run alongside each other, from the cost of one step
-                  (`step_cost`)
+    profile             how long one step of a job takes, segment by segment, when the job runs
+                        alone
+    machine_contention  how much computations and exchanges slow each other down on a machine
+    twin                predicts a run from these two: the real interleaver on a virtual clock
+    difference          explains where a run took longer than its prediction
+    memory              how many bytes jobs need together, and how many a rank may use
+    groups              which jobs share devices
+    rates               into how many pieces to cut the jobs of a group, and which shares to give
+                        them, so that none of them starves
+    plan                the whole decision as data and as a table: groups, pieces, shares, predicted
+                        speeds
+    make_plan           `make` makes a plan from profiles
+    profiled_cut        `cut` chooses the cut of a step that runs alone, based on its profiles
+    jobs_file           the jobs of a plan, in a file that people write
+    compression         the least compression that hides the exchanges of all jobs behind
+                        computation
+    speedup             how much faster equal jobs run alongside each other, from the cost of one
+                        step
 
 Making a plan needs no ranks, no device and no `World`. Only `compression` uses JAX: it traces steps
 by the types of their arrays.
@@ -25,8 +26,8 @@ by the types of their arrays.
 from typing import TYPE_CHECKING
 
 from jaxcross._lazy import on_first_use
-from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.difference import Difference
+from jaxcross.plan.machine_contention import MachineContention
 from jaxcross.plan.make_plan import make, predict_group
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
@@ -36,8 +37,7 @@ from jaxcross.plan.twin import Prediction, predict
 
 if TYPE_CHECKING:
     from jaxcross.plan.compression import Candidate, JobCost, choose_compression
-    from jaxcross.plan.estimate import Estimate, Gain
-    from jaxcross.plan.step_cost import StepCost
+    from jaxcross.plan.speedup import Estimate, Gain, StepCost
 
 __all__ = [
     "Candidate",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxcross._schema import read_text
 from jaxcross.errors import clause
-from jaxcross.plan.bounded import read_text
 from jaxcross.plan.plan import MAX_NAME
 from jaxcross.plan.profile import Profile
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, Self
 
+from jaxcross import _schema
+from jaxcross._arguments import check_type
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan import bounded
 from jaxcross.plan.memory import JobMemory
-from jaxcross.report.summary import RunData
+from jaxcross.report.report import Report
 from jaxcross.report.timeline import in_lane_order, shortest_exchanges
 from jaxcross.report.units import plural, seconds
 
 FORMAT = 1
 MAX_FILE_BYTES = 10_000_000
-MAX_INTEGER = 2**63
 MIN_STEPS = 3
 MOST = 0.9
 """Share of a job's steps that must have run the same program, so that its times are that
@@ -49,6 +49,7 @@ class Profile:
         platform: JAX's name for the devices, such as `cpu`; "" if unknown.
 
     Raises:
+        TypeError: A field has the wrong type.
         ValueError: The numbers don't match the graph, or are negative or not finite.
     """
 
@@ -63,15 +64,36 @@ class Profile:
     platform: str = ""
 
     def __post_init__(self) -> None:
+        check_type(self.name, str, "`name` of a profile")
+        check_type(self.graph, StepGraph, f"`graph` of `{self.name}`")
+        check_type(self.host_s, Real, f"`host_s` of `{self.name}`")
+        check_type(self.ranks, Integral, f"`ranks` of `{self.name}`")
+        check_type(self.link, str, f"`link` of `{self.name}`")
+        check_type(self.mbps, Real | None, f"`mbps` of `{self.name}`")
+        check_type(self.memory, JobMemory | None, f"`memory` of `{self.name}`")
+        check_type(self.platform, str, f"`platform` of `{self.name}`")
+        self._check_numbers("seconds", self.seconds)
+        self._check_numbers("host_s", (self.host_s,))
+        self._check_numbers("mbps", () if self.mbps is None else (self.mbps,))
+        if not 1 <= self.ranks <= _schema.MOST:
+            raise ValueError(f"`ranks` of `{self.name}` must be from 1 to 2**63 - 1")
         if len(self.seconds) != len(self.graph.kinds):
             raise ValueError(
                 f"`{self.name}` has {len(self.graph.kinds)} segments and {len(self.seconds)} times"
             )
         if not self.seconds:
             raise ValueError(f"`{self.name}` has no segments")
-        numbers = [*self.seconds, self.host_s, self.mbps or 0]
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.ranks < 1:
-            raise ValueError(f"the numbers of `{self.name}` must be finite and not negative")
+
+    def _check_numbers(self, field: str, numbers: Sequence[float]) -> None:
+        what = f"`{field}` of `{self.name}`"
+        try:
+            valid = all(math.isfinite(number) and number >= 0 for number in numbers)
+        except TypeError:
+            raise TypeError(f"{what} must be numbers, got {getattr(self, field)!r:.60}") from None
+        if not valid:
+            raise ValueError(
+                f"{what} must be finite and not negative, got {getattr(self, field)!r:.60}"
+            )
 
     @classmethod
     def whole(
@@ -91,14 +113,14 @@ class Profile:
         return cls(name=name, graph=graph, seconds=(compute_s, exchange_s, 0.0), ranks=ranks)
 
     @classmethod
-    def of(cls, report: RunData, name: str, *, mbps: float | None = None) -> Self:
+    def of(cls, report: Report, name: str, *, mbps: float | None = None) -> Self:
         """Returns the profile of a job that ran alone, or in turn with other jobs.
 
         Its times are means over the job's steps without the first. Compute seconds are those of the
         slowest rank. Exchange seconds count from the moment at which the last rank has arrived.
 
         Args:
-            report: The report of the run: a `Report`, which may have been loaded from a file.
+            report: The report of the run, which may have been loaded from a file.
             name: The job.
             mbps: The rate of the link, in Mbit/s, if you know it.
 
@@ -201,9 +223,7 @@ class Profile:
 
     def to_json(self, path: str | Path) -> Path:
         """Writes the profile; `load` reads it back without loss."""
-        path = Path(path)
-        path.write_text(json.dumps(self.as_data(), allow_nan=False, indent=1))
-        return path
+        return _schema.save(path, self.as_data())
 
     def as_data(self) -> dict[str, Any]:
         """Returns the profile as plain data, as in its file."""
@@ -229,9 +249,7 @@ class Profile:
             OSError: The file can't be read.
         """
         what = "a profile of jaxcross"
-        return bounded.load(
-            Path(path), what, lambda text: cls.from_data(json.loads(text)), most=MAX_FILE_BYTES
-        )
+        return _schema.load(Path(path), what, cls.from_data, most=MAX_FILE_BYTES)
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
@@ -240,24 +258,16 @@ class Profile:
         Raises:
             ValueError: `data` is something else.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ValueError(f"this version reads profiles of format {FORMAT}")
-        seconds = _of_type(data, "seconds", list)
-        if not all(
-            type(number) in (int, float) and abs(number) < MAX_INTEGER for number in seconds
-        ):
-            raise ValueError("`seconds` holds the seconds of each segment")
-        return cls(
-            name=_of_type(data, "name", str),
-            graph=StepGraph.from_data(data.get("graph")),
-            seconds=tuple(map(float, seconds)),
-            host_s=float(_of_type(data, "host_s", int, float)),
-            ranks=_of_type(data, "ranks", int),
-            link=_of_type(data, "link", str),
-            mbps=_of_type(data, "mbps", int, float, type(None)),
-            memory=None if data.get("memory") is None else JobMemory.from_data(data["memory"]),
-            platform=_of_type({"platform": "", **data}, "platform", str),
-        )
+        _schema.check_format(data, FORMAT, "profiles")
+        for field in fields(cls):
+            if field.name not in data and field.name not in ("memory", "platform"):
+                raise ValueError(f"`{field.name}` is missing")
+        memory = data.get("memory")
+        parts = {
+            "graph": StepGraph.from_data(data["graph"]),
+            "memory": None if memory is None else JobMemory.from_data(memory),
+        }
+        return _schema.record({**data, **parts}, cls)
 
 
 def segment_times(
@@ -320,14 +330,3 @@ def _returned_ns(span: Span) -> int:
     asynchronously, so for them that is before they run.
     """
     return span.ready_ns if span.kind == "compute" else span.end_ns
-
-
-def _of_type(table: Mapping[str, Any], key: str, *types: type) -> Any:
-    """Returns an entry that has one of these types. Booleans don't count as numbers."""
-    if key not in table:
-        raise ValueError(f"`{key}` is missing")
-    if type(table[key]) not in types:
-        raise ValueError(f"`{key}` is {table[key]!r:.60}")
-    if isinstance(table[key], int) and abs(table[key]) > MAX_INTEGER:
-        raise ValueError(f"`{key}` is larger than any number of a profile")
-    return table[key]

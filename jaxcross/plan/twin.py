@@ -19,8 +19,10 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
+from jaxcross._arguments import check_type
 from jaxcross.interleave.compute_queue import DEPTH
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.instrument import Span
@@ -30,7 +32,7 @@ from jaxcross.interleave.simulator import Simulation
 from jaxcross.plan.difference import Difference, difference
 from jaxcross.plan.profile import Profile
 from jaxcross.report.report import Report
-from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
+from jaxcross.report.summary import JobSummary, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
@@ -73,7 +75,7 @@ class Prediction:
             vote_s=self.vote_s,
         )
 
-    def difference(self, run: RunData) -> Difference:
+    def difference(self, run: Report) -> Difference:
         """Explains a run by this prediction, like `report.against`.
 
         Raises:
@@ -135,11 +137,12 @@ def predict(
         vote_s: Seconds of a vote.
 
     Raises:
+        TypeError: `vote_s` isn't a number.
         ValueError: There are no jobs, two jobs have the same name, a job would make fewer than 2
-            steps, all jobs together would make more than 100,000, or the policy doesn't have a
-            share for each job.
+            steps, all jobs together would make more than 100,000, `vote_s` is negative or not
+            finite, or the policy doesn't have a share for each job.
     """
-    made = _checked(profiles, policy, steps)
+    made = _checked(profiles, policy, steps, vote_s)
     policy = policy if policy is not None else RoundRobin()
     contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
@@ -185,10 +188,11 @@ def step_rates(
         vote_s: As in `predict`.
 
     Raises:
-        ValueError: There are no jobs, two jobs have the same name, or the policy doesn't have a
-            share for each job.
+        TypeError: `vote_s` isn't a number.
+        ValueError: There are no jobs, two jobs have the same name, `vote_s` is negative or not
+            finite, or the policy doesn't have a share for each job.
     """
-    _check_jobs(profiles, policy)
+    _check_jobs(profiles, policy, vote_s)
     scripts = [_script(profile, None) for profile in profiles]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
@@ -250,7 +254,20 @@ def _script(profile: Profile, steps: int | None) -> Script:
         yield step
 
 
-def _check_jobs(profiles: Sequence[Profile], policy: Policy | None) -> None:
+def check_vote_s(vote_s: float) -> None:
+    """Checks the seconds of a vote.
+
+    Raises:
+        TypeError: It isn't a number.
+        ValueError: It's negative or not finite.
+    """
+    check_type(vote_s, Real, "`vote_s`")
+    if not 0 <= vote_s < math.inf:
+        raise ValueError(f"`vote_s` must be finite and not negative, got {vote_s}")
+
+
+def _check_jobs(profiles: Sequence[Profile], policy: Policy | None, vote_s: float) -> None:
+    check_vote_s(vote_s)
     if not profiles:
         raise ValueError("a prediction needs the profile of at least one job")
     twice = [
@@ -265,10 +282,13 @@ def _check_jobs(profiles: Sequence[Profile], policy: Policy | None) -> None:
 
 
 def _checked(
-    profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]
+    profiles: Sequence[Profile],
+    policy: Policy | None,
+    steps: int | Sequence[int],
+    vote_s: float,
 ) -> tuple[int, ...]:
     """Checks the arguments of `predict`. Returns the number of steps of each job."""
-    _check_jobs(profiles, policy)
+    _check_jobs(profiles, policy, vote_s)
     made = tuple(steps) if isinstance(steps, Sequence) else tuple(_equally_long(profiles, steps))
     if len(made) != len(profiles) or min(made) < 2:
         raise ValueError(f"each of the {len(profiles)} jobs makes at least 2 steps, got {steps}")

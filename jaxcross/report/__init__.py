@@ -2,16 +2,15 @@
 
 record           spans of a run on this rank, and the alignment of the ranks' clocks
 summary          numbers of a run as plain data: jobs, timing, breakdown
-rounds           the part of a run that is measured: whole rounds in steady state
+steady_state     the part of a run that is measured: whole rounds in steady state
 time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`,
                  `intervals`
 report           `Report`: a run on all its ranks, saved and loaded
 table            the table at the end; `units` formats its numbers
 compare          `Comparison` of two ways to run the same jobs
-gantt            the lanes as a picture; `tint` draws work that is thinner than a pixel
+gantt            the lanes as a picture
 chrome           the run as a trace for Perfetto
-sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one trial,
-                 `sweep_plot` draws the picture
+sweep_result     `SweepResult`: the trials of a sweep, as a table and a picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as TensorBoard's event files
 progress         how far a run's jobs are, as plain data and a file; `progress_text` renders it as
                  lines and as a table

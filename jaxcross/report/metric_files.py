@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Any, final
 from urllib.parse import quote
 
 from jaxcross._files import holder, lock, replacing
+from jaxcross._schema import spelt, unspelt
 from jaxcross.interleave.instrument import Instrument
 
 _log = logging.getLogger("jaxcross")
@@ -278,25 +278,17 @@ def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
 def as_logged(line: Mapping[str, Value]) -> tuple[int, dict[str, Value]]:
     """Returns a line's step and metrics, with nested names joined by slashes as in the file."""
     values = {
-        _OWN_NAMES.get(key, key): _number(value)
+        _OWN_NAMES.get(key, key): unspelt(value)
         for key, value in line.items()
         if key not in ("step", "time")
     }
     return line["step"], values
 
 
-def _number(value: Value) -> Value:
-    if isinstance(value, list):
-        return [_number(each) for each in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
 def _plain(value: Any) -> Value:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no number for it
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    return spelt(value) if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _scalars(line: Mapping[str, Value]) -> dict[str, Value]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.step_graph import StepGraph
 
 LOST_TIME = {
@@ -213,28 +212,3 @@ class TimeBreakdown:
             sum(n * job.steps_per_round for n, job in zip(known, self.crossed, strict=True))
             / self.period_s
         )
-
-
-class RunData(Protocol):
-    """The data of a finished run, as the renderers need it. `Report` implements this."""
-
-    @property
-    def spans(self) -> tuple[Span, ...]: ...
-    @property
-    def jobs(self) -> tuple[JobSummary, ...]: ...
-    @property
-    def wall_ns(self) -> Mapping[int, tuple[int, int]]: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def placement(self) -> str: ...
-    @property
-    def link(self) -> str: ...
-    @property
-    def dropped(self) -> int: ...
-    @property
-    def fusion(self) -> tuple[str, ...]: ...
-    @property
-    def rounds(self) -> TimeBreakdown: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...

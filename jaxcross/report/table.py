@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -15,8 +16,11 @@ from rich.text import Text
 
 from jaxcross._html import PREFORMATTED
 from jaxcross.errors import first_line
-from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, RunData, TimeBreakdown
+from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, TimeBreakdown
 from jaxcross.report.units import number, seconds, share
+
+if TYPE_CHECKING:
+    from jaxcross.report.report import Report
 
 WIDTH = 110
 """Most characters per line, even if there is no terminal."""
@@ -26,11 +30,6 @@ _TEXT = 8
 """Room for texts on a narrow terminal, in characters: for the name of a row, and for other texts.
 Longer texts are broken.
 """
-
-
-def plain(report: RunData) -> str:
-    """Returns the table as text without colour."""
-    return printed(render(report))
 
 
 def printed(group: Group, most: int = WIDTH) -> str:
@@ -120,7 +119,7 @@ def screen_width(environ: Mapping[str, str]) -> int:
         return 0
 
 
-def render(report: RunData) -> Group:
+def render(report: Report) -> Group:
     """Returns the title, one row per job, the total, and where the time went."""
     rounds = report.rounds
     counted = any(job.facts.examples_per_step is not None for job in rounds.jobs)
@@ -217,7 +216,7 @@ def too_small(rounds: TimeBreakdown) -> str:
     return f"Too small to gain: {seconds(votes / jobs)} of votes on a {seconds(work / jobs)} step."
 
 
-def _title(report: RunData) -> str:
+def _title(report: Report) -> str:
     ranks = len(report.wall_ns)
     parts = [
         report.policy or "run",
@@ -228,7 +227,7 @@ def _title(report: RunData) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _footnotes(report: RunData) -> list[str]:
+def _footnotes(report: Report) -> list[str]:
     rounds = report.rounds
     lines = _without_round(rounds) if rounds.period_s is None else _with_round(rounds)
     measured = (

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
 from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
-from jaxcross.report.rounds import Stretch, at_work_together, sets_together
+from jaxcross.report.steady_state import Stretch, at_work_together, sets_together
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
 
@@ -67,7 +67,7 @@ class _Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _MeasuredRank:
     """One rank's timeline, and its measured stretches: each job's own, and those of the round."""
 
     timeline: Timeline
@@ -77,7 +77,7 @@ class _Rank:
     @classmethod
     def of_all(
         cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool
-    ) -> dict[int, _Rank]:
+    ) -> dict[int, _MeasuredRank]:
         """Chooses where to measure the round: in each job's own steady state, or in a shared one.
 
         The shared round covers all jobs. If there's no such round, it covers the largest set of two
@@ -188,7 +188,7 @@ def break_down(
     timelines = {
         r: Timeline.of(r, of_rank[r], shortest).without_undone(made) for r in sorted(wall_ns) or [0]
     }
-    ranks = _Rank.of_all(timelines, names, in_turn=in_turn)
+    ranks = _MeasuredRank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
     # The rank with the highest bound decides the round: the others wait for it in every exchange.
     decisive = max(measured, key=lambda rank: measured[rank].bottleneck[0], default=min(ranks))
@@ -289,7 +289,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
 
 
 def _job_timing(
-    facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]
+    facts: JobSummary, ranks: Mapping[int, _MeasuredRank], decisive: int, spans: Sequence[Span]
 ) -> JobTiming:
     name = facts.name
     part = ranks[decisive]
@@ -318,7 +318,7 @@ def _job_timing(
     )
 
 
-def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
+def _cost(rank: _MeasuredRank, job: str) -> tuple[float, float] | None:
     """Returns the nanoseconds of compute and of exchange per step on one rank.
 
     Measures the job's stretch, or all steps if the job was never in steady state.
@@ -335,7 +335,7 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
     return (measure(compute) / steps, measure(transfer) / steps) if steps else None
 
 
-def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
+def _input_share(rank: _MeasuredRank, spans: Sequence[Span]) -> dict[str, float]:
     """Returns the shares of the storage levels in the measured waiting for batches."""
     windows = union(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
@@ -349,7 +349,7 @@ def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
     }
 
 
-def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
+def _hidden(ranks: Iterable[_MeasuredRank], jobs: Sequence[str]) -> float:
     """Returns the share of these jobs' measured exchange time that was covered by computation."""
     hidden = whole = 0
     for rank in ranks:

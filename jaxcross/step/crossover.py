@@ -175,6 +175,11 @@ def crossover(
     profiles: tuple[Profile, ...] = ()
     if isinstance(cut, ProfiledCut):
         cut, profiles = cut.pieces, cut.profiles
+    given = cut if isinstance(cut, list | tuple) else (cut,)
+    if any(isinstance(each, Profile) for each in given):
+        raise ValueError(
+            f"cut is {cut!r:.60}: to cut by profiles, pass `jaxcross.plan.cut(profiles)`"
+        )
     donated = select(step, name, "donate", numbers=donate_argnums, names=donate_argnames)
     static = select(step, name, "static", numbers=static_argnums, names=static_argnames)
     check_disjoint(name, donated, static)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxcross.jobs.context import current_job
-from jaxcross.plan.estimate import Estimate
 from jaxcross.plan.memory import memory_limit
 from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
+from jaxcross.plan.speedup import Estimate
 from jaxcross.program.trace import step_name
 from jaxcross.step.crossover import Axes, Step, crossover
 from jaxcross.step.measured_together import Subject, measure_on_all_ranks

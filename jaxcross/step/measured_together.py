@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxcross.errors import ExchangeError, clause, first_line
 from jaxcross.jobs.context import JobContext
-from jaxcross.plan.estimate import Estimate, estimate_of
+from jaxcross.plan.speedup import Estimate, estimate_of
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.standalone import Standalone

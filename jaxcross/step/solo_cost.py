@@ -16,7 +16,7 @@ from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.step_registry import memory_of, step_graph_of
 from jaxcross.plan.memory import JobMemory, device_limit_bytes
 from jaxcross.plan.profile import Profile
-from jaxcross.plan.step_cost import StepCost
+from jaxcross.plan.speedup import StepCost
 from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Exchange, Program, Segment

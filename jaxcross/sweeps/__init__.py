@@ -1,13 +1,13 @@
 """Sweeps: many trials of one training function, a few at a time, each of them a job of a `Runner`.
 
-sweep        `sweep`: checks, runs and resumes a whole sweep
-search       where trials come from: `Grid`, `Choices`, `Draws`, `Optuna`; `study` asks Optuna
-schedule     in which order a search receives results, and when which trial begins. Pure
-coordinator  rank 0's side: asks, tells, prunes, and writes down what must survive a restart
-trial        each rank's side of a trial: the function of its job, and the clean-up after the job
-log          the trials of a sweep on disk
-settings     settings that must be the same on all ranks, and whenever a sweep is restarted
-script       a rank of `jaxcross sweep`
+sweep           `sweep`: checks, runs and resumes a whole sweep
+search          where trials come from: `Grid`, `Choices`, `Draws`, `Optuna`; `study` asks Optuna
+schedule        in which order a search receives results, and when which trial begins. Pure
+coordinator     rank 0's side: asks, tells, prunes, and writes down what must survive a restart
+trial           each rank's side of a trial: the function of its job, and the clean-up after the job
+log             the trials of a sweep on disk
+sweep_settings  settings that must be the same on all ranks, and whenever a sweep is restarted
+sweep_rank      a rank of `jaxcross sweep`
 """
 
 from jaxcross.sweeps.search import Choices, Draws, Grid, Optuna

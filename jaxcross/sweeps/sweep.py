@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -19,9 +18,8 @@ from jaxcross.jobs.options import SharedOptions, check_options, check_values
 from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
-from jaxcross.report.sweep import SweepResult
-from jaxcross.report.sweep_trial import SweepTrial
-from jaxcross.sweeps import settings as checks
+from jaxcross.report.sweep_result import SweepResult, SweepTrial
+from jaxcross.sweeps import sweep_settings as checks
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.log import TrialLog, TrialRecord
 from jaxcross.sweeps.schedule import Parameters, Search, Started
@@ -36,8 +34,8 @@ from jaxcross.sweeps.search import (
     name_of,
     pruner_of,
 )
-from jaxcross.sweeps.settings import SweepSettings, on_every_rank
 from jaxcross.sweeps.study import StudySearch, earlier_trials
+from jaxcross.sweeps.sweep_settings import SweepSettings, on_every_rank
 from jaxcross.sweeps.trial import Finished, Trials
 from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather
@@ -358,16 +356,16 @@ def _result(
         JobError: On every rank, if all trials failed.
     """
 
-    def text() -> str:
+    def facts() -> list[dict[str, Any]]:
         if coordinator is None:
-            return ""
+            return []
         if coordinator.error is not None:
             raise coordinator.error
-        return json.dumps([_facts(each) for each in coordinator.trials])
+        return [_facts(each) for each in coordinator.trials]
 
-    mine = on_every_rank(world, "end of the sweep", text)
+    mine = on_every_rank(world, "end of the sweep", facts)
     with world.monitor(job="", step=0, segment=-1, what="result of the sweep"):
-        rows = json.loads(world.control.allgather_text(mine)[0] if world.size > 1 else mine)
+        rows = gather(world.control, mine)[0]
     found = tuple(SweepTrial(**{**row, "values": tuple(map(tuple, row["values"]))}) for row in rows)
     failed = [each for each in found if each.status == "failed"]
     if len(failed) == len(found):

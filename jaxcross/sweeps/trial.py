@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from collections import Counter
@@ -15,14 +14,16 @@ from typing import Any, final
 import jax
 
 from jaxcross._pytree import PyTree, snapshot
+from jaxcross._schema import unspelt
 from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.thread import JobDone, JobThread
 from jaxcross.report.metric_files import flat
 from jaxcross.sweeps.coordinator import Coordinator
-from jaxcross.sweeps.settings import SweepSettings
+from jaxcross.sweeps.sweep_settings import SweepSettings
 from jaxcross.world import World
+from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
 
@@ -352,9 +353,7 @@ class _Observer:
         if self._coordinator is None:
             return
         for step, metrics in new:
-            value = dict(flat(metrics)).get(self.metric)
-            if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-                value = float(value)
+            value = unspelt(dict(flat(metrics)).get(self.metric))
             if value is None:
                 continue
             if not isinstance(value, bool | int | float):
@@ -371,11 +370,9 @@ class _Observer:
         job._read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
-        mine = json.dumps([value, _digest(job.state)])
-        everyone = job.run_on_all_ranks(
-            "end of the trial", lambda control: control.allgather_text(mine)
-        )
-        value = json.loads(everyone[0])[0]
+        mine = (value, _digest(job.state))
+        everyone = job.run_on_all_ranks("end of the trial", lambda control: gather(control, mine))
+        value = everyone[0][0]
         if value is None:
             names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
             error = JobError(
@@ -385,7 +382,7 @@ class _Observer:
             )
             self._trials.give_up(self, error)
             raise error
-        digests = [json.loads(each)[1] for each in everyone]
+        digests = [each for _, each in everyone]
         digest = (
             digests[0]
             if len(set(digests)) == 1

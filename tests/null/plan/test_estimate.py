@@ -15,11 +15,10 @@ from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.script import Step
 from jaxcross.interleave.simulator import Simulation
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.contention import TWO_CORES
-from jaxcross.plan.estimate import contention_at, estimate_of, memory_bytes, period_s
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.profile import Profile
-from jaxcross.plan.step_cost import StepCost
+from jaxcross.plan.speedup import StepCost, contention_at, estimate_of, memory_bytes, period_s
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 WHOLE = StepGraph(

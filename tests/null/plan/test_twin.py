@@ -10,7 +10,7 @@ import pytest
 import jaxcross
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import predict
 

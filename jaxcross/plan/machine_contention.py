@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from jaxcross import _schema
 from jaxcross.interleave.contention import Contention
-from jaxcross.plan import bounded
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
@@ -73,9 +72,7 @@ class MachineContention:
             OSError: The file can't be read.
         """
         what = "the contention of a machine"
-        return bounded.load(
-            Path(path), what, lambda text: cls.from_json(json.loads(text)), most=MAX_FILE_BYTES
-        )
+        return _schema.load(Path(path), what, cls.from_json, most=MAX_FILE_BYTES)
 
     def to_json(self) -> list[dict[str, float]]:
         """Returns plain data; `from_json` reads it back."""
@@ -91,27 +88,14 @@ class MachineContention:
         Raises:
             ValueError: `points` is something else.
         """
-        if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
-            raise ValueError("contention is a list of points: mbps, compute, exchange")
+        found = _schema.record(points, list[dict[str, float]])
         keys = {"mbps", "compute", "exchange"}
-        for point in points:
-            if point.keys() != keys or not all(
-                type(value) in (int, float) for value in point.values()
-            ):
+        for point in found:
+            if point.keys() != keys:
                 raise ValueError(
                     f"a point of a contention has the numbers {sorted(keys)}, got {point}"
                 )
-        if not all(abs(value) < 2**63 for point in points for value in point.values()):
-            raise ValueError("a number of a contention is out of range")
-        return cls(
-            measured=tuple(
-                (
-                    float(p["mbps"]),
-                    Contention(compute=float(p["compute"]), exchange=float(p["exchange"])),
-                )
-                for p in points
-            )
-        )
+        return cls(measured=tuple((point.pop("mbps"), Contention(**point)) for point in found))
 
 
 TWO_CORES = MachineContention(

@@ -1,4 +1,4 @@
-"""One rank of `jaxcross sweep`: `python -m jaxcross.sweeps.script train.py TASK`."""
+"""One rank of `jaxcross sweep`: `python -m jaxcross.sweeps.sweep_rank train.py TASK`."""
 
 from __future__ import annotations
 
