@@ -10,8 +10,7 @@ abort              terminates every rank if one fails; `abort_notice` sends the 
                    `shutdown_barrier` ends a run in order
 timed_comm         a communicator with a time limit on each call
 process            identity and state of a rank's process
-sigterm            treats SIGTERM like Ctrl-C; `deferred_signals` keeps signals until the main
+signals            Ctrl-C and SIGTERM: none is lost, and during a run they wait until the main
                    thread asks for them
-gc_safe_signals    Ctrl-C and SIGTERM during garbage collection, where Python drops exceptions
 stacks             Python stacks of all threads as text; `tracebacks` trims tracebacks for users
 """

@@ -27,7 +27,7 @@ from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.heartbeat import Heartbeat
 from jaxcross.health.process import ProcessId
 from jaxcross.health.shutdown_barrier import ShutdownBarrier
-from jaxcross.health.sigterm import SigtermHandler
+from jaxcross.health.signals import SigtermHandler
 from jaxcross.health.stacks import stacks
 from jaxcross.health.timed_comm import TimedComm
 

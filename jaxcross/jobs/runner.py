@@ -21,7 +21,7 @@ from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
 from jaxcross.health.abort import print_error
-from jaxcross.health.deferred_signals import defer_signals
+from jaxcross.health.signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Start
 from jaxcross.jobs import arguments

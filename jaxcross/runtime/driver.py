@@ -133,7 +133,7 @@ class Driver:
 
         Args:
             held: Receives what signal handlers raise during the run; see
-                `jaxcross.health.deferred_signals.defer_signals`.
+                `jaxcross.health.signals.defer_signals`.
 
         Returns:
             Whether a signal on any rank stopped the run. Identical across ranks.

@@ -29,8 +29,7 @@ from jaxcross.health.abort import (
     print_error,
 )
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.gc_safe_signals import install_interrupt
-from jaxcross.health.sigterm import SigtermHandler
+from jaxcross.health.signals import SigtermHandler, install_interrupt
 from jaxcross.health.watchdog import Watchdog
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.mpi_wire import MpiWire, Over
