@@ -26,10 +26,9 @@ from jaxcross.health.activity import Activity, RankStatus, late_ranks, stall_rep
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.heartbeat import Heartbeat
 from jaxcross.health.process import ProcessId
-from jaxcross.health.shutdown_barrier import ShutdownBarrier
 from jaxcross.health.signals import SigtermHandler
-from jaxcross.health.stacks import stacks
 from jaxcross.health.timed_comm import TimedComm
+from jaxcross.health.tracebacks import stacks
 
 WaitingFor = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
 """Returns the ranks for which a wait waits, perhaps including this one, each with the reason.
@@ -488,3 +487,37 @@ class _Monitored:
         trace: TracebackType | None,
     ):
         self._watchdog.leave(self._token, failed=kind is not None)
+
+
+@final
+class ShutdownBarrier:
+    """Two barriers after the end of this rank's script.
+
+    No rank may leave MPI while another rank may still send to it. But MPI lets a rank finalise
+    before the others, and MPICH over TCP then tries forever to reach that rank. So we need two
+    barriers. Once the first one has been passed, all scripts have ended, and this rank stops
+    sending. Once the second one has been passed, no rank sends any more, and MPI may be finalised.
+
+    It's used by a single thread, and nothing in it waits.
+
+    Args:
+        comm: A communicator on which there are no other collective calls.
+
+    Attributes:
+        stopped_sending_s: The time at which this rank stopped sending, None before.
+    """
+
+    def __init__(self, comm: TimedComm) -> None:
+        self._comm = comm
+        self._barrier = comm.Ibarrier()
+        self.stopped_sending_s: float | None = None
+
+    def passed(self) -> bool:
+        """Whether MPI may be finalised. Must not be called again once it has returned True."""
+        if not self._comm.test(self._barrier):
+            return False
+        if self.stopped_sending_s is not None:
+            return True
+        self.stopped_sending_s = time.monotonic()
+        self._barrier = self._comm.Ibarrier()
+        return False
