@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 from jaxcross.health.abort import AbortReason, Terminated, abort_everywhere, stop_reason
 from jaxcross.health.abort_notice import AbortNotices
@@ -37,13 +37,6 @@ It's called before a report, with the answers of the other ranks. If the result 
 is held up by something else that is monitored itself. If it's None, all ranks have arrived, and the
 wait should have ended.
 """
-
-
-class Monitor(AbstractContextManager[None], Protocol):
-    """A context whose duration is monitored."""
-
-    def renew(self) -> None:
-        """Restarts the time, because what the context waits for has made progress."""
 
 
 _QUERY = 1
@@ -153,7 +146,7 @@ class Watchdog:
         local: bool = False,
     ) -> Monitor:
         """Returns a context whose duration is monitored. See `jaxcross.world.World.monitor`."""
-        return _Monitored(self, partial(self.enter, job, step, segment, what, waiting_for, local))
+        return Monitor(self, partial(self.enter, job, step, segment, what, waiting_for, local))
 
     def enter(
         self,
@@ -467,7 +460,9 @@ class Watchdog:
 
 
 @final
-class _Monitored:
+class Monitor:
+    """A context whose duration the watchdog monitors."""
+
     __slots__ = ("_enter", "_token", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, enter: Callable[[], int]) -> None:
@@ -475,6 +470,7 @@ class _Monitored:
         self._enter = enter
 
     def renew(self) -> None:
+        """Restarts the time, because what the context waits for has made progress."""
         self._watchdog.renew(self._token)
 
     def __enter__(self) -> None:
@@ -485,7 +481,7 @@ class _Monitored:
         kind: type[BaseException] | None,
         value: BaseException | None,
         trace: TracebackType | None,
-    ):
+    ) -> None:
         self._watchdog.leave(self._token, failed=kind is not None)
 
 

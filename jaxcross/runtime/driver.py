@@ -16,7 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxcross._link import Link
 from jaxcross._pytree import PyTree
@@ -32,7 +32,6 @@ from jaxcross.runtime.collective_call import CollectiveCall
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import (
     MAX_REFUSALS,
-    Execution,
     JobRecord,
     NonFinite,
     StepCall,
@@ -45,6 +44,9 @@ from jaxcross.runtime.stall_watch import JobWaits
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
+
+if TYPE_CHECKING:
+    from jaxcross.program.execution import Execution
 
 
 class Driver:

@@ -20,7 +20,7 @@ from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
 from jaxcross.world.exchange_owner import ExchangeOwner
-from jaxcross.world.mailbox import Mailbox, MpiMailbox
+from jaxcross.world.mailbox import Mailbox
 from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.sched_slice import ask_for_short_slices
 
@@ -188,7 +188,7 @@ class World:
         Waits for all ranks, which must make these calls in the same order.
         """
         with self.monitor(job="", step=0, segment=-1, what="making a mailbox"):
-            return MpiMailbox(self._base.Dup())
+            return Mailbox(self._base.Dup())
 
     def monitor(
         self,
