@@ -12,6 +12,6 @@ policy          the order of turns: `RoundRobin`, `Sequential`, `Weighted`
 compute_queue   picks the next compute segment for the device
 step_graph      the dependences between a program's segments; the interleaver needs nothing else
 instrument      spans and notes for listeners
-simulator       runs real interleavers on a virtual clock; jobs are `script`s, and `contention`
-                slows down overlapping lanes
+simulator       runs real interleavers on a virtual clock; jobs are scripts, and `contention` slows
+                down overlapping lanes
 """
