@@ -46,8 +46,7 @@ from jaxcross.report import Report
 from jaxcross.report.metric_files import MetricFiles
 from jaxcross.report.record import Recorder
 from jaxcross.runtime.chaos import chaos_of
-from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.flight_notes import FlightNotes
+from jaxcross.runtime.driver import Driver, FlightNotes
 from jaxcross.runtime.paused_run import nobody_resumes
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
