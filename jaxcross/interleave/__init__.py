@@ -2,7 +2,7 @@
 
 interleaver     the state machine: events in, instructions out (`messages`); its proof is at its
                 head, and its invariants at its end
-shared_state    the state that's identical across ranks, and the order of all exchanges, which
+shared_order    the state that's identical across ranks, and the order of all exchanges, which
                 follows from it
 local_state     the state that only this rank has
 vote            the one control message between ranks; `ballot_writer` writes this rank's vote,

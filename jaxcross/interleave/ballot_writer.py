@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxcross.interleave.local_state import LocalJob
-from jaxcross.interleave.shared_state import SharedJob
+from jaxcross.interleave.shared_order import SharedJob
 from jaxcross.interleave.vote import Ballot, JobBallot, JobRequest
 
 

@@ -58,7 +58,7 @@ from jaxcross.interleave.ballot_writer import BallotWriter
 from jaxcross.interleave.compute_queue import DEPTH, ComputeQueue
 from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
-from jaxcross.interleave.shared_state import Outcome, SharedState, Slot
+from jaxcross.interleave.shared_order import Outcome, SharedState, Slot
 from jaxcross.interleave.vote import AtStart, Verdict, point_hash
 
 _MAX_BACKOFF_LEVEL = 16  # the driver's waits stop growing long before this level

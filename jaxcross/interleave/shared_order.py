@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Stream:
+class StreamProgress:
     """What is known of all ranks' progress in one stream of batches."""
 
     prepared: int = 0
@@ -93,7 +93,7 @@ class SharedJob:
     paused: bool = False
     stop: bool = False
     finished: bool = False
-    streams: dict[int, Stream] = field(default_factory=dict)
+    streams: dict[int, StreamProgress] = field(default_factory=dict)
 
 
 _OPENING_VOTES = 16  # about half a second of backoff
@@ -385,7 +385,7 @@ class SharedState:
     def _apply_batches(job: SharedJob, verdict: JobVerdict) -> bool:
         if verdict.stream is None or verdict.stream < 0:
             return False
-        stream = job.streams.setdefault(verdict.stream, Stream())
+        stream = job.streams.setdefault(verdict.stream, StreamProgress())
         before = (stream.prepared, stream.limit)
         stream.prepared = max(stream.prepared, verdict.prepared)
         if verdict.limit is not None:
