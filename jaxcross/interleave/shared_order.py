@@ -1,5 +1,16 @@
 """The state that's identical across ranks, and the exchange lane's order, which follows from it.
 
+An exchange blocks its lane until all ranks have arrived. So if two ranks ran the exchanges of two
+jobs in different orders, they would deadlock. The order can't follow from which job is ready,
+because that differs between ranks at any moment. Ranks could agree before each exchange, but that
+would cost a round trip each time, and a barrier after each round of jobs would make all ranks wait
+for the slowest one each time.
+
+Instead, one vote admits all exchanges of a step at once, as soon as all ranks have called the step,
+and each rank merges the admitted exchanges of all jobs into one sequence by itself. For that, the
+policy only gets numbers that are identical across ranks: it charges the jobs for bytes rather than
+for measured time.
+
 Nothing here depends on a clock, a device or anything else that is rank-local. The state changes
 only when a slot of the exchange lane ends or a vote delivers its verdict, and both are identical
 across ranks. So `slot()` returns the same next slot on all ranks, even though they ask at different
