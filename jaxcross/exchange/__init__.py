@@ -78,3 +78,7 @@ __all__ = [
     "streaming_diloco",
     "top_k",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -34,3 +34,7 @@ __all__ = [
     "TensorBoard",
     "TimeBreakdown",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
