@@ -23,7 +23,7 @@ from workloads import parser, write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checker isn't part of the package
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Sync
+from jaxcross.interleave.simulator import Add, Batch, Call, Fail, Prepare, Sync
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from tests.model.explore import explore
@@ -56,9 +56,9 @@ INTERRUPT = ((m.StopRequested(),), (), (), ())  # on rank 0, at any moment
 Expected = set[str]  # how the jobs may end, in their order
 
 
-def step(graph: StepGraph, **fails: str) -> Step:
+def step(graph: StepGraph, **fails: str) -> Call:
     """One call. With `step(PLAIN, s2="complete")`, segment 2 fails on the device."""
-    return Step(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
+    return Call(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
 
 
 def fed(batches: int, graph: StepGraph) -> Script:

@@ -26,8 +26,7 @@ from workloads import parser, spread, write_json
 
 from jaxcross.interleave.messages import Event
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.script import Step
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.program import stages
 
@@ -69,7 +68,7 @@ def decided(jobs: int, segments: int, steps: int) -> list[float]:
 
     def loop() -> Any:
         for _ in range(steps):
-            yield Step(plan, (1e-3,) * segments)
+            yield Call(plan, (1e-3,) * segments)
 
     simulation = Simulation(
         [[loop() for _ in range(jobs)] for _ in range(2)],

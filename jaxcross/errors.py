@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+__all__ = ["CutError", "ExchangeError", "InternalError", "JobError", "MissingExtraError"]
+
 _CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
 
 
 class CutError(Exception):

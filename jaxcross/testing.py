@@ -35,6 +35,10 @@ _CALLS = INLINED | {"shard_map"}
 _NO_OPS = LOCAL | {"pcast"}
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 @final
 class LocalRanks:
     """A `Wire` whose ranks all live in this process.

@@ -114,7 +114,7 @@ def _finish(
     args: argparse.Namespace, known: MachineContention | None, found: Mapping[str, Any]
 ) -> int:
     """Prints the table and adds the measured rate to the file."""
-    from jaxcross._files.whole import write_whole
+    from jaxcross._files import write_whole
     from jaxcross.interleave.contention import Contention
     from jaxcross.plan import MachineContention
 

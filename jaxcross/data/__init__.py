@@ -31,3 +31,7 @@ __all__ = [
     "synthesise",
     "train_batches",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

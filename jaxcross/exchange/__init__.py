@@ -81,3 +81,7 @@ __all__ = [
     "streaming_diloco",
     "top_k",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -2,16 +2,15 @@
 
 This folder only depends on the package's errors.
 
-watchdog           reports ranks that have not arrived, with stacks, and terminates a run that hangs
+watchdog           reports ranks that have not arrived, with stacks, and terminates a run that
+                   hangs; ends MPI in order after the scripts
 heartbeat          a small message to two neighbours about once a second
 activity           activities of a rank, and the report of a stuck wait
 flight_recorder    the activities of this rank, in a file that survives `kill -9`
-abort              terminates every rank if one fails; `abort_notice` sends the reason,
-                   `shutdown_barrier` ends a run in order
+abort              terminates every rank if one fails; `abort_notice` sends the reason
 timed_comm         a communicator with a time limit on each call
 process            identity and state of a rank's process
-sigterm            treats SIGTERM like Ctrl-C; `deferred_signals` keeps signals until the main
+signals            Ctrl-C and SIGTERM: none is lost, and during a run they wait until the main
                    thread asks for them
-gc_safe_signals    Ctrl-C and SIGTERM during garbage collection, where Python drops exceptions
-stacks             Python stacks of all threads as text; `tracebacks` trims tracebacks for users
+tracebacks         Python stacks of all threads as text, and tracebacks trimmed for users
 """

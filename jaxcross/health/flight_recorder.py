@@ -1,7 +1,13 @@
 """The flight recorder writes this rank's activities to a file as they happen.
 
 The file is meant for the time after a failure, so it survives whatever ends the process, even `kill
--9`.
+-9`. A log that is kept in memory and written at the end wouldn't. So each event is a line that is
+written at once, by one unbuffered `write`. From then on, the kernel has the line, and because the
+file is opened for appending, threads don't overwrite each other's lines. We don't wait for the
+disk, since a loss of power isn't what a post-mortem explains.
+
+The file must not fill the disk either. When it gets too large, a new file replaces it, which begins
+with the activities in progress, so it can be read without the old one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
 from jaxcross.health.abort import print_error
-from jaxcross.health.deferred_signals import defer_signals
+from jaxcross.health.signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Start
 from jaxcross.jobs import arguments
@@ -46,8 +46,7 @@ from jaxcross.report import Report
 from jaxcross.report.metric_files import MetricFiles
 from jaxcross.report.record import Recorder
 from jaxcross.runtime.chaos import chaos_of
-from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.flight_notes import FlightNotes
+from jaxcross.runtime.driver import Driver, FlightNotes
 from jaxcross.runtime.paused_run import nobody_resumes
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world

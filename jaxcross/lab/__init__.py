@@ -39,6 +39,10 @@ SBIN = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 class Lab:
     """A context manager. While it's open, hosts `h0`, `h1` ... exist. Entering takes about 0.2 s.
 

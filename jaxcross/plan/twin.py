@@ -27,8 +27,7 @@ from jaxcross.interleave.compute_queue import DEPTH
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted, checked_depth
-from jaxcross.interleave.script import Script, Step, Think
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Script, Simulation, Think
 from jaxcross.plan.difference import Difference, difference
 from jaxcross.plan.profile import Profile
 from jaxcross.report.report import Report
@@ -247,7 +246,7 @@ def _simulation(
 
 def _script(profile: Profile, steps: int | None) -> Script:
     """Yields the job's events for `steps` steps, or without end if None."""
-    step = Step(profile.graph, profile.seconds)
+    step = Call(profile.graph, profile.seconds)
     for _ in itertools.repeat(None) if steps is None else range(steps):
         if profile.host_s:
             yield Think(profile.host_s)

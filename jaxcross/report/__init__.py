@@ -33,3 +33,7 @@ __all__ = [
     "TensorBoard",
     "TimeBreakdown",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -16,13 +16,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
 from jaxcross._link import Link
 from jaxcross._pytree import PyTree
 from jaxcross.health.abort import INTERRUPTED, TERMINATED, Terminated
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import Listeners
+from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy, Start
 from jaxcross.interleave.step_graph import StepGraph
@@ -32,19 +32,22 @@ from jaxcross.runtime.collective_call import CollectiveCall
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import (
     MAX_REFUSALS,
-    Execution,
     JobRecord,
     NonFinite,
     StepCall,
     Stopped,
 )
-from jaxcross.runtime.joint_start import StartGate, StartLimit
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.router import Router
 from jaxcross.runtime.stall_watch import JobWaits
+from jaxcross.runtime.start_gate import StartGate, StartLimit
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
+
+if TYPE_CHECKING:
+    from jaxcross.health.flight_recorder import FlightRecorder
+    from jaxcross.program.execution import Execution
 
 
 class Driver:
@@ -133,7 +136,7 @@ class Driver:
 
         Args:
             held: Receives what signal handlers raise during the run; see
-                `jaxcross.health.deferred_signals.defer_signals`.
+                `jaxcross.health.signals.defer_signals`.
 
         Returns:
             Whether a signal on any rank stopped the run. Identical across ranks.
@@ -467,3 +470,20 @@ class Driver:
                 # record has got by now.
                 self._fatal = error
         self._over.set()
+
+
+@final
+class FlightNotes(Instrument):
+    """Writes job statuses to the event file, so that a post-mortem shows what ran.
+
+    Leaves out the losses, which come on every step.
+    """
+
+    def __init__(self, flight: FlightRecorder) -> None:
+        self._flight = flight
+
+    def note(
+        self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
+    ) -> None:
+        if kind != "loss":
+            self._flight.note(f"{kind}: {value}", job=job, step=step)

@@ -1,17 +1,19 @@
-"""The driver's records of a job and of one call of its step, and the interfaces it needs."""
+"""The driver's records of a job and of one call of its step."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
-from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.runtime.collective_call import CollectiveCall
+
+if TYPE_CHECKING:
+    from jaxcross.program.execution import Execution
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """What a job does about a step whose exchanged values aren't all finite."""
@@ -23,21 +25,6 @@ RestoreMode = Literal["check", "broadcast", "local"]
 
 class Stopped(BaseException):
     """Unwinds a job's function after a request to stop. Never leaves the job's thread."""
-
-
-class Execution(Protocol):
-    """One step of one job in flight; see `jaxcross.program.execution.Execution`."""
-
-    def run(self, index: int) -> None: ...
-    def wait_inputs(self, index: int) -> None: ...
-    def wait_outputs(self, index: int) -> None: ...
-    def zero_inputs(self, index: int) -> None: ...
-    def nonfinite(self, index: int) -> str | None: ...
-    def branch_mismatch(self, index: int) -> str | None: ...
-    def skip(self) -> None: ...
-    @property
-    def skippable(self) -> bool: ...
-    def outputs(self) -> PyTree: ...
 
 
 @final

@@ -9,18 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, final
 
-from jaxcross._link import Link
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import Activity
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import TOGETHER, Listeners, Span
+from jaxcross.interleave.instrument import TOGETHER, Span
 from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.job_record import StepCall
-from jaxcross.runtime.router import Router
-from jaxcross.world import World
 from jaxcross.world.sched_slice import ask_for_short_slices
+
+if TYPE_CHECKING:
+    from jaxcross.runtime.driver import Driver
 
 _FIRST_BACKOFF_S = 0.002
 _LONGEST_BACKOFF_S = 0.05
@@ -32,22 +32,6 @@ def backoff_s(level: int) -> float:
     It decides only when the lane votes, never what, so ranks may wait for different times.
     """
     return min(_FIRST_BACKOFF_S * 2**level, _LONGEST_BACKOFF_S)
-
-
-class LaneDriver(Protocol):
-    """The part of `jaxcross.runtime.driver.Driver` that lanes use."""
-
-    world: World
-    listeners: Listeners
-    link: Link | None
-    clock_ns: Callable[[], int]
-    router: Router
-
-    def queue(self) -> SimpleQueue[Any]: ...
-    def post(self, event: m.Event) -> None: ...
-    def announcement(self) -> str: ...
-    def finished(self) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
 
 
 class LaneThread(threading.Thread):
@@ -66,7 +50,7 @@ class LaneThread(threading.Thread):
         name: str,
         work: Callable[[], object],
         living: set[threading.Thread],
-        driver: LaneDriver | None = None,
+        driver: Driver | None = None,
     ) -> None:
         super().__init__(name=f"jaxcross-{name}", daemon=True)
         self.living = living
@@ -103,7 +87,7 @@ class ComputeLane:
     begins when the device became free for it.
     """
 
-    def __init__(self, driver: LaneDriver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Dispatch, StepCall] | None] = driver.queue()
         self._on_device: SimpleQueue[tuple[m.Dispatch, StepCall, int, int] | None] = driver.queue()
@@ -203,7 +187,7 @@ class ExchangeLane:
     Their order is identical across ranks.
     """
 
-    def __init__(self, driver: LaneDriver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
         self._arrived = threading.Event()  # set whenever an item has been queued

@@ -12,8 +12,8 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Listeners
 from jaxcross.runtime.failure_text import describe, explain, printing_ranks
 from jaxcross.runtime.job_record import JobRecord, StepCall
-from jaxcross.runtime.joint_start import late_warning, note_at_start
 from jaxcross.runtime.paused_run import PausedRun
+from jaxcross.runtime.start_gate import late_warning, note_at_start
 
 _log = logging.getLogger("jaxcross")
 

@@ -22,7 +22,11 @@ from jaxcross.world.control_plane import Control
 
 
 class StepInFlight(Protocol):
-    """The part of `jaxcross.program.execution.Execution` that `run_execution` needs."""
+    """A call whose segments `run_execution` runs.
+
+    Implemented by `jaxcross.program.execution.Execution`, and by the trials of
+    `jaxcross.step.timed_trial`, which continue after a failure.
+    """
 
     def run(self, index: int) -> None: ...
     def forget(self, index: int) -> None: ...

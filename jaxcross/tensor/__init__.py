@@ -60,3 +60,7 @@ __all__ = [
     "step_cost",
     "unshard",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -7,7 +7,7 @@ start_limit     a time limit for the start of MPI; `start_notice`: log lines unt
 world           `World`: rank, size, communicators, agreements, the watchdog
 exchange_owner  which thread or run may currently exchange
 control_plane   small agreements between all ranks, on a communicator of their own
-replicas        makes a pytree identical on all ranks, or checks that it is
+initial_state   makes a pytree identical on all ranks, or checks that it is
 mailbox         non-blocking flat messages; `neighbours`: gathers texts among the ranks that
                 exchange with one another
 workers         worker processes of a rank, such as a data loader's

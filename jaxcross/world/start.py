@@ -29,15 +29,20 @@ from jaxcross.health.abort import (
     print_error,
 )
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.gc_safe_signals import install_interrupt
-from jaxcross.health.sigterm import SigtermHandler
+from jaxcross.health.signals import SigtermHandler, install_interrupt
 from jaxcross.health.watchdog import Watchdog
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.mpi_wire import MpiWire, Over
 from jaxcross.world import malloc, wire_choice, xla_pool
 from jaxcross.world.control_plane import MpiControl
 from jaxcross.world.exchange_owner import ExchangeOwner, check_interval
-from jaxcross.world.launch_env import MPI_SETTINGS, Launch, check_launch, read_launch, vendor_of
+from jaxcross.world.launch_env import (
+    MPI_SETTINGS,
+    LaunchedRanks,
+    check_launch,
+    read_launch,
+    vendor_of,
+)
 from jaxcross.world.neighbours import Neighbours
 from jaxcross.world.start_limit import limited_start
 from jaxcross.world.start_notice import StartNotice, no_progress_wanted
@@ -141,7 +146,7 @@ def initialize(
 
 
 def _start(
-    launch: Launch | None,
+    launch: LaunchedRanks | None,
     stall_timeout_s: float,
     heartbeat_timeout_s: float,
     over: Over | None,

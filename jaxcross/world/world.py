@@ -20,7 +20,7 @@ from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
 from jaxcross.world.exchange_owner import ExchangeOwner
-from jaxcross.world.mailbox import Mailbox, MpiMailbox
+from jaxcross.world.mailbox import Mailbox
 from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.sched_slice import ask_for_short_slices
 
@@ -32,8 +32,8 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 
 @dataclass(slots=True)
-class _Slot:
-    """A communicator that is being made.
+class _GroupComm:
+    """The communicator of one group of ranks, once it has been made.
 
     Each one has its own lock, so that making one group's communicator never blocks another group's.
     """
@@ -94,8 +94,8 @@ class World:
     _watchdog: Watchdog = field(repr=False)
     job_comms: JobComms = field(default_factory=JobComms, repr=False)
     _neighbours: Neighbours = field(repr=False)
-    _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)
-    _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _group_comms: dict[Any, _GroupComm] = field(default_factory=dict, repr=False)
+    _group_comms_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
         """Pickles as "the world of the process that unpickles it".
@@ -132,10 +132,10 @@ class World:
         ranks = grid.group(axes, groups)
         if len(ranks) == 1:
             return MPI.COMM_SELF
-        with self._slots_lock:
-            slot = self._slots.setdefault(ranks, _Slot())
-        with slot.lock:
-            if slot.comm is None:
+        with self._group_comms_lock:
+            group_comm = self._group_comms.setdefault(ranks, _GroupComm())
+        with group_comm.lock:
+            if group_comm.comm is None:
                 what = f"making a communicator of ranks {ranks}"
                 others = [r for r in ranks if r != self.rank]
                 # We may be in a job's thread, so this wait has no fixed order relative to what the
@@ -144,8 +144,8 @@ class World:
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
                     # MPI distinguishes concurrent creations over the same parent by nothing but
                     # their tags.
-                    slot.comm = self.new_communicator(ranks, repr(ranks))
-        return slot.comm
+                    group_comm.comm = self.new_communicator(ranks, repr(ranks))
+        return group_comm.comm
 
     def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
         """Returns a new mpi4py communicator of these ranks in this order. Waits for these ranks.
@@ -188,7 +188,7 @@ class World:
         Waits for all ranks, which must make these calls in the same order.
         """
         with self.monitor(job="", step=0, segment=-1, what="making a mailbox"):
-            return MpiMailbox(self._base.Dup())
+            return Mailbox(self._base.Dup())
 
     def monitor(
         self,
@@ -254,7 +254,7 @@ class World:
             ExchangeError: The trees differ or, with `check`, the values do. Raised on every rank,
                 naming the leaf and two ranks.
         """
-        from jaxcross.world.replicas import broadcast, check_equal
+        from jaxcross.world.initial_state import broadcast, check_equal
 
         if mode not in ("check", "broadcast"):
             raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")

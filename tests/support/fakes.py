@@ -15,13 +15,22 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.interleave.script import Batch, Fail, Prepare, Step, Sync, Think
-from jaxcross.interleave.simulator import RankResult, Simulation
+from jaxcross.interleave.simulator import (
+    Batch,
+    Call,
+    Fail,
+    Prepare,
+    RankResult,
+    Simulation,
+    Sync,
+    Think,
+)
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.verify import verify
 
 __all__ = [
     "Batch",
+    "Call",
     "Fail",
     "FakeCompiled",
     "FakeControl",
@@ -31,7 +40,6 @@ __all__ = [
     "Prepare",
     "RankResult",
     "Simulation",
-    "Step",
     "Sync",
     "Think",
     "plain_program",

@@ -12,7 +12,7 @@ from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.runner import Runner
-from jaxcross.runtime.joint_start import StartGate, StartLimit, note_at_start
+from jaxcross.runtime.start_gate import StartGate, StartLimit, note_at_start
 from jaxcross.server import ParameterServer
 from tests.support.fakes import run_ranks
 from tests.support.membership_jobs import all_see

@@ -12,8 +12,7 @@ import pytest
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.script import Step
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.memory import JobMemory
@@ -143,7 +142,7 @@ def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> No
 
     def script() -> Any:
         for _ in range(steps):
-            yield Step(WHOLE, seconds)
+            yield Call(WHOLE, seconds)
 
     simulation = Simulation(
         [[script() for _ in range(jobs)]],

@@ -1,5 +1,16 @@
 """The state that's identical across ranks, and the exchange lane's order, which follows from it.
 
+An exchange blocks its lane until all ranks have arrived. So if two ranks ran the exchanges of two
+jobs in different orders, they would deadlock. The order can't follow from which job is ready,
+because that differs between ranks at any moment. Ranks could agree before each exchange, but that
+would cost a round trip each time, and a barrier after each round of jobs would make all ranks wait
+for the slowest one each time.
+
+Instead, one vote admits all exchanges of a step at once, as soon as all ranks have called the step,
+and each rank merges the admitted exchanges of all jobs into one sequence by itself. For that, the
+policy only gets numbers that are identical across ranks: it charges the jobs for bytes rather than
+for measured time.
+
 Nothing here depends on a clock, a device or anything else that is rank-local. The state changes
 only when a slot of the exchange lane ends or a vote delivers its verdict, and both are identical
 across ranks. So `slot()` returns the same next slot on all ranks, even though they ask at different
@@ -59,7 +70,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Stream:
+class StreamProgress:
     """What is known of all ranks' progress in one stream of batches."""
 
     prepared: int = 0
@@ -93,7 +104,7 @@ class SharedJob:
     paused: bool = False
     stop: bool = False
     finished: bool = False
-    streams: dict[int, Stream] = field(default_factory=dict)
+    streams: dict[int, StreamProgress] = field(default_factory=dict)
 
 
 _OPENING_VOTES = 16  # about half a second of backoff
@@ -385,7 +396,7 @@ class SharedState:
     def _apply_batches(job: SharedJob, verdict: JobVerdict) -> bool:
         if verdict.stream is None or verdict.stream < 0:
             return False
-        stream = job.streams.setdefault(verdict.stream, Stream())
+        stream = job.streams.setdefault(verdict.stream, StreamProgress())
         before = (stream.prepared, stream.limit)
         stream.prepared = max(stream.prepared, verdict.prepared)
         if verdict.limit is not None:
