@@ -3,8 +3,7 @@
 The modules don't depend on MPI. Of the rest of the package, they use only `jaxcross.errors` and a
 few private helper modules.
 
-stages           `Traced.cut`, `cut` and `compile` as users see them; the only module that imports
-                 all passes
+stages           `Traced`, `cut` and `compile` as users see them
 trace            a step and its arguments -> a flat jaxpr; `flatten` inlines, splits and unrolls the
                  equations that hold exchanges; every pass emits its equations into an `emitter`
 cut              a flat jaxpr -> a program: which equation runs in which segment; `assemble` builds

@@ -12,7 +12,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -22,7 +22,9 @@ from jaxcross.program.graph import Graph, Group, Placement, by_place, exchanges_
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.nonfinite import masked_by
-from jaxcross.program.trace import Traced
+
+if TYPE_CHECKING:
+    from jaxcross.program.trace import Traced
 
 # These reduce element by element, so their operands may share a buffer.
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from jaxcross._jax_compat.shard_map import is_cast_outside_of_shard_map
 from jaxcross._tracing import tracing
 from jaxcross.errors import CutError, clause
 from jaxcross.program.conditional import Predicate
+from jaxcross.program.cut import BUCKET_BYTES, Cut, cut
 from jaxcross.program.flatten import Flattener
-from jaxcross.program.ir import RankDecision, Wire
+from jaxcross.program.ir import Program, RankDecision, Wire
 from jaxcross.program.jaxpr_utils import holds_shard_map
 from jaxcross.program.shard_map import check_no_vmap, check_nothing_else, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
@@ -33,9 +34,10 @@ from jaxcross.program.step_checks import (
 from jaxcross.program.wire_types import convert_wire_types
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A step as one flat jaxpr.
+    """A step as one flat jaxpr, which `cut` turns into a program. `Step.trace` returns it.
 
     Attributes:
         name: Name of the step function.
@@ -83,7 +85,14 @@ class Traced:
     )  # shared by all variants
     memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
-    def decide(self, choice: int) -> Self:
+    def cut(self, how: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
+        """Cuts this step into a verified program.
+
+        See `jaxcross.program.stages.cut` for arguments and errors.
+        """
+        return cut(self, how, bucket_bytes=bucket_bytes)
+
+    def decide(self, choice: int) -> Traced:
         """Returns the variant in which the first undecided `cond` takes branch `choice`."""
         return _flatten(self, (*self.choices, choice))
 
@@ -104,9 +113,6 @@ class Traced:
 
     def __str__(self) -> str:
         return str(self.jaxpr)
-
-
-T = TypeVar("T", bound=Traced)
 
 
 def trace(
@@ -270,7 +276,7 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
             )
 
 
-def _flatten(base: T, choices: tuple[int, ...]) -> T:
+def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     remaining = list(choices)
     found = []
 

@@ -24,7 +24,6 @@ from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.profiled_cut import ProfiledCut
-from jaxcross.program import stages
 from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
@@ -349,11 +348,11 @@ class Step(Generic[P, R]):
         """
         return None if self._last is None else self._last[2].program
 
-    def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Returns the step traced for these arguments. Does not compile, wait or communicate."""
         return self.bind(*args, **kwargs)[0]
 
-    def bind(self, *args: Any, **kwargs: Any) -> tuple[stages.Traced, list[Any]]:
+    def bind(self, *args: Any, **kwargs: Any) -> tuple[Traced, list[Any]]:
         """Returns the step traced for these arguments, and the flat arguments.
 
         Does not compile, wait or communicate.
@@ -364,7 +363,7 @@ class Step(Generic[P, R]):
         function, arrays, named = bind_static(
             cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
         )
-        traced = stages.as_stage(self._trace(world, function, arrays, named))
+        traced = self._trace(world, function, arrays, named)
         return traced, jax.tree.leaves((arrays, named))
 
     def _agree(self, variant: Variant, host: Standalone) -> bool:

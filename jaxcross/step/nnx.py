@@ -19,7 +19,7 @@ from jaxcross._arguments import in_words
 from jaxcross._pytree import PyTree
 
 if TYPE_CHECKING:
-    from jaxcross.program.stages import Traced
+    from jaxcross.program.trace import Traced
     from jaxcross.step.crossover import Step
 
 
