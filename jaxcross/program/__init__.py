@@ -34,8 +34,5 @@ wire_types       random keys and small integers as types that MPI has; `buffers`
 shard_map        a step that is a `jax.shard_map`; `solver`: linear solvers whose operator exchanges
 step_checks      checks what is passed to `crossover`
 aliasing         arguments that share a buffer, which XLA refuses to take twice
-mini_steps       exchanges that `optax.MultiSteps` makes in vain; `repeated_sums`: exchanges that
-                 are repeated for every micro-batch
-mean_of_means    losses that are divided by a rank's own count; `own_derivatives`: optimizers that
-                 differentiate the loss themselves
+suspect_exchanges  exchanges that are legal but probably mistakes, such as means of means
 """
