@@ -22,7 +22,7 @@ conditional      conditionals that exchange: decided by the host or split; `deci
 lockstep         loops that exchange and whose number of iterations differs between ranks;
                  `equality` proves values identical across ranks
 labels           identifies each exchange of a step, so that ranks can compare their order;
-                 `provenance`, `array_parts`
+                 `provenance`
 mismatch         the error texts for ranks that are about to make different exchanges
 rank_lists       mpi4jax's own calls: whether the ranks' lists of them match up; `unit`
 nonfinite        which exchange produced the first non-finite value
@@ -31,8 +31,7 @@ graph            which equation makes each variable, and which ones read it; `ja
                  simple questions about a jaxpr
 wire_types       random keys and small integers as types that MPI has; `buffers` packs many arrays
                  into one
-shard_map        a step that is a `jax.shard_map`; `solver`: linear solvers whose operator exchanges
-step_checks      checks what is passed to `crossover`
-aliasing         arguments that share a buffer, which XLA refuses to take twice
+shard_map        a step that is a `jax.shard_map`
+step_checks      checks what is passed to `crossover`; copies arguments that share a buffer
 suspect_exchanges  exchanges that are legal but probably mistakes, such as means of means
 """

@@ -19,11 +19,11 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
-from jaxcross.program.aliasing import find_shared
 from jaxcross.program.hand_over import from_host, to_host
 from jaxcross.program.ir import Program, Segment
 from jaxcross.program.jaxpr_utils import ends_on_zeros, holds_exchange
 from jaxcross.program.nonfinite import nonfinite
+from jaxcross.program.step_checks import find_shared
 from jaxcross.program.trace import Traced
 from jaxcross.program.unit import zero_calls
 

@@ -21,9 +21,8 @@ from jaxcross.program.conditional import Predicate
 from jaxcross.program.cut import BUCKET_BYTES, Cut, cut
 from jaxcross.program.flatten import Flattener
 from jaxcross.program.ir import Program, RankDecision, Wire
-from jaxcross.program.jaxpr_utils import holds_shard_map
+from jaxcross.program.jaxpr_utils import holds_exchange, holds_shard_map, rewritten
 from jaxcross.program.shard_map import check_no_vmap, check_nothing_else, is_shard_map, trace_shards
-from jaxcross.program.solver import call_solvers
 from jaxcross.program.step_checks import (
     argument_path,
     check_mesh_axes,
@@ -174,7 +173,7 @@ def trace(
     try:
         with tracing(axes):
             whole = _trace_whole(flat_step, named_step, args, kwargs, avals, axes, step_name(step))
-            whole = call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
+            whole = _call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
     except Exception as error:
         explain_failed_trace(step, error, step_name(step))
         raise
@@ -314,3 +313,26 @@ def step_name(step: Callable[..., Any]) -> str:
     """
     inner = getattr(step, "func", step)
     return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))
+
+
+_SOLVER = "custom_linear_solve"
+
+
+def _call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
+    """Replaces linear solvers whose operator exchanges by plain calls, even inside loops.
+
+    `cg`, `gmres` and `bicgstab` use `custom_linear_solve`, an equation that holds the operator, its
+    transpose and two solvers. JAX needs all of them only to differentiate, which has already
+    happened when we get the jaxpr. Only the solver runs, so a call of the solver is enough.
+
+    Args:
+        jaxpr: Closed or open.
+        axes: Axis name -> size.
+        wire: Recognises exchanges.
+    """
+
+    def called(eqn: compat.Equation) -> compat.Equation:
+        exchanges = any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))
+        return compat.call_of_solver(eqn) if exchanges else eqn
+
+    return rewritten(jaxpr, lambda eqn: eqn.primitive.name == _SOLVER, called)

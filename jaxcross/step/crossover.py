@@ -24,11 +24,10 @@ from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.profiled_cut import ProfiledCut
-from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.ir import Program
-from jaxcross.program.step_checks import check_step
+from jaxcross.program.step_checks import check_step, copy_shared
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
