@@ -415,8 +415,8 @@ def _smallest(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*one, *other})[:_KEPT]) if one else other
 
 
-# The rest describes which part of an array an equation reads or writes, and any constant factor. The
-# texts tell apart exchanges of different parts of one array.
+# The rest describes which part of an array an equation reads or writes, and any constant factor.
+# The texts tell apart exchanges of different parts of one array.
 _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 
 

@@ -2,8 +2,8 @@
 
 crossover        the decorator, and the step that it returns: arguments in, results out
 signature        the arguments of a call: static ones bound, types compared
-variant          a step for one set of argument types: its trace, its programs, their executables
-step_record      state that all variants of a step share
+variant          a step for one set of argument types: its trace, its programs, their executables;
+                 `StepRecord`: state that all variants of a step share
 prepare          a variant's executables for a job or a standalone step: agreed by all ranks, cut,
                  compiled
 agreement        a check that all ranks are about to make the same exchanges
@@ -17,9 +17,7 @@ estimate         `jaxcross.estimate`; `script_estimate` does it for the first st
                  calls
 fuse             `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both
                  ways
-measured_together  a measurement that all ranks begin together, or not at all
-profiled         a check that profiles are of the step that is about to run
-solo_cost        the seconds and bytes of one step alone
+solo_cost        the seconds and bytes of one step alone, measured on all ranks or on none
 skip_nonfinite   `nonfinite="skip"`: a step that leaves its state unchanged
 nnx              steps that change Flax NNX objects in place
 """

@@ -46,8 +46,7 @@ from jaxcross.step.signature import (
     describe_structures,
 )
 from jaxcross.step.skip_nonfinite import commit_flag, with_commit_flag
-from jaxcross.step.step_record import StepRecord
-from jaxcross.step.variant import Variant
+from jaxcross.step.variant import StepRecord, Variant
 from jaxcross.wire.rank_grid import axis_sizes
 from jaxcross.world import World, current_world
 

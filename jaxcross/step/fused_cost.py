@@ -15,8 +15,7 @@ from jaxcross.jobs.latest_state import form, own_copy
 from jaxcross.jobs.plain_job import Job
 from jaxcross.jobs.plain_loop import run
 from jaxcross.step.crossover import Step
-from jaxcross.step.measured_together import Subject, measure_on_all_ranks
-from jaxcross.step.solo_cost import Settings
+from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
 from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
