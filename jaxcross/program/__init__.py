@@ -29,8 +29,8 @@ nonfinite        which exchange produced the first non-finite value
 op_cost          which equations are cheap, and which values are cheaper to recompute than to keep
 graph            which equation makes each variable, and which ones read it; `jaxpr_utils` answers
                  simple questions about a jaxpr
-wire_types       random keys and small integers as types that MPI has; `buffers` packs many arrays
-                 into one
+wire_types       random keys and small integers as types that MPI has
+shared_buffers   packs many arrays into one buffer and takes them out again
 shard_map        a step that is a `jax.shard_map`
 step_checks      checks what is passed to `crossover`; copies arguments that share a buffer
 suspect_exchanges  exchanges that are legal but probably mistakes, such as means of means

@@ -11,7 +11,6 @@ mpi_wire      `Wire` of program/ir.py over MPI: `World.wire` returns it
 rank_grid     axes over ranks: names, sizes, coordinates, groups
 job_comms     a job's own communicators, which replace those its mpi4jax calls name; `calls`
 bytes         how many bytes a rank receives in an exchange
-offsets       slices of a vector whose constant positions become arguments
 """
 
 from jaxcross.wire.bytes import issued_bytes, wire_bytes

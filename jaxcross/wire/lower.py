@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
+from jaxcross.program import shared_buffers
 from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import holds
 from jaxcross.program.lowered import struct_of
-from jaxcross.wire import coalesce, collectives, offsets
+from jaxcross.wire import coalesce, collectives
 from jaxcross.wire.calls import with_communicators
 from jaxcross.wire.job_comms import Key
 from jaxcross.wire.messages import Channel, is_narrow_float
@@ -106,7 +107,7 @@ def _equation(
     if name in LOCAL and names_axis(eqn, mesh.sizes):
         return values
     if name == "split" and values[0].ndim == 1:
-        return offsets.split(values[0], eqn.params["sizes"])
+        return shared_buffers.split(values[0], eqn.params["sizes"])
     inside = [j for j in compat.sub_jaxprs(eqn) if names_axis_inside(j, mesh.sizes)]
     if inside and name in _LOOPS:
         return compat.bind_equation(
