@@ -22,8 +22,7 @@ from jaxcross.program.ir import Exchange, Program, hash_62
 from jaxcross.runtime.step_host import StepHost
 from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.wire import MpiWire
-from jaxcross.wire.calls import key_of
-from jaxcross.wire.job_comms import Key
+from jaxcross.wire.mpi4jax_calls import Key, key_of
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, gather
 

@@ -9,7 +9,7 @@ host_program  messages through mpi4py, sent by the host between executables; `ho
               `arena` for their memory
 mpi_wire      `Wire` of program/ir.py over MPI: `World.wire` returns it
 rank_grid     axes over ranks: names, sizes, coordinates, groups
-job_comms     a job's own communicators, which replace those its mpi4jax calls name; `calls`
+mpi4jax_calls  a program's own mpi4jax calls, and the communicators that a job has for them
 bytes         how many bytes a rank receives in an exchange
 """
 

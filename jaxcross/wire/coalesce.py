@@ -6,10 +6,10 @@ benchmarks/results/benchmarks.md. This module is pure, and its result is identic
 because it depends on the equations alone.
 
 `program/assemble` has packed small exchanges before, below `bucket_bytes` (1 MB by default), into
-shared buffers that are part of the program. Both are needed. An accelerator hands over one array per
-shared buffer, so these must exist before the wire gets them, users set their size, and they hold
-only exchanges of one level. Here, shared buffers are joined with one another and with single sums
-of up to `SMALL_BYTES`, even inside loops, but only once they're on the host.
+shared buffers that are part of the program. Both are needed. An accelerator hands over one array
+per shared buffer, so these must exist before the wire gets them, users set their size, and they
+hold only exchanges of one level. Here, shared buffers are joined with one another and with single
+sums of up to `SMALL_BYTES`, even inside loops, but only once they're on the host.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import holds
 from jaxcross.program.lowered import struct_of
 from jaxcross.wire import coalesce, collectives
-from jaxcross.wire.calls import with_communicators
-from jaxcross.wire.job_comms import Key
 from jaxcross.wire.messages import Channel, is_narrow_float
+from jaxcross.wire.mpi4jax_calls import Key, with_communicators
 from jaxcross.wire.rank_grid import RankGrid
 from jaxcross.wire.recognise import (
     LOCAL,

@@ -16,11 +16,10 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Program
 from jaxcross.program.lowered import Lowered, Traceable
 from jaxcross.wire import host_calls, primitive
-from jaxcross.wire.calls import calls_of
 from jaxcross.wire.host_program import HostLowered, holds_message
-from jaxcross.wire.job_comms import Key
 from jaxcross.wire.lower import calls_mpi4jax, lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
+from jaxcross.wire.mpi4jax_calls import Key, calls_of
 from jaxcross.wire.recognise import group_of, recognise
 
 if TYPE_CHECKING:
