@@ -39,6 +39,7 @@ from jaxcross.program.graph import Graph, Group, Placement, nbytes, variables
 from jaxcross.program.hand_over import on_accelerator
 from jaxcross.program.host_work import HostWork
 from jaxcross.program.ir import Program
+from jaxcross.program.mpi4jax_unit import calls_mpi4jax, unit_of, with_host_ops
 from jaxcross.program.op_cost import (
     HOST_OPS,
     MOST_TOUCHED,
@@ -46,7 +47,6 @@ from jaxcross.program.op_cost import (
     recompute,
     sized_by_exchanges,
 )
-from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
 from jaxcross.program.verify import verify
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program.hand_over import from_host, to_host
 from jaxcross.program.ir import Program, Segment
 from jaxcross.program.jaxpr_utils import ends_on_zeros, holds_exchange
+from jaxcross.program.mpi4jax_unit import zero_calls
 from jaxcross.program.nonfinite import nonfinite
 from jaxcross.program.step_checks import find_shared
 from jaxcross.program.trace import Traced
-from jaxcross.program.unit import zero_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,7 +382,7 @@ class Execution:
 
         Must be called before any segment after the commit runs.
         """
-        # The step selects its old state if the flag is false; see `step.skip_nonfinite`.
+        # The step selects its old state if the flag is false; see `step.commit_flag`.
         for v in self._compiled.program.commit_flag_inputs:
             self._env[v] = np.zeros((), bool)
 

@@ -22,7 +22,12 @@ from jaxcross.program.cut import BUCKET_BYTES, Cut, cut
 from jaxcross.program.flatten import Flattener
 from jaxcross.program.ir import Program, RankDecision, Wire
 from jaxcross.program.jaxpr_utils import holds_exchange, holds_shard_map, rewritten
-from jaxcross.program.shard_map import check_no_vmap, check_nothing_else, is_shard_map, trace_shards
+from jaxcross.program.shard_map_step import (
+    check_no_vmap,
+    check_nothing_else,
+    is_shard_map,
+    trace_shards,
+)
 from jaxcross.program.step_checks import (
     argument_path,
     check_mesh_axes,
@@ -59,7 +64,7 @@ class Traced:
         choices: The branches chosen by the host so far, in order.
         unflattened: The jaxpr before flattening, from which `decide` makes the variants.
         paths: The tree paths of the flat arguments and of the flat results, for messages.
-        memo: Results of passes that are computed only once, such as `labels.labelled`.
+        memo: Results of passes that are computed only once, such as `exchange_labels.labelled`.
     """
 
     name: str

@@ -31,7 +31,8 @@ from jaxcross.program.step_checks import check_step, copy_shared
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
-from jaxcross.step.agreement import agree_standalone, comparison_of_calls, is_current
+from jaxcross.step.commit_flag import commit_flag, with_commit_flag
+from jaxcross.step.exchange_agreement import agree_standalone, comparison_of_calls, is_current
 from jaxcross.step.prepare import prepare
 from jaxcross.step.script_estimate import estimate_in_script
 from jaxcross.step.signature import (
@@ -45,7 +46,6 @@ from jaxcross.step.signature import (
     describe_change,
     describe_structures,
 )
-from jaxcross.step.skip_nonfinite import commit_flag, with_commit_flag
 from jaxcross.step.variant import StepRecord, Variant
 from jaxcross.wire.rank_grid import axis_sizes
 from jaxcross.world import World, current_world

@@ -1,7 +1,7 @@
 """Checks that all ranks make the same exchanges in the same order.
 
 Equal signatures don't guarantee that: two exchanges of the same kind, shape and type look alike.
-Their labels (`jaxcross.program.labels`) distinguish them.
+Their labels (`jaxcross.program.exchange_labels`) distinguish them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 
 from jaxcross.errors import ExchangeError
+from jaxcross.program.exchange_labels import describe, find_swapped, label_text, order_of
 from jaxcross.program.ir import Program, hash_62
-from jaxcross.program.labels import describe, find_swapped, label_text, order_of
 from jaxcross.program.mismatch import order_mismatch
 from jaxcross.wire.rank_grid import make_rank_grid
 from jaxcross.wire.recognise import group_of
@@ -21,7 +21,7 @@ def order_hash(program: Program) -> int:
     """Returns a 62-bit hash of the labels of a program's exchanges, in their order.
 
     It may differ between ranks that fit together, because a short batch may change labels. Does not
-    wait or communicate. See `jaxcross.program.labels`.
+    wait or communicate. See `jaxcross.program.exchange_labels`.
     """
     return hash_62(label_text(order_of(program)))
 

@@ -30,7 +30,7 @@ from jaxcross.program.trace import Traced
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.runtime.step_host import StepHost, T
-from jaxcross.step.agreement import agree_once
+from jaxcross.step.exchange_agreement import agree_once
 from jaxcross.step.timed_trial import gather_failures, summary, time_segments
 from jaxcross.step.variant import StepRecord, Variant, check_profiles
 from jaxcross.wire.bytes import wire_bytes

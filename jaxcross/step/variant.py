@@ -26,7 +26,7 @@ from jaxcross.program.ir import Program, human_bytes
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.step_host import StepHost
 from jaxcross.step.advice import advise
-from jaxcross.step.unit_agreement import Units, list_hash
+from jaxcross.step.mpi4jax_agreement import Units, list_hash
 from jaxcross.world import World
 
 

@@ -18,8 +18,8 @@ from jaxcross.program.lowered import Lowered, Traceable
 from jaxcross.wire import host_calls, primitive
 from jaxcross.wire.host_program import HostLowered, holds_message
 from jaxcross.wire.lower import calls_mpi4jax, lower
-from jaxcross.wire.messages import MAX_COUNT, Channel
 from jaxcross.wire.mpi4jax_calls import Key, calls_of
+from jaxcross.wire.mpi_messages import MAX_COUNT, Channel
 from jaxcross.wire.recognise import group_of, recognise
 
 if TYPE_CHECKING:

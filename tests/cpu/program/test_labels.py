@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxcross.program.exchange_labels import labelled, order_of
 from jaxcross.program.flatten import UNROLLED
-from jaxcross.program.labels import labelled, order_of
-from jaxcross.program.provenance import Scope, leaf_hashes, marked
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
+from jaxcross.program.value_marks import Scope, leaf_hashes, marked
 from jaxcross.step.exchange_order import order_hash
 from jaxcross.testing import LocalRanks
 from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict

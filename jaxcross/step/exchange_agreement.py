@@ -19,7 +19,7 @@ from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch, 
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.runtime.step_host import StepHost
 from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
-from jaxcross.step.unit_agreement import without_calls
+from jaxcross.step.mpi4jax_agreement import without_calls
 from jaxcross.step.variant import Variant
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control

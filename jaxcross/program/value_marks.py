@@ -1,9 +1,9 @@
 """Marks each value of a traced step by what it's computed from and what reads it.
 
-`labels` uses the marks to identify exchanges across ranks. Two exchanges of the same shape and type
-look alike, and their position in the jaxpr doesn't distinguish them either: ranks may trace
-independent equations in different orders, e.g. because they iterate over a set of names. So a mark
-must follow from the graph of equations alone.
+`exchange_labels` uses the marks to identify exchanges across ranks. Two exchanges of the same shape
+and type look alike, and their position in the jaxpr doesn't distinguish them either: ranks may
+trace independent equations in different orders, e.g. because they iterate over a set of names. So a
+mark must follow from the graph of equations alone.
 
 Each variable gets two marks. A forward pass (`_origins`) marks it by the equations that it's
 computed from, and a backward pass (`_uses`) by those that read it. Both start at leaves, the first

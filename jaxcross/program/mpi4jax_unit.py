@@ -17,8 +17,8 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, Group
 from jaxcross.program.ir import Segment
 from jaxcross.program.jaxpr_utils import holds_exchange
+from jaxcross.program.mpi4jax_lists import is_call
 from jaxcross.program.op_cost import is_costly
-from jaxcross.program.rank_lists import is_call
 
 if TYPE_CHECKING:
     from jaxcross.program.trace import Traced
