@@ -28,7 +28,7 @@ exchange_labels    identifies each exchange of a step, so that ranks can compare
 mismatch           the error texts for ranks that are about to make different exchanges
 mpi4jax_lists      mpi4jax's own calls: whether the ranks' lists of them match up; `mpi4jax_unit`:
                    the one segment that they form
-nonfinite          which exchange produced the first non-finite value
+nonfinite          finds exchanged values that aren't finite, and applies a job's policy to them
 op_cost            which equations are cheap, and which values are cheaper to recompute than to keep
 graph              which equation makes each variable, and which ones read it; `jaxpr_utils` answers
                    simple questions about a jaxpr

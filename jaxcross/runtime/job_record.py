@@ -11,11 +11,8 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.program.nonfinite import NonFiniteOutcome
 from jaxcross.runtime.collective_call import CollectiveCall
-
-NonFinite = Literal["ignore", "raise", "skip", "eject"]
-"""What a job does about a step whose exchanged values aren't all finite."""
-
 
 RestoreMode = Literal["check", "broadcast", "local"]
 """How the ranks' values of a job's initial state are turned into one."""
@@ -32,7 +29,7 @@ class Execution(Protocol):
     def wait_inputs(self, index: int) -> None: ...
     def wait_outputs(self, index: int) -> None: ...
     def zero_inputs(self, index: int) -> None: ...
-    def nonfinite(self, index: int) -> str | None: ...
+    def check_finite(self, index: int) -> NonFiniteOutcome | None: ...
     def branch_mismatch(self, index: int) -> str | None: ...
     def skip(self) -> None: ...
     @property
@@ -50,7 +47,6 @@ class StepCall:
         graph: The step's segments.
         execution: The call's values.
         called_ns: When the job made the call.
-        nonfinite: What to do about exchanged values that aren't finite.
         in_step: Whether the call is a step of the job.
         ends_ns: For each finished segment, when its outputs were available.
     """
@@ -62,7 +58,6 @@ class StepCall:
         "graph",
         "in_step",
         "name",
-        "nonfinite",
         "number",
     )
 
@@ -73,7 +68,6 @@ class StepCall:
         graph: StepGraph,
         execution: Execution,
         called_ns: int,
-        nonfinite: NonFinite,
         in_step: bool = True,
     ) -> None:
         self.name = name
@@ -81,7 +75,6 @@ class StepCall:
         self.graph = graph
         self.execution = execution
         self.called_ns = called_ns
-        self.nonfinite: NonFinite = nonfinite
         self.in_step = in_step
         self.ends_ns: dict[int, int] = {}
 
