@@ -75,7 +75,7 @@ class FiniteCheck:
         Waits for the results.
         """
         program = self._program
-        what = nonfinite(program, program.segments[index], self._arrived.pop(index))
+        what = _bad_exchange(program, program.segments[index], self._arrived.pop(index))
         if what is None:
             return None
         skippable = bool(program.commit_flag_inputs)
@@ -171,7 +171,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
     ]
 
 
-def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
+def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
     """Names a collective segment's first exchange with non-finite results; None if there is none.
 
     Waits for the results.

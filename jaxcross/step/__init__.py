@@ -6,9 +6,8 @@ variant             a step for one set of argument types: its trace, its program
                     executables; `StepRecord`: state that all variants of a step share
 prepare             a variant's executables for a job or a standalone step: agreed by all ranks,
                     cut, compiled
-exchange_agreement  a check that all ranks are about to make the same exchanges
+exchange_agreement  a check that all ranks are about to make the same exchanges in the same order
 mpi4jax_agreement   the same for programs that call mpi4jax, whose calls may differ by rank
-exchange_order      an error if ranks make the same exchanges in different orders
 advice              warnings about steps that are legal but probably not what was meant
 cut_tuner           `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget`
                     limits the time

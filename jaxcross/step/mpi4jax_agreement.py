@@ -1,6 +1,6 @@
 """An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
 
-Each rank's list of calls is simulated against the other ranks' lists (`rank_lists`). Outside a
+Each rank's list of calls is simulated against the other ranks' lists (`mpi4jax_lists`). Outside a
 runner, only ranks that exchange with one another take part. In a job, all ranks do, and the calls
 get the job's own communicators.
 """
@@ -19,16 +19,14 @@ import numpy as np
 from jaxcross.errors import ExchangeError
 from jaxcross.program import mpi4jax_lists
 from jaxcross.program.ir import Exchange, Program, hash_62
+from jaxcross.program.mismatch import BARRIER_REMEDY, without_calls
 from jaxcross.runtime.step_host import StepHost
-from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
+from jaxcross.step.exchange_agreement import agree_on_order, check_order, order_hash
 from jaxcross.wire import MpiWire
 from jaxcross.wire.mpi4jax_calls import Key, key_of
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, gather
 
-# Each rank decides from its own calls whether its program is of this kind. So a rank without calls
-# wouldn't take part.
-_REMEDY = "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 Lists = Mapping[int, tuple[Exchange, ...]]
 
 
@@ -85,7 +83,9 @@ class Units:
                 program=program,
                 calls=calls,
                 mine=mine,
-                label=f"first call of `{program.name}`{new}, which calls mpi4jax ({_REMEDY})",
+                label=(
+                    f"first call of `{program.name}`{new}, which calls mpi4jax ({BARRIER_REMEDY})"
+                ),
                 order=order_hash(program) if host.in_run and world.size > 1 else 0,
             )
             host.agree(agreement)
@@ -246,14 +246,6 @@ def _decoded(name: str, texts: list[str]) -> Lists:
     if others := [rank for rank, text in enumerate(texts) if not text.startswith("[")]:
         raise ExchangeError(without_calls(name, others))
     return {rank: mpi4jax_lists.decode(text) for rank, text in enumerate(texts)}
-
-
-def without_calls(name: str, ranks: list[int]) -> str:
-    """Returns the error text for ranks that make no mpi4jax calls in a step, unlike others."""
-    return (
-        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} "
-        f"{', '.join(map(str, ranks))}: {_REMEDY}."
-    )
 
 
 def _key(value: tuple[list[int], str]) -> Key:
