@@ -14,8 +14,7 @@ cut_tuner           `cut="auto"` of a step alone: tries cuts and keeps the faste
 timed_trial         one step on copies of its arguments, timed as a whole or by segment
 step_estimate       `jaxcross.estimate`; `script_estimate` does it for the first step that a script
                     calls
-fuse                `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both
-                    ways
+fuse                `jaxcross.fuse`: which tiny jobs become one program; measures both ways
 solo_cost           the seconds and bytes of one step alone, measured on all ranks or on none
 commit_flag         `nonfinite="skip"`: a step that leaves its state unchanged
 nnx                 steps that change Flax NNX objects in place
