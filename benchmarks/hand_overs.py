@@ -71,7 +71,8 @@ def _row(strategy: Strategy, params: Any, ranks: int) -> dict[str, dict[str, int
         ("apart", mock.patch.object(HostWork, "costs_less", return_value=False)),
         ("cut", nullcontext()),
     ):
-        with mock.patch.object(stages, "on_accelerator", return_value=True), patched:
+        accelerator = mock.patch("jaxcross.program.cut.on_accelerator", return_value=True)
+        with accelerator, patched:
             programs = [
                 _cut(traced, step) for step in strategy.begins(setting) or range(strategy.cycle)
             ]

@@ -67,8 +67,8 @@ if TYPE_CHECKING:  # the only list of public names
     from jaxcross.server import ParameterServer as ParameterServer
     from jaxcross.step.crossover import Step as Step
     from jaxcross.step.crossover import crossover as crossover
-    from jaxcross.step.estimate import estimate as estimate
     from jaxcross.step.fuse import fuse as fuse
+    from jaxcross.step.step_estimate import estimate as estimate
     from jaxcross.sweeps.search import Choices as Choices
     from jaxcross.sweeps.search import Draws as Draws
     from jaxcross.sweeps.search import Grid as Grid

@@ -33,7 +33,8 @@ from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobDone, JobThread
-from jaxcross.runtime.job_record import NonFinite, RestoreMode
+from jaxcross.program.nonfinite import NonFinite
+from jaxcross.runtime.job_record import RestoreMode
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control

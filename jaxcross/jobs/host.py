@@ -16,7 +16,7 @@ from typing import final, get_args
 
 from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree, arrays_by_buffer
-from jaxcross.errors import CutError, JobError
+from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.jobs.admission import MemoryAdmission, Need, remedies
 from jaxcross.jobs.evaluations import Evaluations
@@ -31,7 +31,7 @@ from jaxcross.jobs.step_registry import StepRegistry, memory_of
 from jaxcross.jobs.thread import JobDone
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
-from jaxcross.runtime.job_record import NonFinite
+from jaxcross.program.nonfinite import NonFinite, refuse_to_skip
 from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, all_equal
@@ -267,14 +267,13 @@ class JobHost:
         if leads:
             self.evaluations.check_step(self)
         execution = compiled.execution(leaves)
-        if self.nonfinite != "ignore":
-            if self.nonfinite == "skip" and not execution.skippable and leads:
-                self._refuse_to_skip(compiled)
-            execution.watch()
+        if self.nonfinite == "skip" and not execution.skippable and leads:
+            refuse_to_skip(compiled.program)
+        execution.watch(self.nonfinite)
         if leads and resumption is not None:
             self.latest.note_arguments(leaves)
         skipped_before = record.skipped
-        outputs = driver.call(record, graph, execution, self.nonfinite, in_step=leads)
+        outputs = driver.call(record, graph, execution, in_step=leads)
         if self.evaluations.running:
             return outputs  # an evaluation is neither a step nor the job's state
         # All ranks have committed the call, so from here on, everything that counts steps may count
@@ -331,20 +330,6 @@ class JobHost:
     def give_back_memory(self) -> None:
         """Gives back what the job has booked, except for its latest state. Doesn't wait."""
         self._admission.give_back(self.name, lambda: self.latest.latest()[0])
-
-    def _refuse_to_skip(self, compiled: Compiled) -> None:
-        """Raises a CutError for a step that can't be skipped.
-
-        A program without exchanges needn't be skippable.
-        """
-        if compiled.program.exchanges:
-            raise CutError(
-                f"`{compiled.program.name}` cannot skip a step: none of its results has the "
-                "structure, shapes and types of its first argument, and it donates none. With "
-                '`nonfinite="skip"` the first function with exchanges that a job calls is its '
-                "step: name by `donate_argnums` the arguments that are its state, and return what "
-                "becomes of them. Evaluate after the first step."
-            )
 
     # For `jaxcross.server`.
 

@@ -25,7 +25,8 @@ from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.standing import JobStanding
 from jaxcross.jobs.thread import JobDone
-from jaxcross.runtime.job_record import NonFinite, RestoreMode
+from jaxcross.program.nonfinite import NonFinite
+from jaxcross.runtime.job_record import RestoreMode
 
 
 class Job:

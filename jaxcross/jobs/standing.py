@@ -10,7 +10,7 @@ from typing import Any, final
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
 from jaxcross.jobs.thread import JobDone
-from jaxcross.runtime.job_record import NonFinite
+from jaxcross.program.nonfinite import NonFinite
 
 
 @final

@@ -24,7 +24,7 @@ Group = tuple[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class BranchDecision:
     """A `cond` or `switch` that exchanges and whose branch depends on values on the device.
 
     Attributes:
@@ -119,7 +119,7 @@ def count(
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
-        flat.decisions[var] = Decision(
+        flat.decisions[var] = BranchDecision(
             axes=axes, takers=tuple(takers), source=compat.source_of(eqn)
         )
         counts[axes, groups] = var

@@ -33,7 +33,7 @@ from jaxcross.program.conditional import Choose, predicate_of, split
 from jaxcross.program.emitter import Emitter
 from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import holds_exchange, holds_shard_map, is_shard_map
-from jaxcross.program.rank_lists import is_call
+from jaxcross.program.mpi4jax_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64

@@ -33,7 +33,6 @@ from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import (
     MAX_REFUSALS,
     JobRecord,
-    NonFinite,
     StepCall,
     Stopped,
 )
@@ -309,7 +308,6 @@ class Driver:
         job: JobRecord,
         graph: StepGraph,
         execution: Execution,
-        nonfinite: NonFinite = "ignore",
         *,
         in_step: bool = True,
     ) -> PyTree:
@@ -319,7 +317,6 @@ class Driver:
             job: The job that calls.
             graph: The step's segments.
             execution: The call's values.
-            nonfinite: What to do about exchanged values that aren't finite.
             in_step: Whether reports count the call as a step of the job.
 
         Returns:
@@ -328,9 +325,7 @@ class Driver:
         # Set the call before posting the event, because the lanes may get its first segment before
         # `_ask` returns.
         job.calls += 1
-        job.call = StepCall(
-            job.name, job.calls, graph, execution, self.clock_ns(), nonfinite, in_step
-        )
+        job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), in_step)
         try:
             answer = self._ask(job, m.StepCalled(job.number, graph, in_step))
         finally:

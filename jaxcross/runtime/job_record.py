@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.program.nonfinite import NonFiniteOutcome
 from jaxcross.runtime.collective_call import CollectiveCall
 
 if TYPE_CHECKING:
     from jaxcross.program.execution import Execution
-
-NonFinite = Literal["ignore", "raise", "skip", "eject"]
-"""What a job does about a step whose exchanged values aren't all finite."""
-
 
 RestoreMode = Literal["check", "broadcast", "local"]
 """How the ranks' values of a job's initial state are turned into one."""
@@ -37,7 +34,6 @@ class StepCall:
         graph: The step's segments.
         execution: The call's values.
         called_ns: When the job made the call.
-        nonfinite: What to do about exchanged values that aren't finite.
         in_step: Whether the call is a step of the job.
         ends_ns: For each finished segment, when its outputs were available.
     """
@@ -49,7 +45,6 @@ class StepCall:
         "graph",
         "in_step",
         "name",
-        "nonfinite",
         "number",
     )
 
@@ -60,7 +55,6 @@ class StepCall:
         graph: StepGraph,
         execution: Execution,
         called_ns: int,
-        nonfinite: NonFinite,
         in_step: bool = True,
     ) -> None:
         self.name = name
@@ -68,7 +62,6 @@ class StepCall:
         self.graph = graph
         self.execution = execution
         self.called_ns = called_ns
-        self.nonfinite: NonFinite = nonfinite
         self.in_step = in_step
         self.ends_ns: dict[int, int] = {}
 

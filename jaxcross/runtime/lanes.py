@@ -329,14 +329,12 @@ class ExchangeLane:
         if mismatch is not None:
             driver.post(driver.router.segment_failed(x, call, ExchangeError(mismatch)))
         # Check this now, because later segments may overwrite what was exchanged.
-        what = None if call.nonfinite == "ignore" else execution.nonfinite(x.segment)
-        if what is None:
+        found = execution.check_finite(x.segment)
+        if found is None:
             return True
-        if call.nonfinite == "skip":
-            return not execution.skippable
-        error = FloatingPointError(what)
-        driver.post(driver.router.segment_failed(x, call, error, ejects=call.nonfinite == "eject"))
-        return True
+        if found.error is not None:
+            driver.post(driver.router.segment_failed(x, call, found.error, ejects=found.ejects))
+        return not found.skips
 
     def _communicate(self, instruction: m.Instruction) -> m.Event:
         """Carries out what needs all ranks but belongs to no step.

@@ -13,7 +13,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import RankStatus, missing_ranks
 from jaxcross.health.watchdog import Monitor
-from jaxcross.program import rank_lists
+from jaxcross.program import mpi4jax_lists
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.step_host import Agreement, T
@@ -271,7 +271,7 @@ class _Call:
         program = self.compiled.program
         exchanges = program.segments[index].exchanges
         monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
-        if not any(map(rank_lists.is_call, exchanges)):
+        if not any(map(mpi4jax_lists.is_call, exchanges)):
             return monitor(what=exchanges[0].op)
         # mpi4jax calls involve only some of the ranks. Other ranks may make a different number of
         # such calls without being late.
@@ -283,5 +283,5 @@ class _Call:
     ) -> dict[int, str] | None:
         program = self.compiled.program
         world = self.world
-        partners = rank_lists.partners(world.wire().calls(program), world.rank)
+        partners = mpi4jax_lists.partners(world.wire().calls(program), world.rank)
         return missing_ranks(program.name, what, sorted(partners), answers, excuse_local=False)

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from jaxcross import _jax_compat as compat
 from jaxcross._pytree import TreeDef
 from jaxcross.program.ir import Exchange, Program, human_bytes
-from jaxcross.program.mean_of_means import means_of_means
-from jaxcross.program.mini_steps import repeated_exchanges
-from jaxcross.program.own_derivatives import own_derivatives
-from jaxcross.program.repeated_sums import repeated_sums
+from jaxcross.program.suspect_exchanges import (
+    means_of_means,
+    own_derivatives,
+    repeated_exchanges,
+    repeated_sums,
+)
 from jaxcross.program.trace import Traced
 
 _log = logging.getLogger("jaxcross")

@@ -24,16 +24,15 @@ from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.profiled_cut import ProfiledCut
-from jaxcross.program import stages
-from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.ir import Program
-from jaxcross.program.step_checks import check_step
+from jaxcross.program.step_checks import check_step, copy_shared
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
-from jaxcross.step.agreement import agree_standalone, comparison_of_calls, is_current
+from jaxcross.step.commit_flag import commit_flag, with_commit_flag
+from jaxcross.step.exchange_agreement import agree_standalone, comparison_of_calls, is_current
 from jaxcross.step.prepare import prepare
 from jaxcross.step.script_estimate import estimate_in_script
 from jaxcross.step.signature import (
@@ -47,9 +46,7 @@ from jaxcross.step.signature import (
     describe_change,
     describe_structures,
 )
-from jaxcross.step.skip_nonfinite import commit_flag, with_commit_flag
-from jaxcross.step.step_record import StepRecord
-from jaxcross.step.variant import Variant
+from jaxcross.step.variant import StepRecord, Variant
 from jaxcross.wire.rank_grid import axis_sizes
 from jaxcross.world import World, current_world
 
@@ -354,11 +351,11 @@ class Step(Generic[P, R]):
         """
         return None if self._last is None else self._last[2].program
 
-    def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Returns the step traced for these arguments. Does not compile, wait or communicate."""
         return self.bind(*args, **kwargs)[0]
 
-    def bind(self, *args: Any, **kwargs: Any) -> tuple[stages.Traced, list[Any]]:
+    def bind(self, *args: Any, **kwargs: Any) -> tuple[Traced, list[Any]]:
         """Returns the step traced for these arguments, and the flat arguments.
 
         Does not compile, wait or communicate.
@@ -369,7 +366,7 @@ class Step(Generic[P, R]):
         function, arrays, named = bind_static(
             cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
         )
-        traced = stages.as_stage(self._trace(world, function, arrays, named))
+        traced = self._trace(world, function, arrays, named)
         return traced, jax.tree.leaves((arrays, named))
 
     def _agree(self, variant: Variant, host: Standalone) -> bool:

@@ -1,34 +1,42 @@
 """`jaxcross.fuse`: makes fewer jobs of tiny jobs with one step, so that one program trains several.
 
 Each job costs votes and hand-overs in every step, and if its step is tiny, these weigh heavily.
-Jobs that share a program share that cost, and their exchanges share messages.
+Jobs that share a program share that cost, and their exchanges share messages. Whether that's faster
+is measured, on copies of the jobs' states: the step alone, then all jobs in turns and fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
+from statistics import median
 from typing import Any, Literal, final
 
 from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError, JobError, clause, first_line, shortened
 from jaxcross.jobs.context import current_job
-from jaxcross.jobs.fused import FusedJob, Fusion
+from jaxcross.jobs.fused import FusedJob, FusedStep, Fusion
+from jaxcross.jobs.latest_state import form, own_copy
 from jaxcross.jobs.plain_job import Job, check_batches_apart
+from jaxcross.jobs.plain_loop import run
 from jaxcross.jobs.prefetch import close_unread
 from jaxcross.program import stages
 from jaxcross.runtime.failure_text import describe
 from jaxcross.step import nnx
 from jaxcross.step.crossover import Step
-from jaxcross.step.fused_cost import Trial, measure, seconds
+from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
 from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather
 
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
 """Seconds of a step alone (computation and exchange) above which `"faster"` fuses no jobs."""
+_WARM_UP_STEPS = 5
+_STEPS = 20  # timed per run
+_TURNS = 3
 
 
 def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = None) -> Fusion:
@@ -167,7 +175,7 @@ def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
 
 
 def _decide(
-    trials: Sequence[Trial], step: Step[..., Any], when: When, world: World
+    trials: Sequence[_MeasuredJob], step: Step[..., Any], when: When, world: World
 ) -> tuple[bool, str]:
     """Returns whether to fuse these jobs, and why. Waits for all ranks."""
     who = (
@@ -177,15 +185,15 @@ def _decide(
     if when == "always":
         return True, f"{who}: fused, as asked"
     try:
-        cost = measure(trials, step, limit_s=MAX_STEP_S, world=world)
+        cost = _measure(trials, step, limit_s=MAX_STEP_S, world=world)
     except (CutError, ExchangeError) as error:  # the run itself will say more
         return False, f"{who}: not fused, as they cannot be measured: {clause(str(error))}"
-    alone = f"one step alone takes {seconds(cost.step_s)}"
+    alone = f"one step alone takes {_seconds(cost.step_s)}"
     if cost.fused_s is None or cost.in_turns_s is None:
-        return False, f"{who}: not fused, {alone}, more than {seconds(MAX_STEP_S)}"
+        return False, f"{who}: not fused, {alone}, more than {_seconds(MAX_STEP_S)}"
     times = (
-        f"a step of each takes {seconds(cost.fused_s)} fused, {seconds(cost.in_turns_s)} in turns; "
-        f"{alone}"
+        f"a step of each takes {_seconds(cost.fused_s)} fused, {_seconds(cost.in_turns_s)} in "
+        f"turns; {alone}"
     )
     fuses = cost.fused_s < cost.in_turns_s
     return fuses, f"{who}: {'fused' if fuses else 'not fused'}, {times}"
@@ -195,7 +203,7 @@ def _decide(
 class _Candidate:
     """A job that may be fused: what to measure it with, and the reason if it can't be fused."""
 
-    trial: Trial
+    trial: _MeasuredJob
     why_not: str
 
     @classmethod
@@ -204,7 +212,7 @@ class _Candidate:
         step = job._function
         if not isinstance(step, Step):
             return cls(
-                trial=Trial(job=job, batch=None),
+                trial=_MeasuredJob(job=job, batch=None),
                 why_not=f"the step of `{job.name}` is not a `crossover` step",
             )
         why_not = ""
@@ -220,12 +228,15 @@ class _Candidate:
                 "with it"
             )
         if why_not:
-            return cls(trial=Trial(job=job, batch=None), why_not=why_not)
+            return cls(trial=_MeasuredJob(job=job, batch=None), why_not=why_not)
         batches = _first_of(job)
         if not batches:
-            return cls(trial=Trial(job=job, batch=None), why_not=f"`{job.name}` has no batch")
+            return cls(
+                trial=_MeasuredJob(job=job, batch=None), why_not=f"`{job.name}` has no batch"
+            )
         return cls(
-            trial=Trial(job=job, batch=batches[0]), why_not=_why_not_traced(step, job, batches[0])
+            trial=_MeasuredJob(job=job, batch=batches[0]),
+            why_not=_why_not_traced(step, job, batches[0]),
         )
 
     def fused_step(self) -> Step[..., Any]:
@@ -304,3 +315,119 @@ class _Unread(Iterator[Any]):
     def close(self) -> None:
         """Closes the user's iterator."""
         close_unread(self._rest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredJob:
+    """A job to measure, with its first batch."""
+
+    job: Job
+    batch: PyTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FusedCost:
+    """What the jobs cost on the slowest rank; the same on every rank.
+
+    Attributes:
+        step_s: Seconds of the longest step alone, computation and exchange (c + m).
+        in_turns_s: Seconds for one step of every job if they take turns; None if not measured.
+        fused_s: The same if they're fused.
+    """
+
+    step_s: float
+    in_turns_s: float | None = None
+    fused_s: float | None = None
+
+
+def _measure(
+    trials: Sequence[_MeasuredJob], fused: Step[..., Any], *, limit_s: float, world: World
+) -> _FusedCost:
+    """Measures the step alone, then all jobs in turns and fused. Waits for all ranks.
+
+    The second part is left out if a step alone takes more than `limit_s`.
+
+    Raises:
+        CutError, ExchangeError: As `measure_on_all_ranks` does.
+        JobError: A step fails; raised on every rank.
+    """
+    step_s = max(_alone_s(trials[n], world) for n in _unlike(trials, world))
+    if step_s > limit_s:
+        return _FusedCost(step_s=step_s)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_TURNS):  # alternating, so that a disturbance affects both
+        for fuses, found in times.items():
+            found.append(_step_of_each_s(trials, fused if fuses else None, world))
+    return _FusedCost(step_s=step_s, in_turns_s=median(times[False]), fused_s=median(times[True]))
+
+
+def _unlike(trials: Sequence[_MeasuredJob], world: World) -> list[int]:
+    """Returns one job per shape, the same jobs on every rank. Waits for all ranks."""
+    first: dict[str, int] = {}
+    for n, trial in enumerate(trials):
+        first.setdefault(repr((form(trial.job.state), form(trial.batch))), n)
+    with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
+        ranks = gather(world.control, [*first.values()])
+    return sorted({n for numbers in ranks for n in numbers})
+
+
+def _alone_s(trial: _MeasuredJob, world: World) -> float:
+    step = trial.job._function
+    assert isinstance(step, Step)
+
+    def subject() -> Subject:
+        traced, leaves = step.bind(trial.job.state, trial.batch)
+        return Subject(
+            traced=traced, leaves=leaves, bucket_bytes=step.bucket_bytes, settings=Settings()
+        )
+
+    cost = measure_on_all_ranks(subject, step.__name__, world=world, job=None).cost
+    return cost.compute_s + cost.exchange_s
+
+
+def _step_of_each_s(trials: Sequence[_MeasuredJob], fused: FusedStep | None, world: World) -> float:
+    """Returns the seconds for one step of every job, on the slowest rank. Waits for all ranks."""
+    stamps: list[list[float]] = []
+    jobs = [
+        Job(
+            trial.job.name,
+            trial.job._function if fused else _timed(trial.job._function, stamps),
+            own_copy(trial.job.state),
+            _repeated(trial),
+            steps=_WARM_UP_STEPS + _STEPS,
+            mode="local",
+        )
+        for trial in trials
+    ]
+    run([FusedJob(jobs, _timed(fused, stamps))] if fused else jobs, world=world, progress=False)
+    begin, end = (max(each[n] for each in stamps) for n in (_WARM_UP_STEPS, -1))
+    with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
+        return max(gather(world.control, (end - begin) / (_STEPS - 1)))
+
+
+def _repeated(trial: _MeasuredJob) -> Iterator[PyTree]:
+    """Yields the batch over and over.
+
+    Yields copies if the step may overwrite the batch, because the job will still train on it.
+    """
+    step = trial.job._function
+    assert isinstance(step, Step)
+    donated = any(n % 2 for n in step.donate.numbers)  # the batch is the second of two arguments
+    return map(own_copy, repeat(trial.batch)) if donated else repeat(trial.batch)
+
+
+def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[..., Any]:
+    """Returns the step, wrapped to note the time of each call."""
+    mine: list[float] = []
+    stamps.append(mine)
+
+    def call(*args: Any) -> Any:
+        mine.append(time.perf_counter())
+        return step(*args)
+
+    return call
+
+
+def _seconds(value: float) -> str:
+    """Formats a short time for people."""
+    return f"{1000 * value:.3g} ms"

@@ -6,10 +6,9 @@ from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.step_host import StepHost
-from jaxcross.step.agreement import agree_once
 from jaxcross.step.cut_tuner import CutHint, CutSearch, cut_key, gather_hint
-from jaxcross.step.step_record import ChosenCut
-from jaxcross.step.variant import Variant
+from jaxcross.step.exchange_agreement import agree_once
+from jaxcross.step.variant import ChosenCut, Variant
 
 
 def prepare(variant: Variant, host: StepHost) -> Compiled:

@@ -14,8 +14,7 @@ from typing import Any, Self
 from jaxcross.jobs.context import JobContext
 from jaxcross.plan.memory import memory_limit
 from jaxcross.runtime.job_record import Stopped
-from jaxcross.step.measured_together import Subject, measure_on_all_ranks
-from jaxcross.step.solo_cost import Settings
+from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
 from jaxcross.step.variant import Variant
 
 

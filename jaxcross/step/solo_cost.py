@@ -1,10 +1,14 @@
-"""Measures what one step costs alone: seconds per segment, wire bytes, and memory."""
+"""Measures what one step costs alone: seconds per segment, wire bytes, and memory.
+
+All ranks measure at once. If one of them can't, all of them raise an error.
+"""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, final
@@ -12,8 +16,10 @@ from typing import Any, final
 import jax
 from jax.errors import JaxRuntimeError
 
-from jaxcross.errors import CutError, ExchangeError
+from jaxcross.errors import CutError, ExchangeError, clause, first_line
+from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.step_registry import memory_of, step_graph_of
+from jaxcross.plan.estimate import Estimate, estimate_of
 from jaxcross.plan.memory import JobMemory, device_limit_bytes
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.speedup import StepCost
@@ -21,12 +27,12 @@ from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Exchange, Program, Segment
 from jaxcross.program.trace import Traced
+from jaxcross.runtime.failure_text import describe
+from jaxcross.runtime.standalone import Standalone
 from jaxcross.runtime.step_host import StepHost, T
-from jaxcross.step.agreement import agree_once
-from jaxcross.step.profiled import check_profiles
-from jaxcross.step.step_record import StepRecord
+from jaxcross.step.exchange_agreement import agree_once
 from jaxcross.step.timed_trial import gather_failures, summary, time_segments
-from jaxcross.step.variant import Variant
+from jaxcross.step.variant import StepRecord, Variant, check_profiles
 from jaxcross.wire.bytes import wire_bytes
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, gather
@@ -285,3 +291,88 @@ def run_watched(host: StepHost, world: World, name: str, work: Callable[[Control
             return work(control)
 
     return host.run_on_all_ranks("estimate", watched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A step to measure, and how to measure it.
+
+    Attributes:
+        traced: The step.
+        leaves: Its flat arguments.
+        bucket_bytes: As for `crossover`.
+        settings: How to measure.
+    """
+
+    traced: Traced
+    leaves: Sequence[Any]
+    bucket_bytes: int
+    settings: Settings
+
+
+def measure_on_all_ranks(
+    make_subject: Callable[[], Subject], name: str, *, world: World, job: JobContext | None
+) -> Estimate:
+    """Measures a step and returns an estimate, the same on every rank. Waits for all ranks.
+
+    Args:
+        make_subject: Called once. If it raises on some rank, all ranks raise before anything is
+            exchanged.
+        name: The step's name.
+        world: All ranks.
+        job: The job that asks; None outside a run.
+
+    Raises:
+        ExchangeError: Another rank has an error and this one doesn't, or as `SoloCost.measure`
+            does.
+        Exception: Whatever `make_subject` raises.
+    """
+    with ExitStack() as turn:
+        host: StepHost
+        if job is None:
+            owner = world.exchange_owner
+            owner.check_not_stray(name)
+            turn.enter_context(owner.step(name))
+            host = Standalone(world, name)
+        else:
+            host = job._host
+        solo, settings, failure = None, None, None
+        try:
+            subject = make_subject()
+            settings = subject.settings
+            solo = SoloCost(
+                subject.traced,
+                subject.leaves,
+                host=host,
+                world=world,
+                settings=settings,
+                bucket_bytes=subject.bucket_bytes,
+            )
+            solo.check()
+        except Exception as error:  # compared over ranks, and raised below
+            failure = error
+        _begin_together(host, world, name, settings, failure)
+        assert solo is not None and settings is not None
+        return estimate_of(
+            solo.measure(where="" if job is None else f"job `{job.name}`"), settings.jobs
+        )
+
+
+def _begin_together(
+    host: StepHost, world: World, name: str, settings: Settings | None, failure: Exception | None
+) -> None:
+    """Makes sure that all ranks can measure, with equal settings. Waits for all ranks."""
+    error_text = "" if failure is None else clause(first_line(describe(failure)))
+    mine = [error_text, None if settings is None else settings.as_data()]
+    ranks = run_watched(host, world, name, lambda control: gather(control, mine))
+    if failure is not None:
+        raise failure
+    for rank, (text, _) in enumerate(ranks):
+        if text:
+            raise ExchangeError(f"`{name}` cannot be measured, as rank {rank} failed: {text}.")
+    for rank, (_, theirs) in enumerate(ranks):
+        if theirs != ranks[0][1]:
+            raise ExchangeError(
+                f"Ranks 0 and {rank} ask for different estimates of `{name}`: {ranks[0][1]} and "
+                f"{theirs}. Give the same arguments on every rank."
+            )

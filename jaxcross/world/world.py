@@ -16,7 +16,7 @@ from jaxcross.health.activity import missing_ranks
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Monitor, WaitingFor, Watchdog
 from jaxcross.wire.arena import Arena
-from jaxcross.wire.job_comms import JobComms
+from jaxcross.wire.mpi4jax_calls import JobComms
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
 from jaxcross.world.exchange_owner import ExchangeOwner

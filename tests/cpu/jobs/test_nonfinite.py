@@ -11,6 +11,7 @@ from jaxcross.errors import JobError
 from jaxcross.jobs.context import current_job
 from jaxcross.jobs.plain_loop import Job
 from jaxcross.jobs.runner import Runner
+from jaxcross.program.nonfinite import NonFiniteOutcome
 from jaxcross.report import Report
 from tests.support.checkpoint_jobs import ending
 from tests.support.fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
@@ -167,8 +168,8 @@ class OneSided(FakeCompiled):
 class Seen(FakeExecution):
     """The exchanged values are non-finite."""
 
-    def nonfinite(self, index):
-        return "`ppermute`"
+    def check_finite(self, index):
+        return NonFiniteOutcome.by_policy(self._policy, "`ppermute`", skippable=self.skippable)
 
 
 @pytest.mark.parametrize("policy", ["eject", "skip"])

@@ -149,9 +149,7 @@ def test_every_segment_is_dispatched_and_then_waited_for():
             listeners=Listeners(),
         )
         compiled: Any = FakeCompiled(plain_program(), world, lambda i, values: sum(values))
-        call = StepCall(
-            "a", 1, step_graph_of(compiled.program), compiled.execution([1.0, 2.0]), 0, "ignore"
-        )
+        call = StepCall("a", 1, step_graph_of(compiled.program), compiled.execution([1.0, 2.0]), 0)
         lane = ComputeLane(driver)
         lane.start()
         lane.put(m.Dispatch(0, 1, 1, 0), call)

@@ -12,8 +12,8 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.runtime.standalone import Standalone
-from jaxcross.step.agreement import ExchangeAgreement, comparison_of_calls
 from jaxcross.step.crossover import Step, crossover
+from jaxcross.step.exchange_agreement import ExchangeAgreement, comparison_of_calls
 from tests.support.fakes import FakeControl, FakeWorld, plain_program, run_ranks
 from tests.support.interleavings import WatchedLock
 

@@ -13,7 +13,7 @@ from jaxcross.plan import Profile
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.step.crossover import crossover
-from jaxcross.step.profiled import check_profiles
+from jaxcross.step.variant import check_profiles
 from jaxcross.testing import LocalRanks
 
 X = jnp.ones(100, jnp.float32)

@@ -53,8 +53,8 @@ from jaxcross import _jax_compat as compat
 from jaxcross._pytree import TreeDef
 from jaxcross.program.graph import exchanges_of
 from jaxcross.program.ir import Exchange, Program
-from jaxcross.program.provenance import Mark, Scope, hash_of_text, leaf_hashes, marked, mixed
 from jaxcross.program.trace import Traced
+from jaxcross.program.value_marks import Mark, Scope, hash_of_text, leaf_hashes, marked, mixed
 
 _KINDS = 4
 _LABELS = 3 * _KINDS  # of origin and use, of the origin alone, of the use alone

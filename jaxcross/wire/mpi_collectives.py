@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross.wire import messages
-from jaxcross.wire.messages import Channel
+from jaxcross.wire import mpi_messages
+from jaxcross.wire.mpi_messages import Channel
 
 # Up to this size, latency dominates, so a 16-bit sum is a single all-gather of all operands instead
 # of an all-to-all followed by an all-gather.
@@ -31,14 +31,14 @@ def gathers(count: int, itemsize: int, size: int) -> bool:
 
 def psum(x: jax.Array, channel: Channel) -> jax.Array:
     """Sum over ranks. Floats of 8 and 16 bits are summed in float32 and rounded once."""
-    if messages.is_narrow_float(x.dtype):
+    if mpi_messages.is_narrow_float(x.dtype):
         return _sum_narrow(x, channel)
     from mpi4py import MPI
 
-    messages.carrier(x.dtype)
+    mpi_messages.carrier(x.dtype)
     if x.dtype == np.bool_:
-        return messages.allreduce(x, MPI.LOR, channel)
-    return messages.allreduce(x, MPI.SUM, channel)
+        return mpi_messages.allreduce(x, MPI.LOR, channel)
+    return mpi_messages.allreduce(x, MPI.SUM, channel)
 
 
 def pmax(x: jax.Array, channel: Channel) -> jax.Array:
@@ -53,7 +53,7 @@ def pmin(x: jax.Array, channel: Channel) -> jax.Array:
 
 def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
     """Every rank's `x` along a new axis or, if `tiled`, concatenated along the existing one."""
-    parts = jnp.moveaxis(messages.allgather(x, channel), 0, dimension)
+    parts = jnp.moveaxis(mpi_messages.allgather(x, channel), 0, dimension)
     if not tiled:
         return parts
     shape = list(x.shape)
@@ -71,14 +71,14 @@ def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: boo
             *x.shape[dimension + 1 :],
         )
         x = x.reshape(shape)
-    return _sum_ranks(messages.alltoall(jnp.moveaxis(x, dimension, 0), channel))
+    return _sum_ranks(mpi_messages.alltoall(jnp.moveaxis(x, dimension, 0), channel))
 
 
 def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: int) -> jax.Array:
     """Sends block `j` of `split_axis` to rank `j` and joins received blocks along `concat_axis`."""
     block = x.shape[split_axis] // channel.size
     blocks = x.reshape(*x.shape[:split_axis], channel.size, block, *x.shape[split_axis + 1 :])
-    received = messages.alltoall(jnp.moveaxis(blocks, split_axis, 0), channel)
+    received = mpi_messages.alltoall(jnp.moveaxis(blocks, split_axis, 0), channel)
     shape = list(received.shape[1:])
     shape[concat_axis] *= channel.size
     return jnp.moveaxis(received, 0, concat_axis).reshape(shape)
@@ -88,23 +88,23 @@ def ppermute(x: jax.Array, channel: Channel, *, perm: tuple[tuple[int, int], ...
     """Returns the operand of this rank's source, or zeros if the permutation names no source."""
     source = next((s for s, d in perm if d == channel.rank), None)
     dest = next((d for s, d in perm if s == channel.rank), None)
-    return messages.sendrecv(x, source=source, dest=dest, channel=channel)
+    return mpi_messages.sendrecv(x, source=source, dest=dest, channel=channel)
 
 
 def pbroadcast(x: jax.Array, channel: Channel, *, source: int) -> jax.Array:
     """Returns the source rank's `x`."""
-    return messages.bcast(x, source, channel)
+    return mpi_messages.bcast(x, source, channel)
 
 
 def _sum_narrow(x: jax.Array, channel: Channel) -> jax.Array:
     if channel.size == 1 or x.size == 0:
         return x
     if gathers(x.size, x.dtype.itemsize, channel.size):
-        return _sum_ranks(messages.allgather(x, channel))
+        return _sum_ranks(mpi_messages.allgather(x, channel))
     block = -(-x.size // channel.size)
     flat = jnp.pad(x.reshape(-1), (0, block * channel.size - x.size))
-    mine = _sum_ranks(messages.alltoall(flat.reshape(channel.size, block), channel))
-    return messages.allgather(mine, channel).reshape(-1)[: x.size].reshape(x.shape)
+    mine = _sum_ranks(mpi_messages.alltoall(flat.reshape(channel.size, block), channel))
+    return mpi_messages.allgather(mine, channel).reshape(-1)[: x.size].reshape(x.shape)
 
 
 def _sum_ranks(parts: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def _sum_ranks(parts: jax.Array) -> jax.Array:
 
     Floats narrower than float32 are summed in float32 and rounded once.
     """
-    narrow = messages.is_narrow_float(parts.dtype)
+    narrow = mpi_messages.is_narrow_float(parts.dtype)
     wide = parts.astype(jnp.float32) if narrow else parts
     if parts.shape[0] <= _UNROLLED_RANKS:
         total = functools.reduce(jax.lax.add, [wide[i] for i in range(parts.shape[0])])
@@ -126,21 +126,21 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
         return x
     from mpi4py import MPI
 
-    wire = messages.carrier(x.dtype)
+    wire = mpi_messages.carrier(x.dtype)
     op = MPI.MAX if largest else MPI.MIN
     if wire == np.bool_:
-        return messages.allreduce(x, MPI.LOR if largest else MPI.LAND, channel)
+        return mpi_messages.allreduce(x, MPI.LOR if largest else MPI.LAND, channel)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = messages.allgather(x, channel)
+        parts = mpi_messages.allgather(x, channel)
         pick = jax.lax.max if largest else jax.lax.min
         return functools.reduce(pick, [parts[i] for i in range(channel.size)])
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return messages.allreduce(x, op, channel)
+        return mpi_messages.allreduce(x, op, channel)
     # This type has no sign, so its bits are already in order, with NaN last.
     if x.dtype == jnp.float8_e8m0fnu:
         # For a minimum, adding 1 wraps NaN around to 0, so that it comes first.
         keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)
-        keys = messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
+        keys = mpi_messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
         return jax.lax.bitcast_convert_type(keys, x.dtype)
     # In these types NaN lies among the numbers, and neither end of the range is free for it.
     if x.dtype.name.endswith("fnuz"):
@@ -152,7 +152,7 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, signed)
     limits = jnp.iinfo(signed)
     keys = jnp.where(jnp.isnan(x), limits.max if largest else limits.min, _flip(bits))
-    return jax.lax.bitcast_convert_type(_flip(messages.allreduce(keys, op, channel)), x.dtype)
+    return jax.lax.bitcast_convert_type(_flip(mpi_messages.allreduce(keys, op, channel)), x.dtype)
 
 
 def _flip(bits: jax.Array) -> jax.Array:

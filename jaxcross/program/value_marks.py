@@ -1,9 +1,9 @@
 """Marks each value of a traced step by what it's computed from and what reads it.
 
-`labels` uses the marks to identify exchanges across ranks. Two exchanges of the same shape and type
-look alike, and their position in the jaxpr doesn't distinguish them either: ranks may trace
-independent equations in different orders, e.g. because they iterate over a set of names. So a mark
-must follow from the graph of equations alone.
+`exchange_labels` uses the marks to identify exchanges across ranks. Two exchanges of the same shape
+and type look alike, and their position in the jaxpr doesn't distinguish them either: ranks may
+trace independent equations in different orders, e.g. because they iterate over a set of names. So a
+mark must follow from the graph of equations alone.
 
 Each variable gets two marks. A forward pass (`_origins`) marks it by the equations that it's
 computed from, and a backward pass (`_uses`) by those that read it. Both start at leaves, the first
@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross._pytree import TreeDef
-from jaxcross.program.array_parts import picks, ways_by_index, ways_through
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
@@ -264,7 +264,7 @@ def _made(
     if eqn.primitive.name in _ELEMENTWISE:
         union = _union(operands)
         exact = mixed(name, *[o.exact for o in operands])
-        ways = [ways_through(eqn, scope.makers, n) for n in count]
+        ways = [_ways_through(eqn, scope.makers, n) for n in count]
         return [
             Mark(
                 *union,
@@ -278,7 +278,7 @@ def _made(
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
-    ways = ways_by_index(eqn, scope.makers) if picks(eqn) else None
+    ways = _ways_by_index(eqn, scope.makers) if _picks(eqn) else None
     if ways is not None:
         placed = _along((o.placed, way) for o, way in zip(operands, ways, strict=True))
         return [made[0]._replace(placed=placed)]
@@ -300,7 +300,7 @@ def _end(around: int, exact: int) -> Mark:
 
 
 def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...]:
-    """Merges what several ways lead to. `ways_through` describes the ways."""
+    """Merges what several ways lead to. `_ways_through` describes the ways."""
     found: tuple[int, ...] = ()
     for placed, way in ways:
         if way and placed:
@@ -354,7 +354,7 @@ def _read(
     if eqn.primitive.name in _ELEMENTWISE:
         union = _union(results)
         exact = mixed(name, *[m.exact for m in (*operands, *results)])
-        ways = [ways_through(eqn, scope.makers, n) for n in range(len(results))]
+        ways = [_ways_through(eqn, scope.makers, n) for n in range(len(results))]
         return [
             Mark(
                 *union,
@@ -368,7 +368,7 @@ def _read(
     around = mixed(name, *(m[:2] for m in (*operands, *results)))
     exact = mixed(name, *(m.exact for m in (*operands, *results)))
     read = [_end(mixed(around, n), mixed(exact, n)) for n in range(len(operands))]
-    ways = ways_by_index(eqn, scope.makers) if picks(eqn) else None
+    ways = _ways_by_index(eqn, scope.makers) if _picks(eqn) else None
     if ways is not None:
         return [
             m if way is None else m._replace(placed=_along([(results[0].placed, way)]))
@@ -413,3 +413,100 @@ def _smallest(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     if not other or one == other:
         return one
     return tuple(sorted({*one, *other})[:_KEPT]) if one else other
+
+
+# The rest describes which part of an array an equation reads or writes, and any constant factor.
+# The texts tell apart exchanges of different parts of one array.
+_THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
+
+
+def _ways_through(
+    eqn: compat.Equation, makers: Mapping[Any, Any], result: int
+) -> Sequence[str | None]:
+    """Describes how each operand of a layout or element-wise equation reaches one of its results.
+
+    Args:
+        eqn: The equation.
+        makers: The equation that computes each variable.
+        result: The index of the result.
+
+    Returns:
+        One entry per operand: the part or the constant factor as text, or None if the operand
+        doesn't reach the result (or only as an index). The text is empty if the whole operand
+        passes through unscaled, and also if the part or the factor isn't a literal in the code.
+    """
+    name = eqn.primitive.name
+    params = eqn.params
+    ways: list[str | None] = [""] * len(eqn.invars)
+    if name == "slice":
+        ways[0] = _slice(
+            params["start_indices"],
+            params["limit_indices"],
+            params["strides"],
+            compat.array_type(eqn.invars[0]).shape,
+        )
+    elif name == "split":
+        ways[0] = f"{params['axis']} {result} of {params['sizes']}"
+    elif name == "concatenate":
+        dim = params["dimension"]
+        ends = list(accumulate(compat.array_type(a).shape[dim] for a in eqn.invars))
+        if len(ends) > 1:
+            ways = [f"{dim} to {end} of {ends[-1]}" for end in ends]
+    elif name in ("dynamic_slice", "dynamic_update_slice"):
+        n = 0 if name == "dynamic_slice" else 1
+        starts = [_constant(a, makers) for a in eqn.invars[n + 1 :]]
+        ways[n + 1 :] = [None] * len(starts)
+        if None not in starts:
+            ways[n] = f"{starts} of {compat.array_type(eqn.invars[0]).shape}"
+    elif name in ("mul", "div"):
+        for n, atom in enumerate(eqn.invars[::-1]):
+            if isinstance(atom, compat.Literal):
+                ways[n] = f"{name} {n} {atom.val}"
+    return ways
+
+
+def _picks(eqn: compat.Equation) -> bool:
+    """Whether an equation with one result reads or writes elements by an index."""
+    return eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "gather"
+
+
+def _ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
+    """Like `_ways_through`, for an equation that `_picks`; None if the index isn't a literal."""
+    at = _constant(eqn.invars[1], makers)
+    if at is None:
+        return None
+    part = f"{at} of {compat.array_type(eqn.invars[0]).shape}"
+    return [part, None] if eqn.primitive.name == "gather" else ["", None, part]
+
+
+def _slice(
+    starts: Sequence[int],
+    limits: Sequence[int],
+    strides: Sequence[int] | None,
+    shape: Sequence[int],
+) -> str:
+    """Describes the dimensions that a slice cuts.
+
+    The other dimensions are left out, because their size may differ between ranks: a batch may be
+    short.
+    """
+    steps = strides or [1] * len(shape)
+    cut = [
+        x
+        for x in zip(range(len(shape)), starts, limits, steps, shape, strict=True)
+        if x[1:4] != (0, x[4], 1)
+    ]
+    return str(cut) if cut else ""
+
+
+def _constant(atom: compat.Atom, makers: Mapping[Any, Any]) -> tuple[int, ...] | None:
+    """Returns the integers of an index, or None if they aren't literals in the code."""
+    if isinstance(atom, compat.Literal):
+        return (int(atom.val),)
+    eqn = makers.get(atom)
+    if eqn is not None and eqn.primitive.name in _THROUGH:
+        return _constant(eqn.invars[0], makers)
+    if eqn is not None and eqn.primitive.name == "concatenate":
+        parts = [_constant(a, makers) for a in eqn.invars]
+        return None if None in parts else tuple(n for part in parts for n in part or ())
+    return None

@@ -1,6 +1,6 @@
 """An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
 
-Each rank's list of calls is simulated against the other ranks' lists (`rank_lists`). Outside a
+Each rank's list of calls is simulated against the other ranks' lists (`mpi4jax_lists`). Outside a
 runner, only ranks that exchange with one another take part. In a job, all ranks do, and the calls
 get the job's own communicators.
 """
@@ -17,19 +17,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.program import rank_lists
+from jaxcross.program import mpi4jax_lists
 from jaxcross.program.ir import Exchange, Program, hash_62
+from jaxcross.program.mismatch import BARRIER_REMEDY, without_calls
 from jaxcross.runtime.step_host import StepHost
-from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
+from jaxcross.step.exchange_agreement import agree_on_order, check_order, order_hash
 from jaxcross.wire import MpiWire
-from jaxcross.wire.calls import key_of
-from jaxcross.wire.job_comms import Key
+from jaxcross.wire.mpi4jax_calls import Key, key_of
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, gather
 
-# Each rank decides from its own calls whether its program is of this kind. So a rank without calls
-# wouldn't take part.
-_REMEDY = "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 Lists = Mapping[int, tuple[Exchange, ...]]
 
 
@@ -56,7 +53,10 @@ class Units:
 
     def is_current(self, world: World, program: Program, cache_key: object) -> bool:
         """Whether the latest agreement outside a runner covers this program."""
-        return self.latest == (cache_key, rank_lists.comparison_text(world.wire().calls(program)))
+        return self.latest == (
+            cache_key,
+            mpi4jax_lists.comparison_text(world.wire().calls(program)),
+        )
 
     def agree(self, host: StepHost, world: World, program: Program, cache_key: object) -> str:
         """Makes sure that the calls fit together, unless the job has already done so.
@@ -69,7 +69,7 @@ class Units:
         """
         calls = world.wire().calls(program)
         known = self.of_host.setdefault(host, {}) if host.in_run else {}
-        mine = cache_key, rank_lists.comparison_text(calls)
+        mine = cache_key, mpi4jax_lists.comparison_text(calls)
         if mine not in known:
             new = (
                 " with these shapes: its messages must change on all ranks at the same step"
@@ -83,7 +83,9 @@ class Units:
                 program=program,
                 calls=calls,
                 mine=mine,
-                label=f"first call of `{program.name}`{new}, which calls mpi4jax ({_REMEDY})",
+                label=(
+                    f"first call of `{program.name}`{new}, which calls mpi4jax ({BARRIER_REMEDY})"
+                ),
                 order=order_hash(program) if host.in_run and world.size > 1 else 0,
             )
             host.agree(agreement)
@@ -141,12 +143,14 @@ class UnitAgreement:
             ExchangeError: The lists don't fit together; raised on every rank.
         """
         comms = self.world.job_comms
-        gathered = gather(control, [rank_lists.encode(self.calls), comms.in_use()])
-        lists = {rank: rank_lists.decode(text) for rank, (text, _) in enumerate(gathered)}
-        error_text = rank_lists.mismatch(self.program.name, lists)
+        gathered = gather(control, [mpi4jax_lists.encode(self.calls), comms.in_use()])
+        lists = {rank: mpi4jax_lists.decode(text) for rank, (text, _) in enumerate(gathered)}
+        error_text = mpi4jax_lists.mismatch(self.program.name, lists)
         if error_text is not None:
             raise ExchangeError(error_text)
-        named = [(rank, x) for rank, calls in lists.items() for x in calls if rank_lists.is_call(x)]
+        named = [
+            (rank, x) for rank, calls in lists.items() for x in calls if mpi4jax_lists.is_call(x)
+        ]
         self._check_names(named)
         # Every rank in a communicator must choose the same free number for it, so each needs to
         # know the numbers in use on all ranks.
@@ -159,7 +163,7 @@ class UnitAgreement:
             number = next(n for n in range(len(taken) + 1) if (key, n) not in taken)
             what = f"{ranks} {label} {number}"
             comms.assign(self.host, key, number, partial(self.world.new_communicator, ranks, what))
-        texts = [rank_lists.comparison_text(calls) for calls in lists.values()]
+        texts = [mpi4jax_lists.comparison_text(calls) for calls in lists.values()]
         if len(set(texts)) == 1:
             agree_on_order(control, self.program, self.order)
         self.digest = hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16]
@@ -172,7 +176,7 @@ class UnitAgreement:
         """
         lists = _gathered(self.world, self.program, self.calls)
         self.units.latest = self.mine
-        error_text = rank_lists.mismatch(self.program.name, lists)
+        error_text = mpi4jax_lists.mismatch(self.program.name, lists)
         if error_text is not None:
             raise ExchangeError(error_text)
 
@@ -189,7 +193,7 @@ class UnitAgreement:
 
 def list_hash(world: World, program: Program) -> int:
     """Returns this rank's list of calls as a 62-bit hash."""
-    return hash_62(rank_lists.comparison_text(world.wire().calls(program)))
+    return hash_62(mpi4jax_lists.comparison_text(world.wire().calls(program)))
 
 
 def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
@@ -200,17 +204,17 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     Raises:
         ExchangeError: All ranks have the same list, but with the same exchange in different places.
     """
-    rank, text, name = world.rank, rank_lists.encode(calls), program.name
+    rank, text, name = world.rank, mpi4jax_lists.encode(calls), program.name
     everyone = list(range(world.size))
     # A collective over all ranks guarantees that all of them take part. Without one, we can only
     # rely on the ranks that the calls connect.
     if not any(_over_ranks(x, everyone) for x in calls):
-        accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
+        accepts = partial(_accepts, rank) if mpi4jax_lists.expects_unknown(calls) else None
         texts = world.gather_connected(
-            name, text, rank_lists.partners(calls, rank), accepts=accepts
+            name, text, mpi4jax_lists.partners(calls, rank), accepts=accepts
         )
-        return {r: rank_lists.decode(t) for r, t in texts.items()}
-    number, order = hash_62(rank_lists.comparison_text(calls)), order_hash(program)
+        return {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
+    number, order = hash_62(mpi4jax_lists.comparison_text(calls)), order_hash(program)
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
         # As long as the vector of `ExchangeAgreement.standalone`, because a rank without calls may
         # be in that one. The two all-reduces then match up.
@@ -219,7 +223,7 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
         )
         if low == -high and first != -last:
             check_order(world.control, program)
-        if low == -high and not rank_lists.names_peers(calls):
+        if low == -high and not mpi4jax_lists.names_peers(calls):
             return dict.fromkeys(everyone, calls)
         return _decoded(name, world.control.allgather_text(text))
 
@@ -232,24 +236,16 @@ def _over_ranks(call: Exchange, ranks: list[int]) -> bool:
 
 def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
     """Whether to continue gathering from `other`; see `jaxcross.world.neighbours`."""
-    lists = {r: rank_lists.decode(t) for r, t in texts.items()}
+    lists = {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
     if other is None:
-        return not rank_lists.all_senders_known(lists, rank)
-    return rank_lists.sends_to(lists[rank], rank, rank_lists.decode(other))
+        return not mpi4jax_lists.all_senders_known(lists, rank)
+    return mpi4jax_lists.sends_to(lists[rank], rank, mpi4jax_lists.decode(other))
 
 
 def _decoded(name: str, texts: list[str]) -> Lists:
     if others := [rank for rank, text in enumerate(texts) if not text.startswith("[")]:
         raise ExchangeError(without_calls(name, others))
-    return {rank: rank_lists.decode(text) for rank, text in enumerate(texts)}
-
-
-def without_calls(name: str, ranks: list[int]) -> str:
-    """Returns the error text for ranks that make no mpi4jax calls in a step, unlike others."""
-    return (
-        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} "
-        f"{', '.join(map(str, ranks))}: {_REMEDY}."
-    )
+    return {rank: mpi4jax_lists.decode(text) for rank, text in enumerate(texts)}
 
 
 def _key(value: tuple[list[int], str]) -> Key:

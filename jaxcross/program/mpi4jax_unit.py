@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, Group
 from jaxcross.program.ir import Segment
 from jaxcross.program.jaxpr_utils import holds_exchange
+from jaxcross.program.mpi4jax_lists import is_call
 from jaxcross.program.op_cost import is_costly
-from jaxcross.program.rank_lists import is_call
-from jaxcross.program.trace import Traced
+
+if TYPE_CHECKING:
+    from jaxcross.program.trace import Traced
 
 
 def calls_mpi4jax(graph: Graph) -> bool:

@@ -11,8 +11,7 @@ from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
 from jaxcross.plan.speedup import Estimate
 from jaxcross.program.trace import step_name
 from jaxcross.step.crossover import Axes, Step, crossover
-from jaxcross.step.measured_together import Subject, measure_on_all_ranks
-from jaxcross.step.solo_cost import Settings
+from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
 from jaxcross.world import current_world
 
 
