@@ -1,6 +1,7 @@
 """Jobs, as their users see them.
 
-runner          `Runner`: several jobs share this rank's device
+runner          `Runner`: several jobs share this rank's device, from the ranks' agreement on a run
+                to its report and errors
 plain_loop      `run`, for jobs that are plain loops `state, metrics = step(state, batch)`;
                 `plain_job` is their class; `standing` holds the results of those without a context
 fused           several such jobs as one; `side_by_side` takes one batch from each of them at a time
@@ -23,9 +24,8 @@ evaluations     work that a job does every n steps; `early_stopping` decides by 
 step_registry   the functions with exchanges that a job calls
 skipped_steps   notices a job that would skip all further steps
 admission       whether all ranks have the memory that a job needs
-agreement       what ranks agree on before the jobs of a run begin, and after a stop
 submissions     jobs that rank 0 starts on all ranks by name
-outcome         the outcome of a run; `stop_text` says what a stopped run has saved
+stop_message    the message of a stopped run: what it has saved
 options         the options of a run
 arguments       checks of what is passed to runners and jobs
 """

@@ -8,7 +8,7 @@ sets the final status, and drops everything but the state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -24,7 +24,7 @@ from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
 from jaxcross.jobs.metrics import BeginFiles, MetricLog
 from jaxcross.jobs.resumption import Resumption
-from jaxcross.jobs.stop_text import StoppedJob
+from jaxcross.jobs.stop_message import StoppedJob
 from jaxcross.jobs.thread import JobThread
 from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.runtime.driver import Driver
@@ -245,20 +245,6 @@ class JobRun:
             resumption.save_last(
                 self._host.latest.state, self.step, together, unsavable_reason=reason
             )
-
-
-def first_of(runs: Sequence[JobRun], world: World) -> list[JobRun]:
-    """Returns the first job alone, whose first step `jaxcross estimate` measures.
-
-    If there are more jobs, rank 0 logs which one is measured.
-    """
-    if len(runs) > 1 and world.rank == 0:
-        _log.warning(
-            "Job `%s`, the first of %d, is measured. The others are not run.",
-            runs[0].name,
-            len(runs),
-        )
-    return list(runs[:1])
 
 
 def _no_function(*_: object, **__: object) -> None:

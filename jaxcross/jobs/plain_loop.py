@@ -9,9 +9,8 @@ from typing import Unpack
 from jaxcross.errors import shortened
 from jaxcross.jobs.fused import FusedJob, Fusion
 from jaxcross.jobs.options import RunOptions, check_options
-from jaxcross.jobs.outcome import raise_first
 from jaxcross.jobs.plain_job import Job, check_batches_apart
-from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.runner import Runner, raise_first
 from jaxcross.report import Report
 
 

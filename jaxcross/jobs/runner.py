@@ -8,49 +8,53 @@ and settings, and at the end they build the report together.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import jax
+import numpy as np
+
 from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
-from jaxcross.errors import JobError
-from jaxcross.health.abort import print_error
+from jaxcross.errors import JobError, clause
+from jaxcross.health.abort import TERMINATED, print_error
 from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Start
 from jaxcross.jobs import arguments
 from jaxcross.jobs.admission import MemoryAdmission
-from jaxcross.jobs.agreement import (
-    agree,
-    agreed_exit,
-    claim_metrics,
-    open_session,
-    taken_over,
-    text_of,
-)
 from jaxcross.jobs.arguments import check_job_name
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.job_run import JobRun, first_of
-from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
+from jaxcross.jobs.job_run import JobRun
 from jaxcross.jobs.progress import ProgressReporter
-from jaxcross.jobs.stop_text import stop_text
+from jaxcross.jobs.replicas import RankReport, exchange
+from jaxcross.jobs.stop_message import stop_message
 from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.plan.memory import memory_limit
-from jaxcross.report import Report
+from jaxcross.report import JobSummary, Report
 from jaxcross.report.metric_files import MetricFiles
 from jaxcross.report.record import Recorder
+from jaxcross.report.units import as_float
 from jaxcross.runtime.chaos import chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.paused_run import nobody_resumes
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
+from jaxcross.world.control_plane import any_rank, gather
+
+MAX_ERRORS_SHOWN = 8
+"""The number of jobs whose errors `Runner.run` shows."""
+
+_log = logging.getLogger("jaxcross")
 
 
 class Runner:
@@ -332,39 +336,7 @@ class Runner:
 
     def _run(self) -> Report:
         link = current_link()
-        # A thread that adds a job waits for this lock until its job can join.
-        with self._lock:
-            if self._used:
-                raise JobError("This runner has run. Make a new Runner for another run.")
-            arguments.check_jobs(len(self._runs), self.policy)
-            if self.world.estimate_request:
-                self._runs = first_of(self._runs, self.world)
-            runs = tuple(self._runs)
-            self._used = True
-            self._agree(runs, link)
-            if self._writes_metrics:
-                claim_metrics(self.world, self._metric_files)
-            if self.checkpoints is not None:
-                names = [run.name for run in runs]
-                self._session = open_session(self.checkpoints, self.world, names, self.policy)
-                for name, fn, given in taken_over(
-                    self._session, self._functions, self._check_name, self.world.rank
-                ):
-                    self._runs.append(self._job_run(name, fn, {**given}))
-                runs = tuple(self._runs)
-            driver = self._driver = Driver(
-                world=self.world,
-                jobs=[(run.name, run.make_thread) for run in runs],
-                policy=self.policy,
-                depth=self._depth,
-                listeners=self._listeners,
-                link=link,
-                on_text=self._add_submitted,
-                chaos=self._chaos,
-                start=self._start,
-            )
-            for run, record in zip(runs, driver.records, strict=True):
-                run.attach(driver, record, self._session)
+        driver = self._begin(link)
         start_ns = time.monotonic_ns()
         # A signal's exception is kept until the reports and files below are complete: a rank that's
         # asked to stop while it saves is stopping already.
@@ -395,12 +367,12 @@ class Runner:
                 broke_off = not all(job.status == "ended" for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
-                compare_replicas(self.world, jobs)
-                missing = left_out(
+                _compare_replicas(self.world, jobs)
+                missing = _left_out(
                     self.world, jobs, [*driver.router.left_out, *sorted(self._submitted)]
                 )
-                tell_unread(self.world, jobs)
-            self.report = report_of(
+                _tell_unread(self.world, jobs)
+            self.report = _report_of(
                 jobs,
                 self._recorder,
                 world=self.world,
@@ -415,11 +387,11 @@ class Runner:
                 missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
-                print_error(stop_text([run.at_stop() for run in self._runs], folder))
+                print_error(stop_message([run.at_stop() for run in self._runs], folder))
             # If the run wasn't stopped, no other rank has been informed of this rank's signal.
             own = driver.interrupt or (held[0] if held else None)
             ending = (
-                agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
+                _agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
             )
         # A signal may have arrived while the handlers were being restored.
         if ending is None and held:
@@ -428,6 +400,76 @@ class Runner:
             raise ending
         raise_errors(jobs, missing)
         return self.report
+
+    def _begin(self, link: Link | None) -> Driver:
+        """Compares the jobs with all other ranks and makes the driver. Waits for all ranks."""
+        # A thread that adds a job waits for this lock until its job can join.
+        with self._lock:
+            if self._used:
+                raise JobError("This runner has run. Make a new Runner for another run.")
+            arguments.check_jobs(len(self._runs), self.policy)
+            if self.world.estimate_request:
+                self._runs = _first_of(self._runs, self.world)
+            runs = tuple(self._runs)
+            self._used = True
+            self._agree(runs, link)
+            if self._writes_metrics:
+                _claim_metrics(self.world, self._metric_files)
+            if self.checkpoints is not None:
+                names = [run.name for run in runs]
+                self._session = _open_session(self.checkpoints, self.world, names, self.policy)
+                for name, fn, given in _taken_over(
+                    self._session, self._functions, self._check_name, self.world.rank
+                ):
+                    self._runs.append(self._job_run(name, fn, {**given}))
+                runs = tuple(self._runs)
+            driver = self._driver = Driver(
+                world=self.world,
+                jobs=[(run.name, run.make_thread) for run in runs],
+                policy=self.policy,
+                depth=self._depth,
+                listeners=self._listeners,
+                link=link,
+                on_text=self._add_submitted,
+                chaos=self._chaos,
+                start=self._start,
+            )
+            for run, record in zip(runs, driver.records, strict=True):
+                run.attach(driver, record, self._session)
+        return driver
+
+    def _agree(self, runs: Sequence[JobRun], link: Link | None) -> None:
+        """Compares jobs and settings with all other ranks. Waits for them.
+
+        With different jobs or policies, the ranks' lanes would never match up.
+
+        Raises:
+            JobError: On every rank: the settings differ.
+        """
+        facts = {
+            "jobs": [run.name for run in runs],
+            "policy": _text_of(self.policy),
+            "start": self._start,
+            "checkpoints": self.checkpoints and self.checkpoints.agreed,
+            "metrics": self._writes_metrics,
+            "emulated_link": None if link is None else str(link),
+        }
+        with self.world.monitor(job="", step=0, segment=-1, what="start of the run"):
+            texts = self.world.control.allgather_text(json.dumps(facts))
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise JobError(
+                    f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add "
+                    "the same jobs in the same order, with the same policy, checkpoints, "
+                    "`metrics` and emulated link, on every rank."
+                )
+
+    def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:
+        return (
+            []
+            if self._metric_files is None
+            else self._metric_files.begin(name, step, without=without)
+        )
 
     def _break_off(self) -> None:
         """Closes the jobs and files after a lane failed. Waits for writes in progress.
@@ -442,24 +484,255 @@ class Runner:
         if self._session is not None:
             self._session.close()
 
-    def _agree(self, runs: Sequence[JobRun], link: Link | None) -> None:
-        """Compares jobs and settings with all other ranks. Waits for them.
 
-        With different jobs or policies, the ranks' lanes would never match up.
-        """
-        mine = {
-            "jobs": [run.name for run in runs],
-            "policy": text_of(self.policy),
-            "start": self._start,
-            "checkpoints": self.checkpoints and self.checkpoints.agreed,
-            "metrics": self._writes_metrics,
-            "emulated_link": None if link is None else str(link),
-        }
-        agree(self.world, mine)
+def _first_of(runs: Sequence[JobRun], world: World) -> list[JobRun]:
+    """Returns the first job alone, whose first step `jaxcross estimate` measures.
 
-    def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:
-        return (
-            []
-            if self._metric_files is None
-            else self._metric_files.begin(name, step, without=without)
+    If there are more jobs, rank 0 logs which one is measured.
+    """
+    if len(runs) > 1 and world.rank == 0:
+        _log.warning(
+            "Job `%s`, the first of %d, is measured. The others are not run.",
+            runs[0].name,
+            len(runs),
         )
+    return list(runs[:1])
+
+
+def _text_of(policy: Policy) -> str:
+    """Returns the text by which ranks compare their policies.
+
+    The default `repr` of a user's class contains an address, which differs between ranks.
+    """
+    cls = type(policy)
+    if cls.__repr__ is object.__repr__:
+        return f"{cls.__module__}.{cls.__qualname__}"
+    return repr(policy)
+
+
+def _claim_metrics(world: World, files: MetricFiles | None) -> None:
+    """Claims the folder of metrics on rank 0, which writes the files. Waits for all ranks.
+
+    Raises:
+        ValueError: On every rank: the folder is in use or can't be written.
+    """
+    problem = None
+    if files is not None:
+        try:
+            files.claim()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    with world.monitor(job="", step=0, segment=-1, what="opening the folder of metrics"):
+        problem = gather(world.control, problem)[0]
+    if problem is not None:
+        raise ValueError(f"`metrics`: {problem}")
+
+
+def _open_session(
+    checkpoints: Checkpoints, world: World, jobs: Sequence[str], policy: Policy
+) -> Session:
+    """Opens the checkpoints of a run. Waits for all ranks."""
+    with world.monitor(job="", step=0, segment=-1, what="opening the checkpoints"):
+        return Session(checkpoints, world, jobs=jobs, policy=_text_of(policy))
+
+
+def _taken_over(
+    session: Session, functions: RegisteredFunctions, check_name: Callable[[str], None], rank: int
+) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Yields the unfinished jobs that an earlier run received by `submit`.
+
+    Each is a name, a function and its arguments, identical on all ranks. Warns about jobs that
+    joined the earlier run in another way and that this run doesn't have.
+    """
+    for listed, text in session.resubmit.items():
+        try:
+            name, fn, arguments = functions.resolve(text, rank)
+            # A listed name is a valid name of a job, and its folder is known.
+            if name != listed:
+                raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
+            check_name(name)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            _log.warning(
+                "A submission of an earlier run cannot be understood, and is left out: %s.",
+                clause(str(error)),
+            )
+        else:
+            yield name, fn, arguments
+    if session.missing and rank == 0:
+        _log.warning(
+            "These jobs joined an earlier run with these checkpoints, were not over when it ended, "
+            "and are not added now: %s. Add them before `runner.run()`, and they go on where they "
+            "stood.",
+            ", ".join(f"`{name}`" for name in session.missing),
+        )
+
+
+def _compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
+    """Compares the last states of all jobs that joined. Waits for all ranks.
+
+    If they're equal, this costs one small all-reduce. If they differ in a job that checks its
+    replicas, that's the job's error on every rank.
+    """
+    joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
+    found = (
+        exchange(world.control, [job._host.replicas.end or RankReport(0, "", {}) for job in joined])
+        if joined
+        else []
+    )
+    for job, every in zip(joined, found, strict=True):
+        error = job._host.replicas.settle(every) if job._host.replicas.end is not None else None
+        job.error = job.error or error
+
+
+def _left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:
+    """Returns the error for jobs that never joined, or None. Waits for all ranks.
+
+    The same on every rank. `names` are the jobs that this rank added and that never joined.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, theirs in enumerate(gather(world.control, names)):
+        for name in theirs:
+            ranks.setdefault(name, []).append(str(rank))
+    if not ranks:
+        return None
+    what = ", ".join(
+        f"`{name}` (rank {', '.join(where)} of {world.size})" for name, where in ranks.items()
+    )
+    error = JobError(
+        "Jobs were added during the run but not on every rank, or when it was ending, and never "
+        f"joined: {what}. Add a job on all ranks while another one still has to wait for them, for "
+        "example in a job's function."
+    )
+    for job in jobs:
+        if job.status == "left out":
+            job.error = error
+    return error
+
+
+def _tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
+    """Makes a metric that some rank can't read back the job's error on every rank.
+
+    Waits for all ranks.
+    """
+    mine = {
+        job.name: f"{type(job._unread).__name__}: {job._unread}"
+        for job in jobs
+        if job._unread is not None
+    }
+    for rank, failures in enumerate(gather(world.control, mine)):
+        for job in jobs:
+            failure = failures.get(job.name)
+            if job.error is None and failure:
+                job.error = JobError(
+                    f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}"
+                )
+                job.error.__cause__ = job._unread
+
+
+def _report_of(
+    jobs: Sequence[JobContext],
+    recorder: Recorder,
+    *,
+    world: World,
+    policy: str,
+    link: str,
+    start_ns: int,
+    end_ns: int,
+    watch: AbstractContextManager[Any],
+) -> Report:
+    """Builds the report, the same on every rank. Waits for all ranks, inside of `watch`."""
+    devices = jax.local_devices()
+    over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
+    return Report.build(
+        recorder.spans(),
+        jobs=[_facts(job) for job in jobs if job.status != "left out"],
+        rank=world.rank,
+        size=world.size,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        policy=policy,
+        placement=(
+            f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a "
+            f"rank{over}"
+        ),
+        link=link,
+        dropped=recorder.dropped,
+        control=world.control if world.size > 1 else None,
+        watch=watch,
+    )
+
+
+def _facts(job: JobContext) -> JobSummary:
+    metrics: dict[str, float] = {}
+    for _, values in job.history:
+        if isinstance(values, dict):
+            metrics.update({key: as_float(v) for key, v in _numbers(values)})
+    loss = metrics.pop("loss", None)
+    return JobSummary(
+        name=job.name,
+        steps=job._host.steps_made,
+        examples_per_step=job.examples_per_step,
+        final_loss=loss,
+        metrics=metrics,
+        how=job.status or "ended",
+        why=job._host.evaluations.stop_reason if job.error is None else str(job.error),
+        skipped=job.skipped - job._host.skipped.before,
+        replicas=job._host.replicas.findings.text,
+        first_step=job.step - job._host.steps_made,
+        unit=job.unit,
+        program=job._host.registry.most_run(),
+        left_over=(job._host.world.rank,) if job._host.left_over else (),
+    )
+
+
+def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
+    for key, value in values.items():
+        if isinstance(value, int | float):
+            yield str(key), value
+        elif isinstance(value, dict):
+            yield from ((f"{key}/{inner}", number) for inner, number in _numbers(value))
+
+
+def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -> BaseException:
+    """Returns the exception that this rank raises after a stop.
+
+    Waits for all ranks, so that no rank exits while another one is still saving.
+
+    Args:
+        world: All ranks.
+        terminated: Whether this rank received SIGTERM.
+        own: The exception that this rank's signal handler raised, if any.
+    """
+    with after_run(world, "end of the run"):
+        some = any_rank(world.control, terminated)
+        world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
+        # The first rank that exits with a nonzero code terminates all ranks, so we wait until each
+        # of them has written its last output.
+        world.control.allreduce_min(np.zeros(1, np.int64))
+    if own is not None and not isinstance(own, KeyboardInterrupt):
+        return own  # the user's handler raised it on purpose
+    return SystemExit(TERMINATED) if some else KeyboardInterrupt()
+
+
+def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
+    """Raises the first failed job's error, or else `missing`, with notes about further errors."""
+    errors = [
+        job.error
+        for job in jobs
+        if job.error is not None and job.status not in ("ejected", "left out")
+    ]
+    raise_first([*errors, *([missing] if missing is not None else [])])
+
+
+def raise_first(errors: Sequence[Exception]) -> None:
+    """Raises the first error, if any, with notes about the further ones.
+
+    `jaxcross.health.tracebacks.ends_run` looks for this function in an error's traceback.
+    """
+    if not errors:
+        return
+    for other in errors[1:MAX_ERRORS_SHOWN]:
+        errors[0].add_note(f"Also: {other}")
+    if more := len(errors[MAX_ERRORS_SHOWN:]):
+        errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
+    raise errors[0]

@@ -12,8 +12,7 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
-from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
-from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.runner import MAX_ERRORS_SHOWN, Runner
 from tests.support.fakes import FakeCompiled, carried_program, plain_program, run_ranks
 from tests.support.runner_jobs import add, failing_loop_results, loop, make_step, solo
 
