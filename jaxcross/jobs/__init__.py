@@ -18,7 +18,6 @@ latest_state    the state that a job is left with, however it ends; `resumption`
 replicas        whether all ranks hold the same state; `replica_checks` decides when to compare it
 metrics         what a job has logged
 progress        how far the jobs are, shown during the run
-observer        follows a job that is a trial of a sweep
 evaluations     work that a job does every n steps; `early_stopping` decides by the metrics, without
                 acting on it
 step_registry   the functions with exchanges that a job calls

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
@@ -30,13 +30,15 @@ from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.metrics import MetricLog
-from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobDone, JobThread
 from jaxcross.runtime.job_record import NonFinite, RestoreMode
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
+
+if TYPE_CHECKING:
+    from jaxcross.sweeps.trial import TrialObserver
 
 
 def current_job() -> JobContext | None:
@@ -520,7 +522,7 @@ class JobContext:
         if self._evaluate():
             self._save(self.state)
 
-    def _observe(self, observer: JobObserver) -> None:
+    def _observe(self, observer: TrialObserver) -> None:
         """Attaches an observer to the job. Called in the job's thread."""
         self._host.observer = self._metrics.observer = observer
 

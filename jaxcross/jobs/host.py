@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import final, get_args
+from typing import TYPE_CHECKING, final, get_args
 
 from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree, arrays_by_buffer
@@ -23,7 +23,6 @@ from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.examples import ExampleCount
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.lifecycle import JobLifecycle
-from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.skipped_steps import SkippedSteps
@@ -35,6 +34,9 @@ from jaxcross.runtime.job_record import NonFinite
 from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, all_equal
+
+if TYPE_CHECKING:
+    from jaxcross.sweeps.trial import TrialObserver
 
 
 @final
@@ -96,7 +98,7 @@ class JobHost:
         self.planned_steps: int | None = None
         self.left_over = False
         self.done = JobDone()
-        self.observer: JobObserver | None = None
+        self.observer: TrialObserver | None = None
 
     @property
     def world(self) -> World:

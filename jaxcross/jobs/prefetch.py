@@ -23,21 +23,11 @@ import numpy as np
 
 from jaxcross._pytree import PyTree, arrays_by_buffer
 from jaxcross.jobs.data_position import START, DataPosition, iterator_state, seek
+from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.job_record import JobRecord
 
 _ALIGNMENT = 64
 _log = logging.getLogger("jaxcross")
-
-
-class PrefetchDriver(Protocol):
-    """The part of `jaxcross.runtime.driver.Driver` that a prefetcher uses."""
-
-    def stream_begun(self, job: JobRecord, still_open: Sequence[int]) -> None: ...
-    def batch_dropped(self, job: JobRecord) -> None: ...
-    def batches_ready(self, job: JobRecord, stream: int, count: int) -> None: ...
-    def stream_ended(self, job: JobRecord, stream: int, count: int) -> None: ...
-    def want_batch(self, job: JobRecord, stream: int, index: int) -> bool: ...
-    def job_raised(self, job: JobRecord, error: BaseException, where: str) -> None: ...
 
 
 @runtime_checkable
@@ -113,7 +103,7 @@ class Prefetcher(Iterator[Any]):
     def __init__(
         self,
         *,
-        driver: PrefetchDriver,
+        driver: Driver,
         job: JobRecord,
         stream: int,
         open_streams: Sequence[int] = (),

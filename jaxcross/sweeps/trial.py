@@ -105,7 +105,7 @@ class Trials:
             before = None if after is None else shared.closed.get(after)
             shared.closed.setdefault(number, JobDone())
             shared.jobs[number] = job
-        observer = _Observer(self, job, number)
+        observer = TrialObserver(self, job, number)
         job._observe(observer)
         if before is not None:
             # The previous trial in this place must first free its memory on this rank.
@@ -139,7 +139,7 @@ class Trials:
         """Notes that a trial has logged the metric."""
         self._shared.metric_logged = True
 
-    def give_up(self, observer: _Observer, error: JobError) -> None:
+    def give_up(self, observer: TrialObserver, error: JobError) -> None:
         """Ends the sweep and its other trials, unless a trial has logged the metric.
 
         Rank 0 decides. Does not wait.
@@ -178,7 +178,7 @@ class Trials:
             for number, _ in nsmallest(count, finished, key=lambda pair: (sign * pair[1], pair[0]))
         ]
 
-    def over(self, observer: _Observer, *, asked: bool) -> None:
+    def over(self, observer: TrialObserver, *, asked: bool) -> None:
         """Notes that a trial's job has ended. Called once on every rank.
 
         Frees the states that need not be kept.
@@ -233,8 +233,11 @@ class Trials:
 
 
 @final
-class _Observer:
-    """Follows one trial's job on one rank. Implements `jaxcross.jobs.observer.JobObserver`.
+class TrialObserver:
+    """Follows one trial's job on one rank.
+
+    The job calls it in its own thread, on every rank at the same step of the job. `logged` and
+    `saving` may raise, which ends the job like an error in its function.
 
     Attributes:
         job: The job.
@@ -265,15 +268,21 @@ class _Observer:
         return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
 
     def restored(self, entries: int) -> None:
+        """Called when entries of earlier runs were added to the job's history.
+
+        A negative number means that they were removed again.
+        """
         self._seen += entries  # the run that logged them has written them down
         known = self.job.history[: self._seen]
         self._times = Counter(step for step, metrics in known if self.metric in dict(flat(metrics)))
 
     def stepped(self, step: int) -> None:
+        """Called when all ranks have committed the job's step of this number. Doesn't wait."""
         if self._coordinator is not None:
             self._coordinator.advanced(self.number, step)
 
     def logged(self, step: int, metrics: PyTree) -> None:
+        """Called with what the job logs, before it's read back. May wait."""
         if self.pruned:
             return  # a last evaluation as the job ends, which no longer counts
         # Compare only names. The values aren't there yet, and waiting for them every step is slow.
@@ -340,6 +349,7 @@ class _Observer:
             self._late = step
 
     def saving(self, step: int) -> None:
+        """Called before a checkpoint begins, once everything that was logged has been read back."""
         self._saved = step
         self._write_values()
         if self._coordinator is not None:
@@ -397,6 +407,14 @@ class _Observer:
         return state
 
     def ended(self, *, asked: bool) -> bool:
+        """Called once the job has ended on all ranks and its results are final.
+
+        Args:
+            asked: Whether someone asked to stop this job alone.
+
+        Returns:
+            Whether the run should save what is left of a job that didn't come to its end.
+        """
         stopped = self.job.status == "stopped"
         # The state that is saved next covers everything that was logged since `job.save`, so a
         # restart won't log it again. Write it down now.
