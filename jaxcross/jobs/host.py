@@ -19,8 +19,8 @@ from jaxcross._pytree import PyTree, arrays_by_buffer
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.jobs.admission import MemoryAdmission, Need, remedies
+from jaxcross.jobs.batch_loops import ExampleCount
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.jobs.examples import ExampleCount
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.prefetch import Prefetcher

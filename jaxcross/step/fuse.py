@@ -16,7 +16,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError, JobError, clause, first_line, shortened
 from jaxcross.jobs.context import current_job
 from jaxcross.jobs.fused import FusedJob, Fusion
-from jaxcross.jobs.plain_job import Job, check_batches_apart
+from jaxcross.jobs.plain_loop import Job, check_batches_apart
 from jaxcross.jobs.prefetch import close_unread
 from jaxcross.program import stages
 from jaxcross.runtime.failure_text import describe
