@@ -4,12 +4,8 @@ runner          `Runner`: several jobs share this rank's device, from the ranks'
                 to its report and errors
 plain_loop      `run` and `Job`, for jobs that are plain loops `state, metrics = step(state, batch)`
 fused           several such jobs as one, with the batches of each
-context         what a job's function receives
-job_run         the runner's side of a job: its function, its place in the run, its end; owns
-                context, lifecycle, host
-lifecycle       a job's part in a run: its driver, record, thread and end; `thread` has the thread's
-                class
-host            runs a job's steps and counts them
+context         `JobContext`, which a job's function receives
+engine          the engine of a job, behind its context: its thread, its steps, its results, its end
 batch_loops     loops over batches, and how many examples they use; `prefetch` prepares batches
                 ahead of time, and knows the position in the data
 latest_state    the state that a job is left with, however it ends; `resumption` connects a job to

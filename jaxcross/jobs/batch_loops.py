@@ -8,7 +8,7 @@ examples in a batch, and end the loop if the job stops early.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -17,11 +17,9 @@ import numpy as np
 from jaxcross._pytree import PyTree
 from jaxcross.jobs.arguments import check_batches
 from jaxcross.jobs.prefetch import START, Prefetcher, number_of_batches, to_device
-from jaxcross.world import World
 
 if TYPE_CHECKING:
-    from jaxcross.jobs.host import JobHost
-    from jaxcross.jobs.lifecycle import JobLifecycle
+    from jaxcross.jobs.engine import JobEngine
 
 _END = object()
 
@@ -31,41 +29,36 @@ class BatchLoops:
     """Begins a job's loops over batches, does what's due between two batches, and ends loops early.
 
     Args:
-        life: The job's part in the run.
-        host: Runs the job's steps.
-        world: All ranks.
-        finish_step: Called before each next batch, once the loop's body has finished.
+        engine: The job.
     """
 
-    __slots__ = ("_begun", "_ending", "_finish_step", "_host", "_life", "_world")
+    __slots__ = ("_begun", "_ending", "_engine")
 
-    def __init__(
-        self, life: JobLifecycle, host: JobHost, world: World, finish_step: Callable[[], None]
-    ) -> None:
-        self._life, self._host, self._world, self._finish_step = life, host, world, finish_step
+    def __init__(self, engine: JobEngine) -> None:
+        self._engine = engine
         self._begun = 0
         # The streams of the loops that end because the job stops early.
         self._ending: set[int] | None = None
 
     def begin(self, data: Iterable[Any], steps: int | None) -> Iterator[Any]:
         """Begins a loop and returns its batches; see `JobContext.batches`."""
-        life, host = self._life, self._host
-        driver, record = life.running()
-        check_batches(life.name, data, steps)
-        if life.ends_stray_loop():
+        engine = self._engine
+        driver, record = engine.running()
+        check_batches(engine.name, data, steps)
+        if engine.ends_stray_loop():
             return iter(())
         # We forget closed loops here rather than where a loop ends, because the garbage collector
         # may finish an abandoned generator in any thread.
-        loops = host.loops = [loop for loop in host.loops if not loop.closed]
-        resumption = life.resumption
+        loops = engine.loops = [loop for loop in engine.loops if not loop.closed]
+        resumption = engine.resumption
         # After a restart, an evaluation that was still due may open a loop before the training loop
         # that resumes. It mustn't take that loop's position.
-        evaluates = host.evaluations.running
+        evaluates = engine.evaluations.running
         start = START if resumption is None or evaluates else resumption.next_position()
         if not loops and not evaluates:  # a loop alongside others may be an evaluation's
             count = number_of_batches(data, steps)
-            host.planned_steps = (
-                None if count is None else host.step + max(0, count - start.n_batches)
+            engine.planned_steps = (
+                None if count is None else engine.step + max(0, count - start.n_batches)
             )
         loop = Prefetcher(
             driver=driver,
@@ -87,27 +80,27 @@ class BatchLoops:
     def end_early(self) -> None:
         """Ends the loops that are open now when they next request a batch."""
         if self._ending is None:
-            self._ending = {loop.stream for loop in self._host.loops if not loop.closed}
+            self._ending = {loop.stream for loop in self._engine.loops if not loop.closed}
 
     def _measured(self, loop: Prefetcher) -> Iterator[Any]:
-        host, used = self._host, False
+        engine, used = self._engine, False
         try:
-            while not self._life.ends_stray_loop():
+            while not engine.ends_stray_loop():
                 # Requesting the first batch doesn't mean that a batch was used: two loops may be
                 # read side by side.
                 if used:
-                    host.replicas.next_batch(host.run_on_all_ranks)
-                self._finish_step()
+                    engine.replicas.next_batch(engine.run_on_all_ranks)
+                engine.finish_step()
                 if self._ending is not None and loop.stream in self._ending:
                     return
                 start_ns = time.monotonic_ns()
                 batch = next(loop, _END)
                 if batch is _END:
-                    host.left_over = host.left_over or loop.left_over
+                    engine.left_over = engine.left_over or loop.left_over
                     return
-                host.note_span(start_ns, "input", loop.storage)
-                host.replicas.batches += 1
-                host.examples.next_batch(batch, self._world.size)
+                engine.note_span(start_ns, "input", loop.storage)
+                engine.replicas.batches += 1
+                engine.examples.next_batch(batch, engine.world.size)
                 yield batch
                 used = True
         finally:

@@ -27,7 +27,6 @@ from jaxcross.interleave.instrument import SpanKind
 from jaxcross.jobs.batch_loops import count_examples
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.prefetch import close_unread, number_of_batches, to_device
 from jaxcross.runtime.failure_text import describe, explain
@@ -35,6 +34,7 @@ from jaxcross.runtime.step_host import T
 from jaxcross.world.control_plane import Control, gather
 
 if TYPE_CHECKING:
+    from jaxcross.jobs.engine import JobEngine
     from jaxcross.jobs.plain_loop import Job, JobStandIn
 
 States: TypeAlias = tuple[PyTree, ...]
@@ -93,7 +93,7 @@ class FusedJob:
     def _run(self, job: JobContext) -> States:
         """Trains all members to their ends. This is the function of the runner's job."""
         self._live = [
-            _Member(member, stand_in, job._host)
+            _Member(member, stand_in, job._engine)
             for member, stand_in in zip(self.members, self._stand_ins, strict=True)
         ]
         own = [
@@ -130,12 +130,12 @@ class FusedJob:
         states = job.state = tuple(member.job.state for member in live)
         stopped: set[str] = set()
         loop = job.batches(batches)
-        job._host.planned_steps = self._planned_steps()
+        job._engine.planned_steps = self._planned_steps()
         for batch in loop:
             batches.delivered()
             if not examples:
                 examples = sum(
-                    count_examples(each, job._host.world.size)[0] or 0.0 for each in batch
+                    count_examples(each, job._engine.world.size)[0] or 0.0 for each in batch
                 )
                 job.examples_per_step = examples or None
             states, metrics = self._step(states, batch)
@@ -147,7 +147,7 @@ class FusedJob:
             if stopped:
                 break
         close_unread(loop)  # otherwise the thread of an abandoned loop wouldn't end
-        job._host.left_over = False  # the remaining members use those batches later
+        job._engine.left_over = False  # the remaining members use those batches later
         self._live = self._staying(job, batches, stopped)
         return examples
 
@@ -237,7 +237,7 @@ class Fusion(Sequence["Job | FusedJob"]):
 
 @final
 class _Member:
-    """One member of a fused job. Implements `jaxcross.jobs.evaluations.Host`.
+    """One member of a fused job. Implements `jaxcross.jobs.evaluations.EvaluatedJob`.
 
     Attributes:
         job: The member's `Job`.
@@ -246,12 +246,12 @@ class _Member:
         latest: Its latest state, for its evaluations.
     """
 
-    def __init__(self, job: Job, stand_in: JobStandIn, host: JobHost) -> None:
-        self.job, self.stand_in, self._host = job, stand_in, host
+    def __init__(self, job: Job, stand_in: JobStandIn, engine: JobEngine) -> None:
+        self.job, self.stand_in, self._engine = job, stand_in, engine
         self.name, self.step = job.name, 0
         self.source = MemberBatches(job._batches, job._steps)
         self.latest = LatestState()
-        self._evaluations = Evaluations(job.name, rank=host.world.rank, ranks=host.world.size)
+        self._evaluations = Evaluations(job.name, rank=engine.world.rank, ranks=engine.world.size)
 
     def begin(self, state: PyTree) -> None:
         """Sets the initial state. Waits for all ranks if the job evaluates."""
@@ -275,7 +275,7 @@ class _Member:
         """
         if not self._evaluations.any:
             return False
-        running = job._host.evaluations  # evaluations don't count as steps of the fused job
+        running = job._engine.evaluations  # evaluations don't count as steps of the fused job
         running.running = True
         try:
             self._evaluations.run(self, lambda name, values: job.log({self.name: {name: values}}))
@@ -284,10 +284,10 @@ class _Member:
         return bool(self._evaluations.stop_reason)
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
-        return self._host.run_on_all_ranks(f"{self.name}: {label}", work)
+        return self._engine.run_on_all_ranks(f"{self.name}: {label}", work)
 
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
-        return self._host.measure(kind, f"{self.name}: {label}")
+        return self._engine.measure(kind, f"{self.name}: {label}")
 
 
 @final

@@ -25,10 +25,10 @@ from jaxcross.jobs.arguments import (
 )
 from jaxcross.jobs.context import JobContext, shown
 from jaxcross.jobs.early_stopping import Mode
+from jaxcross.jobs.engine import JobDone
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.fused import FusedJob, Fusion
 from jaxcross.jobs.runner import Runner, raise_first
-from jaxcross.jobs.thread import JobDone
 from jaxcross.report import Report
 from jaxcross.runtime.job_record import NonFinite, RestoreMode
 
@@ -313,7 +313,7 @@ class Job:
         if isinstance(face, JobStandIn):
             begun = bool(face.fused_into)
         else:
-            begun = face._life.record is not None
+            begun = face._engine.record is not None
         return begun and not face.done.is_set()
 
     def _attach(self, job: JobContext) -> None:
@@ -327,7 +327,7 @@ class Job:
         self._face = job
         job.nonfinite = before.nonfinite
         if not before.done.is_set():  # another thread may already wait for this event
-            job._host.done = before.done
+            job._engine.done = before.done
         for name, value in self._shown.items():
             setattr(job, name, value)
 
@@ -353,10 +353,10 @@ class Job:
             check_replicas=self._check_replicas,
         )
         self._results = job  # drops the initial state
-        every = job._host.save_every
+        every = job._engine.save_every
         batches = job.step
         for apply in self._settings:
-            apply(job._host.evaluations)
+            apply(job._engine.evaluations)
         for batch in job.batches(self._batches, self._steps):
             result = self._function(job.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:

@@ -33,7 +33,7 @@ from jaxcross.jobs import arguments
 from jaxcross.jobs.admission import MemoryAdmission
 from jaxcross.jobs.arguments import check_job_name
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.job_run import JobRun
+from jaxcross.jobs.engine import JobEngine
 from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.jobs.stop_message import stop_message
@@ -129,7 +129,7 @@ class Runner:
         self._start: Start = start
         self._chaos = chaos_of(os.environ, self.world.rank)
         self._admission = MemoryAdmission.of(self.world, limit)
-        self._runs: list[JobRun] = []
+        self._engines: list[JobEngine] = []
         self.report: Report | None = None
         self._recorder = Recorder()
         if events is not None:
@@ -144,7 +144,7 @@ class Runner:
             arguments.check_places(listening)
         self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
         self._progress = ProgressReporter(
-            lambda: self.jobs,
+            lambda: tuple(self._engines),
             flight=self.world.flight,
             rank=self.world.rank,
             ranks=self.world.size,
@@ -164,7 +164,7 @@ class Runner:
 
         After the run, they're in the order in which they joined, which is the same on every rank.
         """
-        return [run.context for run in self._runs]
+        return [engine.context for engine in self._engines]
 
     @property
     def booked_bytes(self) -> int:
@@ -209,22 +209,24 @@ class Runner:
             if (known := self._added_before(name)) is not None:
                 return known
             self._check_name(name)
-            run = self._job_run(name, fn, kwargs)
+            engine = self._make_engine(name, fn, kwargs)
             if self._used:
                 driver = self._driver
-                attach = partial(run.attach, session=self._session)
-                record = None if driver is None else driver.join(name, run.make_thread, attach)
+                attach = partial(engine.attach, session=self._session)
+                record = None if driver is None else driver.join(name, engine.make_thread, attach)
                 if record is None:
                     raise JobError(
                         f"Job `{name}` comes too late: this runner has run. Make a new Runner."
                     )
                 if self._session is not None:
                     self._session.added(name)
-            self._runs.append(run)
-        return run.context
+            self._engines.append(engine)
+        return engine.context
 
-    def _job_run(self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]) -> JobRun:
-        return JobRun(
+    def _make_engine(
+        self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]
+    ) -> JobEngine:
+        return JobEngine(
             name,
             fn,
             arguments,
@@ -330,7 +332,7 @@ class Runner:
         """
         with self.world.exchange_owner.run():
             report = self._run()
-        if self.world.estimate_request and self._runs[0].context.status == "stopped":
+        if self.world.estimate_request and self._engines[0].status == "stopped":
             raise SystemExit(0)  # the estimate was made and printed
         return report
 
@@ -352,18 +354,18 @@ class Runner:
             end_ns = time.monotonic_ns()
             # A thread that's just adding a job gets it into the list first.
             with self._lock:
-                for run in self._runs:
-                    run.close()
+                for engine in self._engines:
+                    engine.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
                 # Other ranks may have added the jobs in a different order. We assign a new list
                 # because a list is empty while `sort` works on it, and another thread that reads
                 # `jobs` would then find no jobs.
-                self._runs = sorted(self._runs, key=lambda run: run.order)
-            jobs = self.jobs
+                self._engines = sorted(self._engines, key=lambda engine: engine.order)
+            jobs = tuple(self._engines)
             if self._session is not None:
-                for run in self._runs:
-                    run.save_left()
+                for engine in self._engines:
+                    engine.save_left()
                 broke_off = not all(job.status == "ended" for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
@@ -387,7 +389,7 @@ class Runner:
                 missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
-                print_error(stop_message([run.at_stop() for run in self._runs], folder))
+                print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
             # If the run wasn't stopped, no other rank has been informed of this rank's signal.
             own = driver.interrupt or (held[0] if held else None)
             ending = (
@@ -407,25 +409,25 @@ class Runner:
         with self._lock:
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
-            arguments.check_jobs(len(self._runs), self.policy)
+            arguments.check_jobs(len(self._engines), self.policy)
             if self.world.estimate_request:
-                self._runs = _first_of(self._runs, self.world)
-            runs = tuple(self._runs)
+                self._engines = _first_of(self._engines, self.world)
+            engines = tuple(self._engines)
             self._used = True
-            self._agree(runs, link)
+            self._agree(engines, link)
             if self._writes_metrics:
                 _claim_metrics(self.world, self._metric_files)
             if self.checkpoints is not None:
-                names = [run.name for run in runs]
+                names = [engine.name for engine in engines]
                 self._session = _open_session(self.checkpoints, self.world, names, self.policy)
                 for name, fn, given in _taken_over(
                     self._session, self._functions, self._check_name, self.world.rank
                 ):
-                    self._runs.append(self._job_run(name, fn, {**given}))
-                runs = tuple(self._runs)
+                    self._engines.append(self._make_engine(name, fn, {**given}))
+                engines = tuple(self._engines)
             driver = self._driver = Driver(
                 world=self.world,
-                jobs=[(run.name, run.make_thread) for run in runs],
+                jobs=[(engine.name, engine.make_thread) for engine in engines],
                 policy=self.policy,
                 depth=self._depth,
                 listeners=self._listeners,
@@ -434,11 +436,11 @@ class Runner:
                 chaos=self._chaos,
                 start=self._start,
             )
-            for run, record in zip(runs, driver.records, strict=True):
-                run.attach(driver, record, self._session)
+            for engine, record in zip(engines, driver.records, strict=True):
+                engine.attach(driver, record, self._session)
         return driver
 
-    def _agree(self, runs: Sequence[JobRun], link: Link | None) -> None:
+    def _agree(self, engines: Sequence[JobEngine], link: Link | None) -> None:
         """Compares jobs and settings with all other ranks. Waits for them.
 
         With different jobs or policies, the ranks' lanes would never match up.
@@ -447,7 +449,7 @@ class Runner:
             JobError: On every rank: the settings differ.
         """
         facts = {
-            "jobs": [run.name for run in runs],
+            "jobs": [engine.name for engine in engines],
             "policy": _text_of(self.policy),
             "start": self._start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
@@ -477,26 +479,26 @@ class Runner:
         Only jobs without a living thread are closed here; the others close in their own threads.
         """
         with self._lock:
-            for run in self._runs:
-                run.close_unbegun()
+            for engine in self._engines:
+                engine.close_unbegun()
         if self._metric_files is not None:
             self._metric_files.close()
         if self._session is not None:
             self._session.close()
 
 
-def _first_of(runs: Sequence[JobRun], world: World) -> list[JobRun]:
+def _first_of(engines: Sequence[JobEngine], world: World) -> list[JobEngine]:
     """Returns the first job alone, whose first step `jaxcross estimate` measures.
 
     If there are more jobs, rank 0 logs which one is measured.
     """
-    if len(runs) > 1 and world.rank == 0:
+    if len(engines) > 1 and world.rank == 0:
         _log.warning(
             "Job `%s`, the first of %d, is measured. The others are not run.",
-            runs[0].name,
-            len(runs),
+            engines[0].name,
+            len(engines),
         )
-    return list(runs[:1])
+    return list(engines[:1])
 
 
 def _text_of(policy: Policy) -> str:
@@ -567,7 +569,7 @@ def _taken_over(
         )
 
 
-def _compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
+def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
     """Compares the last states of all jobs that joined. Waits for all ranks.
 
     If they're equal, this costs one small all-reduce. If they differ in a job that checks its
@@ -575,16 +577,16 @@ def _compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
     """
     joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
     found = (
-        exchange(world.control, [job._host.replicas.end or RankReport(0, "", {}) for job in joined])
+        exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined
         else []
     )
     for job, every in zip(joined, found, strict=True):
-        error = job._host.replicas.settle(every) if job._host.replicas.end is not None else None
+        error = job.replicas.settle(every) if job.replicas.end is not None else None
         job.error = job.error or error
 
 
-def _left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:
+def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> JobError | None:
     """Returns the error for jobs that never joined, or None. Waits for all ranks.
 
     The same on every rank. `names` are the jobs that this rank added and that never joined.
@@ -609,15 +611,15 @@ def _left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) ->
     return error
 
 
-def _tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
+def _tell_unread(world: World, jobs: Sequence[JobEngine]) -> None:
     """Makes a metric that some rank can't read back the job's error on every rank.
 
     Waits for all ranks.
     """
     mine = {
-        job.name: f"{type(job._unread).__name__}: {job._unread}"
+        job.name: f"{type(job.unread).__name__}: {job.unread}"
         for job in jobs
-        if job._unread is not None
+        if job.unread is not None
     }
     for rank, failures in enumerate(gather(world.control, mine)):
         for job in jobs:
@@ -626,11 +628,11 @@ def _tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
                 job.error = JobError(
                     f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}"
                 )
-                job.error.__cause__ = job._unread
+                job.error.__cause__ = job.unread
 
 
 def _report_of(
-    jobs: Sequence[JobContext],
+    jobs: Sequence[JobEngine],
     recorder: Recorder,
     *,
     world: World,
@@ -662,7 +664,7 @@ def _report_of(
     )
 
 
-def _facts(job: JobContext) -> JobSummary:
+def _facts(job: JobEngine) -> JobSummary:
     metrics: dict[str, float] = {}
     for _, values in job.history:
         if isinstance(values, dict):
@@ -670,18 +672,18 @@ def _facts(job: JobContext) -> JobSummary:
     loss = metrics.pop("loss", None)
     return JobSummary(
         name=job.name,
-        steps=job._host.steps_made,
-        examples_per_step=job.examples_per_step,
+        steps=job.steps_made,
+        examples_per_step=job.examples.per_step,
         final_loss=loss,
         metrics=metrics,
         how=job.status or "ended",
-        why=job._host.evaluations.stop_reason if job.error is None else str(job.error),
-        skipped=job.skipped - job._host.skipped.before,
-        replicas=job._host.replicas.findings.text,
-        first_step=job.step - job._host.steps_made,
-        unit=job.unit,
-        program=job._host.registry.most_run(),
-        left_over=(job._host.world.rank,) if job._host.left_over else (),
+        why=job.evaluations.stop_reason if job.error is None else str(job.error),
+        skipped=job.skipped - job.skipped_steps.before,
+        replicas=job.replicas.findings.text,
+        first_step=job.step - job.steps_made,
+        unit=job.examples.unit,
+        program=job.registry.most_run(),
+        left_over=(job.world.rank,) if job.left_over else (),
     )
 
 
@@ -714,7 +716,7 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
     return SystemExit(TERMINATED) if some else KeyboardInterrupt()
 
 
-def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
+def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
     """Raises the first failed job's error, or else `missing`, with notes about further errors."""
     errors = [
         job.error

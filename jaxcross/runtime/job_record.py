@@ -161,9 +161,9 @@ class JobRecord:
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks and thereby the references to the job's `JobRun`."""
+        """Drops the callbacks and thereby the references to the job's `JobEngine`."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 
 def _ignore(*_: object) -> None:
-    """Stands in for callbacks of the job's `JobRun`."""
+    """Stands in for callbacks of the job's `JobEngine`."""

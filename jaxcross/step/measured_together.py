@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcross.errors import ExchangeError, clause, first_line
-from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.engine import JobEngine
 from jaxcross.plan.estimate import Estimate, estimate_of
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.failure_text import describe
@@ -37,7 +37,7 @@ class Subject:
 
 
 def measure_on_all_ranks(
-    make_subject: Callable[[], Subject], name: str, *, world: World, job: JobContext | None
+    make_subject: Callable[[], Subject], name: str, *, world: World, job: JobEngine | None
 ) -> Estimate:
     """Measures a step and returns an estimate, the same on every rank. Waits for all ranks.
 
@@ -61,7 +61,7 @@ def measure_on_all_ranks(
             turn.enter_context(owner.step(name))
             host = Standalone(world, name)
         else:
-            host = job._host
+            host = job
         solo, settings, failure = None, None, None
         try:
             subject = make_subject()

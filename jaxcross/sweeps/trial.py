@@ -18,7 +18,7 @@ from jaxcross._pytree import PyTree, snapshot
 from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.thread import JobDone, JobThread
+from jaxcross.jobs.engine import JobDone, JobEngine, current_engine
 from jaxcross.report.metric_files import flat
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.settings import SweepSettings
@@ -105,13 +105,15 @@ class Trials:
             before = None if after is None else shared.closed.get(after)
             shared.closed.setdefault(number, JobDone())
             shared.jobs[number] = job
-        observer = TrialObserver(self, job, number)
-        job._observe(observer)
+        engine = current_engine()
+        assert engine is not None
+        observer = TrialObserver(self, job, engine, number)
+        engine.observe(observer)
         if before is not None:
             # The previous trial in this place must first free its memory on this rank.
             with job.measure("host", "waits for a place"):
                 before.wait()
-        begins = observer.answer("start of the trial", lambda: self._begins(job, number))
+        begins = observer.answer("start of the trial", lambda: self._begins(engine, number))
         if begins != "begins":  # a restart also submits trials that turn out to have ended
             observer.pruned = begins == "pruned"
             return None
@@ -119,19 +121,18 @@ class Trials:
             state = self._train(job, **params)
             if state is not None:
                 job.state = state
-            job._finish_step()  # a due evaluation may log the metric, too
+            engine.finish_step()  # a due evaluation may log the metric, too
         except TrialPruned:
-            job._host.latest.adopt_results()
+            engine.latest.adopt_results()
             observer.pruned = True
             return None
         return observer.finish(state)
 
-    def _begins(self, job: JobContext, number: int) -> str:
+    def _begins(self, engine: JobEngine, number: int) -> str:
         assert self.coordinator is not None
-        thread = threading.current_thread()
-        if not self.coordinator.is_due(number) and isinstance(thread, JobThread):
-            thread.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
-        if self.coordinator.may_begin(number, lambda: job._host.stopping):
+        if not self.coordinator.is_due(number):
+            engine.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
+        if self.coordinator.may_begin(number, lambda: engine.stopping):
             return "begins"
         return "pruned" if self.coordinator.is_pruned(number) else "over"
 
@@ -247,8 +248,8 @@ class TrialObserver:
         metric: The metric by which trials are compared.
     """
 
-    def __init__(self, trials: Trials, job: JobContext, number: int) -> None:
-        self._trials, self.job, self.number = trials, job, number
+    def __init__(self, trials: Trials, job: JobContext, engine: JobEngine, number: int) -> None:
+        self._trials, self.job, self._engine, self.number = trials, job, engine, number
         self.finished: Finished | None = None
         self.pruned = False
         self.metric = trials.settings.metric
@@ -295,9 +296,9 @@ class TrialObserver:
         self._check_order(step)
         if not self._trials.prunes:
             return
-        self.job._read_back()
+        self._engine.read_back()
         self._write_values()
-        coordinator, stopping = self._coordinator, lambda: self.job._host.stopping
+        coordinator, stopping = self._coordinator, lambda: self._engine.stopping
 
         def ask() -> str:
             assert coordinator is not None
@@ -320,7 +321,7 @@ class TrialObserver:
         earlier = self._has_metric or any(
             self.metric in dict(flat(values)) for _, values in self.job.history
         )
-        if returned and not earlier and self.job._host.evaluations.provide(self.metric):
+        if returned and not earlier and self._engine.evaluations.provide(self.metric):
             error = JobError(
                 f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
                 f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
@@ -378,7 +379,7 @@ class TrialObserver:
     def finish(self, state: PyTree) -> PyTree:
         """Notes on all ranks that the function has returned. Waits for ranks and state."""
         job, coordinator = self.job, self._coordinator
-        job._read_back()
+        self._engine.read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
         mine = json.dumps([value, _digest(job.state)])

@@ -154,7 +154,7 @@ def test_one_rank_is_silent(caplog):
 
 def trains_apart(job, donate, hands_over):
     state = job.restore({"w": jnp.zeros(3)})
-    for batch in job.batches([jnp.full(3, 1.0 + job._world.rank)] * 3):
+    for batch in job.batches([jnp.full(3, 1.0 + job._engine.world.rank)] * 3):
         state = jax.jit(
             lambda s, x: jax.tree.map(lambda w: w + x, s), donate_argnums=(0,) if donate else ()
         )(state, batch)
@@ -243,7 +243,7 @@ def test_unreadable_state_is_reported_without_hanging():
 
 def trains_together(job, rate, check_replicas=None, mode="check"):
     state = job.restore(0.0, check_replicas=check_replicas, mode=mode)
-    step = make_step(job._world)
+    step = make_step(job._engine.world)
     for batch in job.batches([1.0] * 6):
         state = job.state = step(state, batch) * rate
     return state

@@ -271,7 +271,9 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
             state = 0.0
             for batch in job.batches(iter(lambda: 1.0, None)):
                 if world.rank == 0 and job.step == 3 and job.name == "a":
-                    job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                    job._engine.driver.post(
+                        m.StopRequested()
+                    )  # what the main thread does on Ctrl-C
                 state = step(state, batch)
                 job.save(state)
 
@@ -300,7 +302,7 @@ def test_exchanges_at_different_calls_are_reported():
                 state = (
                     exchanges(state, 1.0)
                     if n % 3 == 2
-                    else job._host.run(compiled, [state, 1.0], compiled)
+                    else job._engine.run(compiled, [state, 1.0], compiled)
                 )
 
         runner = Runner(world)
