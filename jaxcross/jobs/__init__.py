@@ -8,9 +8,9 @@ context         `JobContext`, which a job's function receives
 engine          the engine of a job, behind its context: its thread, its steps, its results, its end
 batch_loops     loops over batches, and how many examples they use; `prefetch` prepares batches
                 ahead of time, and knows the position in the data
-latest_state    the state that a job is left with, however it ends; `resumption` connects a job to
+job_state       the state that a job is left with, however it ends; `resumption` connects a job to
                 its checkpoints
-replicas        whether all ranks hold the same state; `replica_checks` decides when to compare it
+replicas        whether all ranks hold the same state, and when to compare it
 metrics         what a job has logged
 progress        how far the jobs are, shown during the run
 evaluations     work that a job does every n steps; `early_stopping` decides by the metrics, without

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, final, get_args
+from typing import Any, NoReturn, final, get_args
 
 from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree, arrays_by_buffer
@@ -39,10 +39,10 @@ from jaxcross.jobs.admission import MemoryAdmission, Need, remedies
 from jaxcross.jobs.batch_loops import BatchLoops, ExampleCount
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.jobs.latest_state import LatestState, own_copy
+from jaxcross.jobs.job_state import JobState, own_copy
 from jaxcross.jobs.metrics import BeginFiles, MetricLog
 from jaxcross.jobs.prefetch import Prefetcher
-from jaxcross.jobs.replica_checks import ReplicaChecks
+from jaxcross.jobs.replicas import ReplicaChecks
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.skipped_steps import SkippedSteps
 from jaxcross.jobs.step_registry import StepRegistry, memory_of
@@ -58,9 +58,6 @@ from jaxcross.runtime.stall_watch import after_run
 from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, all_equal
-
-if TYPE_CHECKING:
-    from jaxcross.sweeps.trial import TrialObserver
 
 _log = logging.getLogger("jaxcross")
 
@@ -98,7 +95,6 @@ class JobEngine:
         examples: Counts the examples per step.
         evaluations: What the job does every n steps.
         metrics: What the job has logged.
-        observer: Follows the job, if it's a trial of a sweep.
         batch_loops: Begins the job's loops over batches.
         loops: The job's open loops over batches, in the order in which they began.
         planned_steps: The step at which the job's latest loop ends if nothing else ends it; None if
@@ -142,14 +138,13 @@ class JobEngine:
         self.cuts: dict[str, int] = {}
         self.nonfinite: NonFinite = "ignore"
         self.rank_local: tuple[str, ...] = ()
-        self.latest = LatestState()
+        self.latest = JobState()
         self.skipped_steps = SkippedSteps(name, self.latest)
         self.registry = StepRegistry()
         self.replicas = ReplicaChecks(name, rank=world.rank, ranks=world.size, latest=self.latest)
         self.examples = ExampleCount()
         self.evaluations = Evaluations(name, rank=world.rank, ranks=world.size)
         self.metrics = MetricLog(self._note_metrics, begin_files)
-        self.observer: TrialObserver | None = None
         self.batch_loops = BatchLoops(self)
         self.loops: list[Prefetcher] = []
         self.planned_steps: int | None = None
@@ -380,10 +375,10 @@ class JobEngine:
         self._function, self._arguments = _no_function, {}
         self.registry.forget()
         self.loops = []
-        if self.observer is not None:
-            if not self.observer.ended(asked=self._stop_requested):
+        if self.metrics.observer is not None:
+            if not self.metrics.observer.ended(asked=self._stop_requested):
                 self.resumption = None
-            self.observer = self.metrics.observer = None
+            self.metrics.observer = None
         self.done.set()
 
     def _print_failure(self, error: JobError | ExchangeError) -> None:
@@ -671,8 +666,8 @@ class JobEngine:
         if trains:
             self.step += 1
             self.examples.count_step()
-            if self.observer is not None:
-                self.observer.stepped(self.step)
+            if self.metrics.observer is not None:
+                self.metrics.observer.stepped(self.step)
         if resumption is not None and graph.is_step:
             resumption.note_call(
                 compiled.program.name,
@@ -697,7 +692,7 @@ class JobEngine:
         """
         driver, record = self.running()
         given = arrays_by_buffer(leaves)
-        state, _ = self.latest.latest()
+        state, _ = self.latest.newest()
         resting = [
             (a, a.nbytes) for buffer, a in arrays_by_buffer(state).items() if buffer not in given
         ]
@@ -718,7 +713,7 @@ class JobEngine:
 
     def _give_back_memory(self) -> None:
         """Gives back what the job has booked, except for its latest state. Doesn't wait."""
-        self._admission.give_back(self.name, lambda: self.latest.latest()[0])
+        self._admission.give_back(self.name, lambda: self.latest.newest()[0])
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises a CutError for a step that can't be skipped.
@@ -819,8 +814,8 @@ class JobEngine:
             # A restart resumes after this step, so whatever was logged up to here would be lost
             # with the process.
             self.read_back()
-            if self.observer is not None:
-                self.observer.saving(self.step)
+            if self.metrics.observer is not None:
+                self.metrics.observer.saving(self.step)
             every = resumption.save(
                 state,
                 self.step,
@@ -855,10 +850,6 @@ class JobEngine:
         """
         if self._evaluate():
             self._save(self.latest.state)
-
-    def observe(self, observer: TrialObserver) -> None:
-        """Attaches an observer to the job. Called in the job's thread."""
-        self.observer = self.metrics.observer = observer
 
     def read_back(self) -> None:
         """Moves everything that was logged so far into `history`. Waits for the device."""

@@ -22,7 +22,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
-from jaxcross.jobs.latest_state import LatestState, has_deleted
+from jaxcross.jobs.job_state import JobState, has_deleted
 from jaxcross.report.metric_files import flat
 from jaxcross.runtime.step_host import T
 from jaxcross.world.control_plane import Control, gather
@@ -39,7 +39,7 @@ class EvaluatedJob(Protocol):
 
     name: str
     step: int
-    latest: LatestState
+    latest: JobState
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T: ...
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]: ...

@@ -27,7 +27,7 @@ from jaxcross.interleave.instrument import SpanKind
 from jaxcross.jobs.batch_loops import count_examples
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.job_state import JobState
 from jaxcross.jobs.prefetch import close_unread, number_of_batches, to_device
 from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.runtime.step_host import T
@@ -250,7 +250,7 @@ class _Member:
         self.job, self.stand_in, self._engine = job, stand_in, engine
         self.name, self.step = job.name, 0
         self.source = MemberBatches(job._batches, job._steps)
-        self.latest = LatestState()
+        self.latest = JobState()
         self._evaluations = Evaluations(job.name, rank=engine.world.rank, ranks=engine.world.size)
 
     def begin(self, state: PyTree) -> None:

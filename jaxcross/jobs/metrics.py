@@ -17,7 +17,7 @@ import numpy as np
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
-from jaxcross.jobs.latest_state import own_copy
+from jaxcross.jobs.job_state import own_copy
 from jaxcross.report.metric_files import as_logged, is_of
 from jaxcross.world.control_plane import gather
 
@@ -39,7 +39,8 @@ class MetricLog:
         begin_files: Truncates the files of metrics to the restored step, if there are files.
 
     Attributes:
-        observer: Called with what is logged, before it's read back.
+        observer: Follows the job, if it's a trial of a sweep. Called with what is logged, before
+            it's read back.
     """
 
     def __init__(

@@ -175,7 +175,7 @@ class ProgressReporter:
 
     def _metric_of(self, job: JobEngine) -> str:
         """Returns the metric to show: the sweep's if it was logged already, otherwise the loss."""
-        chosen, observer = "", job.observer
+        chosen, observer = "", job.metrics.observer
         if observer is not None:
             chosen = self._metrics.setdefault(job.name, LatestMetric()).look(
                 job.history, observer.metric

@@ -15,7 +15,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.jobs.latest_state import holds_state
+from jaxcross.jobs.job_state import holds_state
 from jaxcross.jobs.prefetch import START, DataPosition, Prefetcher
 from jaxcross.jobs.skipped_steps import SkippedSteps
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxcross._pytree import PyTree
 from jaxcross.jobs.fused import FusedJob, FusedStep
-from jaxcross.jobs.latest_state import form, own_copy
+from jaxcross.jobs.job_state import form, own_copy
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.step.crossover import Step
 from jaxcross.step.measured_together import Subject, measure_on_all_ranks

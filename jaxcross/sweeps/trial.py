@@ -108,7 +108,7 @@ class Trials:
         engine = current_engine()
         assert engine is not None
         observer = TrialObserver(self, job, engine, number)
-        engine.observe(observer)
+        engine.metrics.observer = observer
         if before is not None:
             # The previous trial in this place must first free its memory on this rank.
             with job.measure("host", "waits for a place"):

@@ -28,7 +28,7 @@ def make_job(name="a", *, step=0, steps=None, status=None, history=(), made=None
         paused=False,
         steps_made=step if made is None else made,
         planned_steps=steps,
-        observer=None,
+        metrics=SimpleNamespace(observer=None),
     )
 
 
@@ -87,7 +87,7 @@ def test_a_line_says_what_a_job_waits_for(capsys):
 
 def test_a_sweeps_metric_is_shown_instead_of_the_loss(capsys):
     job = make_job(step=1, history=[(1, {"loss": 2.0})])
-    job.observer = SimpleNamespace(metric="eval/accuracy")
+    job.metrics.observer = SimpleNamespace(metric="eval/accuracy")
     shown = reporter([job])
     shown.look(5.0)
     assert "loss 2.00" in capsys.readouterr().err, "it is not logged yet"

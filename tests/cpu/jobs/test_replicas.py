@@ -9,10 +9,17 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.jobs.arguments import checked_interval
-from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.job_state import JobState
 from jaxcross.jobs.plain_loop import Job, run
-from jaxcross.jobs.replica_checks import ReplicaChecks
-from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, Difference, Findings, RankReport, judge
+from jaxcross.jobs.replicas import (
+    BETWEEN,
+    UNCHANGED,
+    Difference,
+    Findings,
+    RankReport,
+    ReplicaChecks,
+    judge,
+)
 from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobSummary, Report
@@ -221,7 +228,7 @@ def test_unreadable_state_is_reported_without_hanging():
         def __jax_array__(self):
             raise RuntimeError("lost")
 
-    latest = LatestState()
+    latest = JobState()
     checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest)
     start = {"w": jnp.ones(3)}
     latest.set(start, 0)
