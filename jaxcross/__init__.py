@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # the only list of public names
     from jaxcross.interleave.policy import Weighted as Weighted
     from jaxcross.jobs.context import JobContext as JobContext
     from jaxcross.jobs.fused import Fusion as Fusion
-    from jaxcross.jobs.plain_job import Job as Job
+    from jaxcross.jobs.plain_loop import Job as Job
     from jaxcross.jobs.plain_loop import run as run
     from jaxcross.jobs.runner import Runner as Runner
     from jaxcross.report.sweep_result import SweepResult as SweepResult

@@ -60,7 +60,7 @@ class Part:
         leaves: All leaves of this rank's state, by path.
         files: Size in bytes and digest of each file that holds arrays, by path in the part's
             folder.
-        places: Positions in this rank's data; see `jaxcross.jobs.data_position`.
+        places: Positions in this rank's data; see `jaxcross.jobs.prefetch`.
         cuts: The cut that was found to be fastest, by program.
         environment: Everything else that affects the last bits of results: versions, device,
             threads.

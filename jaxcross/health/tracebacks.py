@@ -45,8 +45,10 @@ def ends_run(error: BaseException) -> bool:
 
     The cause of such an error is this rank's own.
     """
-    modules = {line.tb_frame.f_globals.get("__name__") for line in _lines(error.__traceback__)}
-    return "jaxcross.jobs.outcome" in modules and isinstance(error, JobError | ExchangeError)
+    frames = [line.tb_frame for line in _lines(error.__traceback__)]
+    places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
+    raised = ("jaxcross.jobs.runner", "raise_first") in places
+    return raised and isinstance(error, JobError | ExchangeError)
 
 
 def _without_ends(error: BaseException) -> TracebackType | None:

@@ -1,31 +1,24 @@
 """Jobs, as their users see them.
 
-runner          `Runner`: several jobs share this rank's device
-plain_loop      `run`, for jobs that are plain loops `state, metrics = step(state, batch)`;
-                `plain_job` is their class; `standing` holds the results of those without a context
-fused           several such jobs as one; `side_by_side` takes one batch from each of them at a time
-context         what a job's function receives
-job_run         the runner's side of a job: its function, its place in the run, its end; owns
-                context, lifecycle, host
-lifecycle       a job's part in a run: its driver, record, thread and end; `thread` has the thread's
-                class
-host            runs a job's steps and counts them; `examples` counts the examples they use
-batch_loops     loops over batches; `prefetch` prepares batches ahead of time; `data_position` is a
-                job's position in its data
-latest_state    the state that a job is left with, however it ends; `resumption` connects a job to
+runner          `Runner`: several jobs share this rank's device, from the ranks' agreement on a run
+                to its report and errors
+plain_loop      `run` and `Job`, for jobs that are plain loops `state, metrics = step(state, batch)`
+fused           several such jobs as one, with the batches of each
+context         `JobContext`, which a job's function receives
+engine          the engine of a job, behind its context: its thread, its steps, its results, its end
+batch_loops     loops over batches, and how many examples they use; `prefetch` prepares batches
+                ahead of time, and knows the position in the data
+job_state       the state that a job is left with, however it ends; `resumption` connects a job to
                 its checkpoints
-replicas        whether all ranks hold the same state; `replica_checks` decides when to compare it
+replicas        whether all ranks hold the same state, and when to compare it
 metrics         what a job has logged
 progress        how far the jobs are, shown during the run
-observer        follows a job that is a trial of a sweep
 evaluations     work that a job does every n steps; `early_stopping` decides by the metrics, without
                 acting on it
 step_registry   the functions with exchanges that a job calls
 skipped_steps   notices a job that would skip all further steps
 admission       whether all ranks have the memory that a job needs
-agreement       what ranks agree on before the jobs of a run begin, and after a stop
 submissions     jobs that rank 0 starts on all ranks by name
-outcome         the outcome of a run; `stop_text` says what a stopped run has saved
-options         the options of a run
-arguments       checks of what is passed to runners and jobs
+stop_message    the message of a stopped run: what it has saved
+arguments       the options of a run, and checks of what is passed to runners and jobs
 """

@@ -1,4 +1,7 @@
-"""Checks the arguments of runners and jobs at the call, so that errors point at the user's line."""
+"""Checks the arguments of runners and jobs at the call, so that errors point at the user's line.
+
+Also names the options of a run, which `Runner`, `run` and `sweep` share.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -20,6 +23,54 @@ from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy, Start, Weighted, checked_depth, checked_start
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.evaluations import Evaluation
+from jaxcross.plan.memory import memory_limit
+from jaxcross.world import World
+
+
+class SharedOptions(TypedDict, total=False):
+    """The options of every run; see `Runner` for their meaning."""
+
+    world: World | None
+    policy: Policy | None
+    instruments: Iterable[Instrument]
+    memory: int | str | None
+    events: str | os.PathLike[str] | None
+    progress: bool | float | None
+
+
+class RunOptions(SharedOptions, total=False):
+    """The options of a run that chooses its own files. A sweep chooses those itself."""
+
+    checkpoints: Checkpoints | None
+    metrics: str | os.PathLike[str] | None
+
+
+def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOptions]) -> None:
+    """Checks the names of a function's options.
+
+    Raises:
+        TypeError: `kind` has no option of that name.
+    """
+    known = sorted(kind.__optional_keys__)
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"`{function}` has no argument `{name}`; of the options of a run it takes "
+                f"{', '.join(known)}."
+            )
+
+
+def check_values(options: SharedOptions) -> None:
+    """Checks the options whose values need no world, and lists the instruments.
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: `memory`, `events` or `progress` is out of range.
+    """
+    options["instruments"] = checked_instruments(options.get("instruments", ()))
+    memory_limit(options.get("memory"))
+    check_folder("`events`", options.get("events"))
+    check_progress(options.get("progress"))
 
 
 def check_world(world: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ import numpy as np
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
-from jaxcross.jobs.latest_state import own_copy
-from jaxcross.jobs.observer import JobObserver
+from jaxcross.jobs.job_state import own_copy
 from jaxcross.report.metric_files import as_logged, is_of
 from jaxcross.world.control_plane import gather
+
+if TYPE_CHECKING:
+    from jaxcross.sweeps.trial import TrialObserver
 
 Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
 
@@ -37,14 +39,15 @@ class MetricLog:
         begin_files: Truncates the files of metrics to the restored step, if there are files.
 
     Attributes:
-        observer: Called with what is logged, before it's read back.
+        observer: Follows the job, if it's a trial of a sweep. Called with what is logged, before
+            it's read back.
     """
 
     def __init__(
         self, listen: Callable[[int, PyTree], None], begin_files: BeginFiles | None = None
     ) -> None:
         self.history: list[tuple[int, PyTree]] = []
-        self.observer: JobObserver | None = None
+        self.observer: TrialObserver | None = None
         self._listen = listen
         self._begin_files = begin_files
         self._pending: deque[tuple[int, PyTree]] = deque()

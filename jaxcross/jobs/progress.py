@@ -17,7 +17,7 @@ from typing import Self, final
 from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.engine import JobEngine
 from jaxcross.report.progress import (
     FILE,
     JobProgress,
@@ -102,7 +102,7 @@ class ProgressReporter:
 
     def __init__(
         self,
-        jobs: Callable[[], Iterable[JobContext]],
+        jobs: Callable[[], Iterable[JobEngine]],
         *,
         flight: FlightRecorder,
         rank: int,
@@ -159,24 +159,23 @@ class ProgressReporter:
             with suppress(OSError, ValueError, AttributeError):
                 print("\n".join(run_lines(run)), file=sys.stderr, flush=True)
 
-    def _progress_of(self, job: JobContext, now_s: float) -> JobProgress:
-        host, made = job._host, job._host.steps_made
+    def _progress_of(self, job: JobEngine, now_s: float) -> JobProgress:
         activity = None if job.status else self._activity(job.name)
         doing = "" if activity is None else doing_text(activity.what, local=activity.local)
         return JobProgress(
             name=job.name,
             step=job.step,
-            steps=host.planned_steps,
-            steps_per_s=self._paces.setdefault(job.name, Pace()).look(now_s, made),
+            steps=job.planned_steps,
+            steps_per_s=self._paces.setdefault(job.name, Pace()).look(now_s, job.steps_made),
             doing=shortened("paused" if job.paused else doing, 60),
             doing_s=0.0 if activity is None or job.paused else max(0.0, now_s - activity.since_s),
             metric=self._metric_of(job),
             status=job.status or "",
         )
 
-    def _metric_of(self, job: JobContext) -> str:
+    def _metric_of(self, job: JobEngine) -> str:
         """Returns the metric to show: the sweep's if it was logged already, otherwise the loss."""
-        chosen, observer = "", job._host.observer
+        chosen, observer = "", job.metrics.observer
         if observer is not None:
             chosen = self._metrics.setdefault(job.name, LatestMetric()).look(
                 job.history, observer.metric

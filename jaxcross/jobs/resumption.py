@@ -14,10 +14,9 @@ from collections.abc import Collection, Iterable, Mapping
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, JobProgress
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
-from jaxcross.jobs.data_position import START, DataPosition
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.jobs.latest_state import holds_state
-from jaxcross.jobs.prefetch import Prefetcher
+from jaxcross.jobs.job_state import holds_state
+from jaxcross.jobs.prefetch import START, DataPosition, Prefetcher
 from jaxcross.jobs.skipped_steps import SkippedSteps
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.program.nonfinite import NonFiniteOutcome
 from jaxcross.runtime.collective_call import CollectiveCall
 
 if TYPE_CHECKING:
@@ -141,9 +140,9 @@ class JobRecord:
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks and thereby the references to the job's `JobRun`."""
+        """Drops the callbacks and thereby the references to the job's `JobEngine`."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 
 def _ignore(*_: object) -> None:
-    """Stands in for callbacks of the job's `JobRun`."""
+    """Stands in for callbacks of the job's `JobEngine`."""

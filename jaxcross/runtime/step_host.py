@@ -37,7 +37,7 @@ class Agreement(Protocol):
 class StepHost(Protocol):
     """Runs a step's programs, and provides what the step needs from other ranks for that.
 
-    Implemented by `jaxcross.jobs.host.JobHost` and by `jaxcross.runtime.standalone.Standalone`.
+    Implemented by `jaxcross.jobs.engine.JobEngine` and by `jaxcross.runtime.standalone.Standalone`.
     """
 
     @property

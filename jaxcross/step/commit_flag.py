@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxcross._arguments import in_words
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError
-from jaxcross.jobs.latest_state import form
+from jaxcross.jobs.job_state import form
 
 Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see `form`
 

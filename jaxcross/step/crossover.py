@@ -21,7 +21,7 @@ from jaxcross._arguments import Selection, both_donated_and_static, check_disjoi
 from jaxcross._jax_compat import jit_disabled, trace_context, x64_is_local
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.profiled_cut import ProfiledCut
 from jaxcross.program.compile import SingleFlightCache
@@ -232,7 +232,7 @@ class Step(Generic[P, R]):
         function, arrays, named = bind_static(
             cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
         )
-        job = current_job()
+        job = current_engine()
         skips = job is not None and job.nonfinite == "skip"
         if skips:
             function = self._with_commit_flag(function, len(args), kwargs)
@@ -261,13 +261,13 @@ class Step(Generic[P, R]):
                     )
                 return nnx.call(self, args, kwargs)
             check_leaves(self.__name__, leaves, arrays, named)
-            with nullcontext() if job is None else job._host.preparing():
+            with nullcontext() if job is None else job.preparing():
                 variant = self._variant(world, function, arrays, named, leaves, cache_key)
         if world.estimate_request:
             estimate_in_script(variant, leaves, job)
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
-            return job._host.run(prepare(variant, job._host), leaves, self._record)
+            return job.run(prepare(variant, job), leaves, self._record)
         world.exchange_owner.check_not_stray(self.__name__)
         return self._run_standalone(variant, world, leaves)
 

@@ -17,11 +17,10 @@ from typing import Any, Literal, final
 from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.jobs.fused import FusedJob, FusedStep, Fusion
-from jaxcross.jobs.latest_state import form, own_copy
-from jaxcross.jobs.plain_job import Job, check_batches_apart
-from jaxcross.jobs.plain_loop import run
+from jaxcross.jobs.job_state import form, own_copy
+from jaxcross.jobs.plain_loop import Job, check_batches_apart, run
 from jaxcross.jobs.prefetch import close_unread
 from jaxcross.program import stages
 from jaxcross.runtime.failure_text import describe
@@ -96,7 +95,7 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
     world = world if world is not None else current_world()
     if world.estimate_request:  # the script's first step is measured, alone
         return Fusion(jobs=tuple(found), reasons=())
-    if current_job() is not None:
+    if current_engine() is not None:
         raise JobError(
             "`jaxcross.fuse` was called in a job, where it cannot measure. Call it before the run."
         )

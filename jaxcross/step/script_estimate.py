@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.engine import JobEngine
 from jaxcross.plan.memory import memory_limit
 from jaxcross.runtime.job_record import Stopped
 from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
@@ -65,7 +65,7 @@ class Request:
         )
 
 
-def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobContext | None) -> None:
+def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobEngine | None) -> None:
     """Measures a step that a script is about to call, and ends the script on all ranks.
 
     Rank 0 prints the estimate. Returns, so that the step runs as usual, if the user asked for

@@ -17,12 +17,11 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import CutError, ExchangeError, clause, first_line
-from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.engine import JobEngine
 from jaxcross.jobs.step_registry import memory_of, step_graph_of
-from jaxcross.plan.estimate import Estimate, estimate_of
 from jaxcross.plan.memory import JobMemory, device_limit_bytes
 from jaxcross.plan.profile import Profile
-from jaxcross.plan.speedup import StepCost
+from jaxcross.plan.speedup import Estimate, StepCost, estimate_of
 from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Exchange, Program, Segment
@@ -311,7 +310,7 @@ class Subject:
 
 
 def measure_on_all_ranks(
-    make_subject: Callable[[], Subject], name: str, *, world: World, job: JobContext | None
+    make_subject: Callable[[], Subject], name: str, *, world: World, job: JobEngine | None
 ) -> Estimate:
     """Measures a step and returns an estimate, the same on every rank. Waits for all ranks.
 
@@ -335,7 +334,7 @@ def measure_on_all_ranks(
             turn.enter_context(owner.step(name))
             host = Standalone(world, name)
         else:
-            host = job._host
+            host = job
         solo, settings, failure = None, None, None
         try:
             subject = make_subject()

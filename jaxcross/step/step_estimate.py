@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.plan.memory import memory_limit
 from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
 from jaxcross.plan.speedup import Estimate
@@ -82,7 +82,7 @@ def estimate(
         )
 
     return measure_on_all_ranks(
-        make_subject, step_name(step), world=current_world(), job=current_job()
+        make_subject, step_name(step), world=current_world(), job=current_engine()
     )
 
 

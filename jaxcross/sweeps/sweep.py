@@ -14,9 +14,8 @@ from typing import Any, Literal, Unpack
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.jobs import arguments
-from jaxcross.jobs.options import SharedOptions, check_options, check_values
-from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
-from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.arguments import SharedOptions, check_options, check_values
+from jaxcross.jobs.runner import MAX_ERRORS_SHOWN, Runner
 from jaxcross.report import Report
 from jaxcross.report.sweep_result import SweepResult, SweepTrial
 from jaxcross.sweeps import sweep_settings as checks

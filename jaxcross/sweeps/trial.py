@@ -18,7 +18,7 @@ from jaxcross._schema import unspelt
 from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.thread import JobDone, JobThread
+from jaxcross.jobs.engine import JobDone, JobEngine, current_engine
 from jaxcross.report.metric_files import flat
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.sweep_settings import SweepSettings
@@ -106,13 +106,15 @@ class Trials:
             before = None if after is None else shared.closed.get(after)
             shared.closed.setdefault(number, JobDone())
             shared.jobs[number] = job
-        observer = _Observer(self, job, number)
-        job._observe(observer)
+        engine = current_engine()
+        assert engine is not None
+        observer = TrialObserver(self, job, engine, number)
+        engine.metrics.observer = observer
         if before is not None:
             # The previous trial in this place must first free its memory on this rank.
             with job.measure("host", "waits for a place"):
                 before.wait()
-        begins = observer.answer("start of the trial", lambda: self._begins(job, number))
+        begins = observer.answer("start of the trial", lambda: self._begins(engine, number))
         if begins != "begins":  # a restart also submits trials that turn out to have ended
             observer.pruned = begins == "pruned"
             return None
@@ -120,19 +122,18 @@ class Trials:
             state = self._train(job, **params)
             if state is not None:
                 job.state = state
-            job._finish_step()  # a due evaluation may log the metric, too
+            engine.finish_step()  # a due evaluation may log the metric, too
         except TrialPruned:
-            job._host.latest.adopt_results()
+            engine.latest.adopt_results()
             observer.pruned = True
             return None
         return observer.finish(state)
 
-    def _begins(self, job: JobContext, number: int) -> str:
+    def _begins(self, engine: JobEngine, number: int) -> str:
         assert self.coordinator is not None
-        thread = threading.current_thread()
-        if not self.coordinator.is_due(number) and isinstance(thread, JobThread):
-            thread.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
-        if self.coordinator.may_begin(number, lambda: job._host.stopping):
+        if not self.coordinator.is_due(number):
+            engine.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
+        if self.coordinator.may_begin(number, lambda: engine.stopping):
             return "begins"
         return "pruned" if self.coordinator.is_pruned(number) else "over"
 
@@ -140,7 +141,7 @@ class Trials:
         """Notes that a trial has logged the metric."""
         self._shared.metric_logged = True
 
-    def give_up(self, observer: _Observer, error: JobError) -> None:
+    def give_up(self, observer: TrialObserver, error: JobError) -> None:
         """Ends the sweep and its other trials, unless a trial has logged the metric.
 
         Rank 0 decides. Does not wait.
@@ -179,7 +180,7 @@ class Trials:
             for number, _ in nsmallest(count, finished, key=lambda pair: (sign * pair[1], pair[0]))
         ]
 
-    def over(self, observer: _Observer, *, asked: bool) -> None:
+    def over(self, observer: TrialObserver, *, asked: bool) -> None:
         """Notes that a trial's job has ended. Called once on every rank.
 
         Frees the states that need not be kept.
@@ -234,8 +235,11 @@ class Trials:
 
 
 @final
-class _Observer:
-    """Follows one trial's job on one rank. Implements `jaxcross.jobs.observer.JobObserver`.
+class TrialObserver:
+    """Follows one trial's job on one rank.
+
+    The job calls it in its own thread, on every rank at the same step of the job. `logged` and
+    `saving` may raise, which ends the job like an error in its function.
 
     Attributes:
         job: The job.
@@ -245,8 +249,8 @@ class _Observer:
         metric: The metric by which trials are compared.
     """
 
-    def __init__(self, trials: Trials, job: JobContext, number: int) -> None:
-        self._trials, self.job, self.number = trials, job, number
+    def __init__(self, trials: Trials, job: JobContext, engine: JobEngine, number: int) -> None:
+        self._trials, self.job, self._engine, self.number = trials, job, engine, number
         self.finished: Finished | None = None
         self.pruned = False
         self.metric = trials.settings.metric
@@ -266,15 +270,21 @@ class _Observer:
         return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
 
     def restored(self, entries: int) -> None:
+        """Called when entries of earlier runs were added to the job's history.
+
+        A negative number means that they were removed again.
+        """
         self._seen += entries  # the run that logged them has written them down
         known = self.job.history[: self._seen]
         self._times = Counter(step for step, metrics in known if self.metric in dict(flat(metrics)))
 
     def stepped(self, step: int) -> None:
+        """Called when all ranks have committed the job's step of this number. Doesn't wait."""
         if self._coordinator is not None:
             self._coordinator.advanced(self.number, step)
 
     def logged(self, step: int, metrics: PyTree) -> None:
+        """Called with what the job logs, before it's read back. May wait."""
         if self.pruned:
             return  # a last evaluation as the job ends, which no longer counts
         # Compare only names. The values aren't there yet, and waiting for them every step is slow.
@@ -287,9 +297,9 @@ class _Observer:
         self._check_order(step)
         if not self._trials.prunes:
             return
-        self.job._read_back()
+        self._engine.read_back()
         self._write_values()
-        coordinator, stopping = self._coordinator, lambda: self.job._host.stopping
+        coordinator, stopping = self._coordinator, lambda: self._engine.stopping
 
         def ask() -> str:
             assert coordinator is not None
@@ -312,7 +322,7 @@ class _Observer:
         earlier = self._has_metric or any(
             self.metric in dict(flat(values)) for _, values in self.job.history
         )
-        if returned and not earlier and self.job._host.evaluations.provide(self.metric):
+        if returned and not earlier and self._engine.evaluations.provide(self.metric):
             error = JobError(
                 f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
                 f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
@@ -341,6 +351,7 @@ class _Observer:
             self._late = step
 
     def saving(self, step: int) -> None:
+        """Called before a checkpoint begins, once everything that was logged has been read back."""
         self._saved = step
         self._write_values()
         if self._coordinator is not None:
@@ -367,7 +378,7 @@ class _Observer:
     def finish(self, state: PyTree) -> PyTree:
         """Notes on all ranks that the function has returned. Waits for ranks and state."""
         job, coordinator = self.job, self._coordinator
-        job._read_back()
+        self._engine.read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
         mine = (value, _digest(job.state))
@@ -394,6 +405,14 @@ class _Observer:
         return state
 
     def ended(self, *, asked: bool) -> bool:
+        """Called once the job has ended on all ranks and its results are final.
+
+        Args:
+            asked: Whether someone asked to stop this job alone.
+
+        Returns:
+            Whether the run should save what is left of a job that didn't come to its end.
+        """
         stopped = self.job.status == "stopped"
         # The state that is saved next covers everything that was logged since `job.save`, so a
         # restart won't log it again. Write it down now.

@@ -9,8 +9,7 @@ import pytest
 from jaxcross.errors import JobError
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.plain_job import Job
-from jaxcross.jobs.plain_loop import run
+from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step, solo

@@ -8,7 +8,7 @@ import pytest
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.jobs.plain_loop import Job
 from jaxcross.jobs.runner import Runner
 from jaxcross.program.nonfinite import NonFiniteOutcome
@@ -161,7 +161,7 @@ class OneSided(FakeCompiled):
     """In step 3, only rank 1 gets a non-finite value, as if received from one rank."""
 
     def execution(self, inputs):
-        seen = current_job().step == 2 and self.world.rank == 1  # pyright: ignore[reportOptionalMemberAccess]
+        seen = current_engine().step == 2 and self.world.rank == 1  # pyright: ignore[reportOptionalMemberAccess]
         return (Seen if seen else FakeExecution)(self, inputs)
 
 
@@ -181,7 +181,7 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
             job.nonfinite = policy
             return loop(
                 job,
-                lambda state, batch: current_job()._host.run(compiled, [state, batch], compiled),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+                lambda state, batch: current_engine().run(compiled, [state, batch], compiled),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
                 [1.0, 2.0, 3.0, 4.0],
             )
 
@@ -234,7 +234,7 @@ def test_nonfinite_policies_that_differ_are_rejected():
 
         def fn(job):
             job.nonfinite = "skip" if world.rank else "ignore"
-            job.run_on_all_ranks("first call", job._host.check_nonfinite)
+            job.run_on_all_ranks("first call", job._engine.check_nonfinite)
             return loop(job, step, [1.0])
 
         runner = Runner(world)

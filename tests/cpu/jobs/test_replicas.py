@@ -9,10 +9,17 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.jobs.arguments import checked_interval
-from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.job_state import JobState
 from jaxcross.jobs.plain_loop import Job, run
-from jaxcross.jobs.replica_checks import ReplicaChecks
-from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, Difference, Findings, RankReport, judge
+from jaxcross.jobs.replicas import (
+    BETWEEN,
+    UNCHANGED,
+    Difference,
+    Findings,
+    RankReport,
+    ReplicaChecks,
+    judge,
+)
 from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobSummary, Report
@@ -154,7 +161,7 @@ def test_one_rank_is_silent(caplog):
 
 def trains_apart(job, donate, hands_over):
     state = job.restore({"w": jnp.zeros(3)})
-    for batch in job.batches([jnp.full(3, 1.0 + job._world.rank)] * 3):
+    for batch in job.batches([jnp.full(3, 1.0 + job._engine.world.rank)] * 3):
         state = jax.jit(
             lambda s, x: jax.tree.map(lambda w: w + x, s), donate_argnums=(0,) if donate else ()
         )(state, batch)
@@ -221,7 +228,7 @@ def test_unreadable_state_is_reported_without_hanging():
         def __jax_array__(self):
             raise RuntimeError("lost")
 
-    latest = LatestState()
+    latest = JobState()
     checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest)
     start = {"w": jnp.ones(3)}
     latest.set(start, 0)
@@ -243,7 +250,7 @@ def test_unreadable_state_is_reported_without_hanging():
 
 def trains_together(job, rate, check_replicas=None, mode="check"):
     state = job.restore(0.0, check_replicas=check_replicas, mode=mode)
-    step = make_step(job._world)
+    step = make_step(job._engine.world)
     for batch in job.batches([1.0] * 6):
         state = job.state = step(state, batch) * rate
     return state

@@ -118,7 +118,9 @@ def test_an_interrupt_stops_all_ranks(staleness):
         ) as server:
             while True:
                 if world.rank == 0 and job.step == 3 and job.name == "a":
-                    job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                    job._engine.driver.post(
+                        m.StopRequested()
+                    )  # what the main thread does on Ctrl-C
                 server.push_pull(gradient(server.params, world.rank, job.step))
 
     def work(world):

@@ -52,11 +52,11 @@ def test_a_job_knows_how_many_steps_its_loops_have() -> None:
         seen: list[Any] = []
 
         def fn(job: Any, step: Any) -> None:
-            seen.append(job._host.steps_left)
+            seen.append(job._engine.steps_left)
             for batch in job.batches([1.0] * 5, 3):
-                seen.append(job._host.steps_left)
+                seen.append(job._engine.steps_left)
                 step(0.0, batch)
-            seen.extend(job._host.steps_left for _ in job.batches([1.0]))
+            seen.extend(job._engine.steps_left for _ in job.batches([1.0]))
 
         runner = Runner(world)
         runner.add("a", fn, {"step": make_step(world)})

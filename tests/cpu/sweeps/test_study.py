@@ -150,7 +150,7 @@ def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
                     if stops and world.rank == 0:
                         if lr == 2.0 and job.step == 1:
                             late.wait(30)
-                            job._life.driver.post(
+                            job._engine.driver.post(
                                 StopRequested()
                             )  # what the main thread does on Ctrl-C
                         elif lr == 1.0 and job.step == 2:

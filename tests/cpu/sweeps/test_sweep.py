@@ -357,7 +357,7 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
                     job.state = state = step(state, batch)
                     job.log({"score": state})
                     if stops and job.step == at and lr == 1 and world.rank == 0:
-                        job._life.driver.post(
+                        job._engine.driver.post(
                             StopRequested()
                         )  # what the main thread does on Ctrl-C
                 return state

@@ -123,7 +123,7 @@ def the_last_of_equal_jobs_is_refused():
     runner = Runner(WORLD, memory=three - 1)
 
     def slow(job):
-        with job._host.preparing():
+        with job._engine.preparing():
             came.wait()
         return train(job, BIG)
 

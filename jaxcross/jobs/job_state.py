@@ -22,11 +22,11 @@ T = TypeVar("T")
 _copy_array = jax.jit(jnp.copy)  # dispatches in 13 us per scalar; `jnp.copy` takes 57 us
 
 
-class LatestState:
+class JobState:
     """A job's state as its function last set it, and its latest committed step's results.
 
     Only the job's thread changes this object, and after that thread the runner does. However, once
-    a vote has ended the job, another job's exchange lane may call `latest` at the same time, to
+    a vote has ended the job, another job's exchange lane may call `newest` at the same time, to
     find out how much memory this job still holds. That's why the results are a single attribute
     that's read once, and why `release` is called only after the state has been set.
 
@@ -109,7 +109,7 @@ class LatestState:
             self._results = jax.tree.flatten(results)
             self._results_step = step
 
-    def latest(self) -> tuple[PyTree, int]:
+    def newest(self) -> tuple[PyTree, int]:
         """Returns the newest known state that hasn't been donated, and its number of steps.
 
         That's either `state` or the state after the last committed step.
@@ -126,7 +126,7 @@ class LatestState:
 
         For a job whose function ended before it set that state itself.
         """
-        state, step = self.latest()
+        state, step = self.newest()
         is_guess = self._changed and state is not self.state
         self.set(state, step)
         self.is_guess = is_guess

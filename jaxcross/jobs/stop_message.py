@@ -1,4 +1,4 @@
-"""The text that a stopped run prints: what it has saved, and how to resume. Pure."""
+"""The message that a stopped run prints: what it has saved, and how to resume. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StoppedJob:
     saved: int | None = None
 
 
-def stop_text(jobs: Sequence[StoppedJob], folder: str | None) -> str:
+def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
     """Returns the lines that a stopped run prints.
 
     Args:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcross.jobs import latest_state
-from jaxcross.jobs.latest_state import LatestState, holds_state, own_copy, select_state
+from jaxcross.jobs import job_state
+from jaxcross.jobs.job_state import JobState, holds_state, own_copy, select_state
 from tests.support.interleavings import interrupted
 
 
@@ -63,7 +63,7 @@ def test_all_results_if_no_part_has_the_structure(given):
 
 
 def test_results_later_than_the_state_take_its_place():
-    latest, one = LatestState(), state(1.0)
+    latest, one = JobState(), state(1.0)
     latest.set(state(0.0), 0)
     latest.note_results((one, None), 1)
     latest.adopt_results()
@@ -71,7 +71,7 @@ def test_results_later_than_the_state_take_its_place():
 
 
 def test_a_state_given_after_the_last_step_stays():
-    latest, mine = LatestState(), state(5.0)
+    latest, mine = JobState(), state(5.0)
     latest.note_results((state(1.0), None), 1)
     latest.set(mine, 1)
     latest.adopt_results()
@@ -80,7 +80,7 @@ def test_a_state_given_after_the_last_step_stays():
 
 def test_donated_state_is_replaced_initial_one_stays():
     """A donated state is replaced, and the initial one stays if there were no steps."""
-    latest, one = LatestState(), state(1.0)
+    latest, one = JobState(), state(1.0)
     latest.adopt_results()
     assert latest.state is None
     first = state(0.0)
@@ -93,7 +93,7 @@ def test_donated_state_is_replaced_initial_one_stays():
 
 def test_other_functions_count_only_if_given_the_state():
     """Results of other functions count only if the functions received the state."""
-    latest, one, two = LatestState(), state(1.0), state(2.0)
+    latest, one, two = JobState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_results((one, None), 1)
     latest.note_results(state(7.0), 1)  # e.g. gradient statistics
@@ -108,7 +108,7 @@ def test_other_functions_count_only_if_given_the_state():
 
 def test_lost_results_replace_nothing():
     """Results that were lost replace nothing."""
-    latest, mine, one = LatestState(), state(0.0), state(1.0)
+    latest, mine, one = JobState(), state(0.0), state(1.0)
     latest.set(mine, 0)
     latest.note_results(one, 1)
     delete(one)
@@ -132,7 +132,7 @@ def test_copy_shares_no_arrays_and_preserves_leaves():
 @pytest.mark.parametrize("changes", [False, True])
 def test_results_changed_before_next_step_are_a_guess(changes, donates):
     """Results that change before the next step are only a guess."""
-    latest, one, two = LatestState(), state(1.0), state(2.0)
+    latest, one, two = JobState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_arguments([jnp.ones(3), *latest.state.values()])
     latest.note_results((one, jnp.float32(0)), 1)
@@ -149,7 +149,7 @@ def test_results_changed_before_next_step_are_a_guess(changes, donates):
 
 def test_results_written_into_before_next_step_are_a_guess():
     """E.g. if the function copies results to another dict, only what the step returned is known."""
-    latest, one, two = LatestState(), state(1.0), state(2.0)
+    latest, one, two = JobState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_results((one, jnp.float32(0)), 1)
     one["w"] = one["w"] + 1
@@ -164,7 +164,7 @@ def test_results_written_into_before_next_step_are_a_guess():
 
 def test_results_with_a_reported_change_are_no_guess():
     """Results whose change was reported by the function aren't a guess."""
-    latest = LatestState()
+    latest = JobState()
     latest.set(state(0.0), 0)
     for step in (1, 2):
         latest.note_arguments(list(latest.state.values()))
@@ -178,7 +178,7 @@ def test_results_with_a_reported_change_are_no_guess():
 @pytest.mark.parametrize("later", [lambda w: w, lambda w: (w, w["w"].sum(), 1), lambda w: w["w"]])
 def test_results_of_another_make_are_looked_at_anew(later):
     """A static argument may change a step's results, which another function may receive."""
-    latest, state = LatestState(), {"w": jnp.ones(3)}
+    latest, state = JobState(), {"w": jnp.ones(3)}
     latest.set(state, 0)
     for step, results in enumerate(
         ((state, jnp.float32(1)), later(state), (state, jnp.float32(1))), 1
@@ -192,7 +192,7 @@ def test_results_of_another_make_are_looked_at_anew(later):
 
 def test_state_in_parts_is_not_mistaken_for_changed():
     """A state in several parts isn't mistaken for a changed one."""
-    latest, state = LatestState(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
+    latest, state = JobState(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
     latest.set(state, 0)
     for step in (1, 2):
         latest.note_arguments(jax.tree.leaves(state))
@@ -212,7 +212,7 @@ def test_another_thread_may_read_while_the_job_ends():
     inside, at = True, 0
     while inside:
         at += 1
-        latest = LatestState()
+        latest = JobState()
         latest.set({"w": 0, "b": 0}, 0)
         latest.note_results(({"w": 1, "b": 1}, 2), 1)
 
@@ -220,6 +220,6 @@ def test_another_thread_may_read_while_the_job_ends():
             latest.adopt_results()
             latest.release()
 
-        (state, step), inside = interrupted(latest.latest, at, end, module=latest_state)
+        (state, step), inside = interrupted(latest.newest, at, end, module=job_state)
         assert (state, step) == ({"w": 1, "b": 1}, 1), f"before bytecode {at}"
     assert at > 20

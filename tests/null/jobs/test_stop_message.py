@@ -1,6 +1,6 @@
 """Tests what a stopped run reports as saved."""
 
-from jaxcross.jobs.stop_text import MAX_JOBS_SHOWN, StoppedJob, stop_text
+from jaxcross.jobs.stop_message import MAX_JOBS_SHOWN, StoppedJob, stop_message
 
 
 def test_each_job_is_named_with_its_step_and_folder():
@@ -15,7 +15,7 @@ def test_each_job_is_named_with_its_step_and_folder():
         StoppedJob(name="f", status="stopped", step=0),
         StoppedJob(name="g", status="failed", step=7, begun=True, saved=6),
     ]
-    assert stop_text(jobs, "runs/ck").splitlines() == [
+    assert stop_message(jobs, "runs/ck").splitlines() == [
         "jaxcross: the run has stopped.",
         "Job `a`: saved at step 120 in runs/ck.",
         "Job `c`: saved at step 100, 20 before its last in runs/ck.",
@@ -32,7 +32,8 @@ def test_each_job_is_named_with_its_step_and_folder():
 def test_an_ejected_job_says_so():
     job = StoppedJob(name="h", status="ejected", step=7, begun=True, saved=7)
     assert (
-        stop_text([job], "ck").splitlines()[1] == "Job `h`: was ejected, and saved at step 7 in ck."
+        stop_message([job], "ck").splitlines()[1]
+        == "Job `h`: was ejected, and saved at step 7 in ck."
     )
 
 
@@ -42,7 +43,7 @@ def test_without_checkpoints_nothing_was_saved():
         StoppedJob(name="b", status="ended", step=7),
         StoppedJob(name="c", status="failed", step=3),
     ]
-    assert stop_text(jobs, None) == (
+    assert stop_message(jobs, None) == (
         "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7, job `c` "
         "failed after step 3. Nothing was saved, because the runner has no `checkpoints`."
     )
@@ -51,14 +52,14 @@ def test_without_checkpoints_nothing_was_saved():
 def test_jobs_that_are_over_do_not_hide_those_that_go_on():
     jobs = [StoppedJob(name=f"{n}", status="ended", step=4) for n in range(64)]
     jobs.append(StoppedJob(name="last", status="stopped", step=3, begun=True, saved=3))
-    assert stop_text(jobs, "ck").splitlines()[1] == "Job `last`: saved at step 3 in ck."
+    assert stop_message(jobs, "ck").splitlines()[1] == "Job `last`: saved at step 3 in ck."
 
 
 def test_many_jobs_are_a_few_lines():
     jobs = [
         StoppedJob(name=f"{n}", status="stopped", step=1, begun=True, saved=1) for n in range(64)
     ]
-    lines = stop_text(jobs, "ck").splitlines()
+    lines = stop_message(jobs, "ck").splitlines()
     assert len(lines) == MAX_JOBS_SHOWN + 3
     assert lines[-2] == f"And {64 - MAX_JOBS_SHOWN} more jobs in ck."
-    assert f"and {64 - MAX_JOBS_SHOWN} more jobs" in stop_text(jobs, None)
+    assert f"and {64 - MAX_JOBS_SHOWN} more jobs" in stop_message(jobs, None)
