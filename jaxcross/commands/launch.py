@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxcross._processes import related
 from jaxcross.commands import end_with, run_end
 from jaxcross.commands.hosts import (
     agent_of,
@@ -415,19 +416,6 @@ def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
                     os.kill(pid, signal.SIGKILL)
             break
     return process.wait()
-
-
-def related(pid: int, *, group: bool = False) -> list[int]:
-    """Returns the processes that this one started, or with `group`, the others of the group that it
-    leads. Returns none if there is no /proc.
-    """
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended in the meantime
-            _, parent, leader, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
-            if int(leader if group else parent) == pid:
-                found.append(int(stat.parent.name))
-    return [other for other in found if other != pid]
 
 
 def python_program(program: Sequence[str]) -> list[str]:
