@@ -6,7 +6,6 @@ batch system, or that an exception ended, isn't restarted, because it would end 
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 _BY_SIGNAL = 128
 # MPICH's `mpirun` exits with the signal's number itself if a rank was killed.
 _KILLED = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
-# The reason that a rank gives to all others after an exception (`jaxcross.health.abort`).
-_RAISED = re.compile(r"rank \d+ failed (with|in thread) ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +114,7 @@ def judge_end(
     if stopped or (words & {"terminated", "interrupted"} and not words & {"", "reported"}):
         return RunEnd(kind="stopped", reason="a signal stopped it")
     for record in records:
-        if (
-            record.words in ("failed", "told")
-            and _RAISED.match(record.text)
-            and not _of_mpi(record.text)
-        ):
+        if record.script_raised:
             return RunEnd(kind="own", reason=record.text)
     by_rank = {record.rank: record for record in records}
     waited_for = [by_rank[rank] for record in records for rank in record.lost if rank in by_rank]
@@ -192,11 +185,6 @@ def decide(
     return Decision(
         action="wait", reason=f"waits for {_listed(missing)}: {why}", hosts=last if fixed else hosts
     )
-
-
-def _of_mpi(text: str) -> bool:
-    """Whether an exception comes from MPI itself, because it couldn't reach a rank."""
-    return " with Exception: " in text and "MPI" in text
 
 
 def _listed(hosts: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ def part(step, *, any_ranks=True):
     return SavedPart(name=NAME.format(step), any_ranks=any_ranks)
 
 
-def record(rank, words="", text="", lost=(), **saved):
+def record(rank, words="", text="", lost=(), script_raised=False, **saved):
     made = RankRecord(
         rank=rank,
         size=2,
@@ -24,6 +24,7 @@ def record(rank, words="", text="", lost=(), **saved):
         words=words,
         text=text,
         lost=lost,
+        script_raised=script_raised,
     )
     made.saved.update({job: part(step) for job, step in saved.items()})
     return made
@@ -38,8 +39,8 @@ def ranks(*words):
 
 GONE = ("reported", "rank 1 is gone: its process 2 on host `h` ended without a word", (1,))
 SILENT_HOST = ("reported", "rank 1 is silent for 30 s", (1,))
-RAISED = ("failed", "rank 0 failed with ValueError: no such file")
-TOLD = ("told", "rank 0 failed with ValueError: no such file, in job 'a', step 3")
+RAISED = ("failed", "rank 0 failed with ValueError: no such file", (), True)
+TOLD = ("told", "rank 0 failed with ValueError: no such file, in job 'a', step 3", (), True)
 BY_MPI = ("failed", "rank 0 failed with Exception: MPI_ERR_OTHER: known error not in list")
 
 ENDS = {
