@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxcross.commands.run_end import terminable
+from jaxcross.commands.launch import terminable
 from jaxcross.errors import MissingExtraError, require_extra
 
 if TYPE_CHECKING:
