@@ -12,6 +12,6 @@ contention    measures how much computations and exchanges slow each other down;
 sweep         trains with all combinations of values, a few at a time
 top           shows a run from another terminal; `live_table` draws it there and under `launch`
 doctor        checks the installation; `doctor_hosts` checks other machines and the network between
-              them; `post_mortem` shows how a run ended
+              them; `post_mortem_table` shows how a run ended
 data          writes and describes data sets
 """

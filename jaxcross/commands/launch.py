@@ -350,7 +350,7 @@ def _run_once(
 
 def _explain(records: Sequence[RankRecord], events: Path) -> None:
     """Prints the post-mortem, and where the event files are."""
-    from jaxcross.commands.post_mortem import show
+    from jaxcross.commands.post_mortem_table import show
     from jaxcross.report.event_files import read
 
     if not records:
