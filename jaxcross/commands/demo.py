@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxcross.commands.run_end import terminable
+from jaxcross.commands.launch import terminable
 from jaxcross.errors import MissingExtraError, require_extra
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class RanksCommand:
     """The command that starts the ranks.
 
     Attributes:
@@ -221,7 +221,7 @@ def _launch(
     lab: Lab | None,
     *,
     slow: bool,
-) -> Launch:
+) -> RanksCommand:
     from jaxcross.commands.launch import mpirun_command, printed, python_program
     from jaxcross.world import xla_pool
 
@@ -242,7 +242,7 @@ def _launch(
         extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environ = {**os.environ, **extra}
     if lab is None:
-        return Launch(line=line, shown=printed(line, extra), environ=environ, link=link)
+        return RanksCommand(line=line, shown=printed(line, extra), environ=environ, link=link)
     by_hand = [
         sys.executable,
         "-m",
@@ -254,7 +254,7 @@ def _launch(
         "--",
         *line,
     ]
-    return Launch(
+    return RanksCommand(
         line=lab.wrap(line),
         shown=printed(by_hand, extra),
         environ=lab.environment(environ),
@@ -287,7 +287,7 @@ def _options(args: argparse.Namespace, data: Path, *, emulate: bool) -> list[str
     return options
 
 
-def _train(launch: Launch) -> None:
+def _train(launch: RanksCommand) -> None:
     """Runs the ranks on this terminal. Waits for them to end, even if it is interrupted."""
     process = subprocess.Popen(launch.line, env=launch.environ)
     try:
@@ -312,7 +312,7 @@ def _train(launch: Launch) -> None:
         )
 
 
-def _finish(args: argparse.Namespace, launch: Launch) -> int:
+def _finish(args: argparse.Namespace, launch: RanksCommand) -> int:
     from jaxcross.report import Comparison
     from jaxcross.report.gantt import draw
 

@@ -1,6 +1,6 @@
 """Turns ImageNet records into batches without TensorFlow, sharded by the world's ranks.
 
-    records.py   a TFDS folder -> records (JPEG bytes and label)
+    records.py   a TFDS folder or URL -> records (JPEG bytes and label)
     augment.py   a JPEG -> one normalised image
     batches.py   records -> seeded, resumable iterator of batches
     shared.py    decodes each batch once for several jobs

@@ -164,7 +164,9 @@ class FlightRecorder:
         if self._file >= 0:
             self._write(self._saved[job])
 
-    def record_exit(self, kind: str, text: str, lost: Sequence[int] = ()) -> str:
+    def record_exit(
+        self, kind: str, text: str, lost: Sequence[int] = (), *, script_raised: bool = False
+    ) -> str:
         """Records why this rank exits, and returns its activity as text.
 
         After a failure, that's the activity that the exception has left. Only the first call is
@@ -175,13 +177,19 @@ class FlightRecorder:
                 by another rank), or `reported` (a failure of other ranks).
             text: The reason.
             lost: The ranks that this rank reports.
+            script_raised: Whether the script raised an exception, on this rank or on the one that
+                tells it to end.
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
         activity = f"in {left_by}" if kind == "failed" and left_by is not None else self.describe()
         if not self._exit_recorded:  # later reasons are consequences of the first one
             self._exit_recorded = True
             self._record(
-                words=kind, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=activity
+                words=kind,
+                text=shortened(text, _LONGEST_TEXT),
+                lost=list(lost),
+                standing=activity,
+                script_raised=script_raised,
             )
         return activity
 

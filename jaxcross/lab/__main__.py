@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from jaxcross.commands.launch import related
+from jaxcross._processes import related
 from jaxcross.lab import Lab
 
 

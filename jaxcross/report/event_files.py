@@ -87,6 +87,8 @@ class RankRecord:
         text: The text of its last record.
         standing: The operation that it was in, by its last record.
         lost: The ranks that its last record reports as lost.
+        script_raised: Whether, by its last record, the script raised an exception: on this rank if
+            it `failed`, on another one if it was `told` to end.
         unread: Number of lines that couldn't be read.
         saved: By job, the newest checkpoint of which its part is on disk.
     """
@@ -105,6 +107,7 @@ class RankRecord:
     text: str = ""
     standing: str = ""
     lost: tuple[int, ...] = ()
+    script_raised: bool = False
     unread: int = 0
     saved: dict[str, SavedPart] = field(default_factory=dict)
 
@@ -308,6 +311,7 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
         record.standing = _text(event, "standing")
         lost = event.get("lost")
         record.lost = tuple(r for r in lost if _is_int(r)) if isinstance(lost, list) else ()
+        record.script_raised = event.get("script_raised") is True
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

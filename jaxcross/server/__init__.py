@@ -4,8 +4,8 @@ It runs in its own thread and uses its own communicator.
 
 parameter_server   `ParameterServer`: a worker and a server on every rank
 lane               its thread: serves the rank's part and carries the messages of its worker
-shard              the part of the parameters and the optimizer's state that a rank serves
-layout             a tree of arrays as one flat message per server
+served_part        the part of the parameters and the optimizer's state that a rank serves
+message_layout     a tree of arrays as one flat message per server
 clocks             how far each worker has come, and which of them may continue
 """
 

@@ -28,8 +28,8 @@ from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import Stopped
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
-from jaxcross.server.layout import Layout
-from jaxcross.server.shard import Shard
+from jaxcross.server.message_layout import MessageLayout
+from jaxcross.server.served_part import ServedPart
 from jaxcross.world import World, current_world
 from jaxcross.world.mailbox import Mailbox
 
@@ -113,13 +113,13 @@ class ParameterServer(Generic[Params]):
             )
         self._world = world if world is not None else current_world()
         size = self._world.size
-        self._layout = Layout(params, size)
+        self._layout = MessageLayout(params, size)
         self._shardings = [_committed_sharding(leaf) for leaf in jax.tree.leaves(params)]
         self.params: Params = self._placed([np.array(leaf) for leaf in jax.tree.leaves(params)])
         self.clock = 0
         self._staleness = staleness
         own = self._layout.parts(jax.tree.leaves(self.params))[self._world.rank]
-        self._shard = Shard(optimizer, self._layout, own, ranks=size)
+        self._part = ServedPart(optimizer, self._layout, own, ranks=size)
         self._lane: Lane | None = None
         self._job: JobEngine | None = None
         self._thread: int | None = None  # of the worker, inside the `with` block
@@ -153,7 +153,7 @@ class ParameterServer(Generic[Params]):
             self._job.replicas.serve()
         mailbox = self._open_together(lambda _: self._open())
         name = "alone" if self._job is None else self._job.name
-        self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)
+        self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._part, name)
         self._thread = threading.get_ident()
         self._pulled_ns = time.monotonic_ns()
         return self

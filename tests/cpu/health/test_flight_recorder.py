@@ -197,11 +197,13 @@ def test_first_exit_record_counts_and_names_activity(flight, tmp_path):
     """The first exit record is the valid one, and names the activity that raised."""
     with pytest.raises(ValueError, match="x"), flight.during("compile", job="a", step=1):
         raise ValueError("x")
-    assert flight.record_exit("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"
+    where = flight.record_exit("failed", "with x" * 10_000, script_raised=True)
+    assert where == "in job 'a', step 1 (compile)"
     flight.record_exit("left", "its script ended")
     (record,) = read(tmp_path / "events")
-    assert (record.words, record.place, record.unread) == (
+    assert (record.words, record.script_raised, record.place, record.unread) == (
         "failed",
+        True,
         "in job 'a', step 1 (compile)",
         0,
     )

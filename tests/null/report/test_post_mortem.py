@@ -326,6 +326,7 @@ names = st.sampled_from(
         "words",
         "text",
         "lost",
+        "script_raised",
         "beat",
     ]
 )

@@ -2,7 +2,13 @@
 
 import pytest
 
-from jaxcross.commands.restart import Progress, RunEnd, complete_checkpoints, decide, judge_end
+from jaxcross.commands.restart_decision import (
+    CheckpointProgress,
+    RunEnd,
+    complete_checkpoints,
+    decide,
+    judge_end,
+)
 from jaxcross.report.event_files import RankRecord, SavedPart
 
 LOST = RunEnd(kind="lost", reason="rank 1 ended first")
@@ -13,7 +19,7 @@ def part(step, *, any_ranks=True):
     return SavedPart(name=NAME.format(step), any_ranks=any_ranks)
 
 
-def record(rank, words="", text="", lost=(), **saved):
+def record(rank, words="", text="", lost=(), script_raised=False, **saved):
     made = RankRecord(
         rank=rank,
         size=2,
@@ -24,6 +30,7 @@ def record(rank, words="", text="", lost=(), **saved):
         words=words,
         text=text,
         lost=lost,
+        script_raised=script_raised,
     )
     made.saved.update({job: part(step) for job, step in saved.items()})
     return made
@@ -38,8 +45,8 @@ def ranks(*words):
 
 GONE = ("reported", "rank 1 is gone: its process 2 on host `h` ended without a word", (1,))
 SILENT_HOST = ("reported", "rank 1 is silent for 30 s", (1,))
-RAISED = ("failed", "rank 0 failed with ValueError: no such file")
-TOLD = ("told", "rank 0 failed with ValueError: no such file, in job 'a', step 3")
+RAISED = ("failed", "rank 0 failed with ValueError: no such file", (), True)
+TOLD = ("told", "rank 0 failed with ValueError: no such file, in job 'a', step 3", (), True)
 BY_MPI = ("failed", "rank 0 failed with Exception: MPI_ERR_OTHER: known error not in list")
 
 ENDS = {
@@ -85,12 +92,14 @@ def test_signal_after_a_loss_does_not_hide_it():
 
 @pytest.mark.parametrize("kind", ["done", "stopped", "own"])
 def test_only_a_loss_is_started_again(kind):
-    decision = decide(RunEnd(kind=kind, reason="because"), Progress(newest={}), max_restarts=100)
+    decision = decide(
+        RunEnd(kind=kind, reason="because"), CheckpointProgress(newest={}), max_restarts=100
+    )
     assert (decision.action, decision.reason) == ("end", "not started again: because")
 
 
 def after(*runs):
-    progress = Progress(newest={})
+    progress = CheckpointProgress(newest={})
     for records in runs:
         progress = progress.after(records)
     return progress
@@ -129,8 +138,8 @@ def test_reason_names_the_step_of_each_job():
 
 def chosen(newest, missing, *, last=("a", "b"), same_ranks=False):
     decision = decide(
-        LOST, Progress(newest=newest), max_restarts=3, hosts=("a", "b"), missing=missing, last=last,
-        same_ranks=same_ranks,
+        LOST, CheckpointProgress(newest=newest), max_restarts=3, hosts=("a", "b"), missing=missing,
+        last=last, same_ranks=same_ranks,
     )  # fmt: skip
     return decision.action, tuple(decision.hosts), decision.reason
 

@@ -15,7 +15,7 @@ from jaxcross._pytree import PyTree
 _ALIGNMENT = 64
 
 
-class Layout:
+class MessageLayout:
     """Cuts every leaf into P equal parts, padded with zeros; message p holds part p of all leaves.
 
     A message is an array of bytes (uint8). Because each leaf is cut by itself, every server's part

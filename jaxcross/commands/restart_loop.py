@@ -1,4 +1,4 @@
-"""Restarts the ranks of `jaxcross launch` after a lost rank or host, as `restart` decides."""
+"""Runs the ranks of `jaxcross launch`, and restarts them if `restart_decision` decides so."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxcross.commands.hosts import agent_of, missing_hosts, signal_ranks, wait_for_hosts
+from jaxcross.commands.restart_decision import CheckpointProgress, decide, judge_end
 
 if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord
@@ -96,10 +97,8 @@ def run_until_over(
 
     Returns how the last run ended.
     """
-    from jaxcross.commands.restart import Progress, decide, judge_end
-
     agent = agent_of(os.environ)
-    progress = Progress(newest={})
+    progress = CheckpointProgress(newest={})
     restarts = 0
     here = hosts
     while True:

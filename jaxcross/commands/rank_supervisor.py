@@ -1,4 +1,4 @@
-"""Supervises a rank: `python supervise.py SECONDS command ...`.
+"""Supervises a rank: `python rank_supervisor.py SECONDS command ...`.
 
 Uses only the standard library and one thread.
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from jaxcross.commands.launch import SUPERVISE
+from jaxcross.commands.launch import SUPERVISOR
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
@@ -25,7 +25,7 @@ def start():
             sys.executable,
             "-I",
             "-S",
-            str(SUPERVISE),
+            str(SUPERVISOR),
             str(seconds),
             sys.executable,
             "-I",
@@ -127,7 +127,7 @@ def test_ctrl_c_waits_until_a_rank_can_take_it(module, held):
         sys.executable,
         "-I",
         "-S",
-        str(SUPERVISE),
+        str(SUPERVISOR),
         "0",
         sys.executable,
         "-I",
@@ -149,7 +149,7 @@ def test_its_child_does_not_outlive_it(start):
 
 def test_a_command_that_is_not_there():
     done = subprocess.run(
-        [sys.executable, "-I", str(SUPERVISE), "0", "/no/such"],
+        [sys.executable, "-I", str(SUPERVISOR), "0", "/no/such"],
         check=False,
         capture_output=True,
         text=True,

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from jaxcross.commands import relaunch
-from jaxcross.commands.relaunch import RunFiles, latest_run
+from jaxcross.commands import restart_loop
+from jaxcross.commands.restart_loop import RunFiles, latest_run
 
 
 def write(folder, run, rank, at_s, *events):
@@ -43,9 +43,9 @@ def test_files_of_the_run_before_say_nothing(files, monkeypatch):
     """Ranks may take a long time to start. Until they have, the previous run's reports must not end
     the new run.
     """
-    monkeypatch.setattr(relaunch, "SPEAK_S", -60.0)
+    monkeypatch.setattr(restart_loop, "SPEAK_S", -60.0)
     monkeypatch.setattr(
-        relaunch, "signal_ranks", lambda _, pids, __: pytest.fail(f"{pids}") if pids else None
+        restart_loop, "signal_ranks", lambda _, pids, __: pytest.fail(f"{pids}") if pids else None
     )
     assert files.read() == [] and not files.is_stuck() and not files.signal(15)
 
@@ -53,7 +53,7 @@ def test_files_of_the_run_before_say_nothing(files, monkeypatch):
 def test_lost_rank_that_is_long_reported_is_stuck(files):
     write(files.events, "second", 0, time.time(), REPORTED)
     assert not files.is_stuck()
-    write(files.events, "second", 0, time.time() - relaunch.SPEAK_S - 1, REPORTED)
+    write(files.events, "second", 0, time.time() - restart_loop.SPEAK_S - 1, REPORTED)
     (files.events / "rank-1.jsonl").unlink(missing_ok=True)
     assert files.is_stuck()
 
@@ -61,7 +61,7 @@ def test_lost_rank_that_is_long_reported_is_stuck(files):
 def test_ranks_are_signalled_on_their_hosts(files, monkeypatch):
     sent = []
     monkeypatch.setattr(
-        relaunch, "signal_ranks", lambda number, pids, agent: sent.append((number, pids))
+        restart_loop, "signal_ranks", lambda number, pids, agent: sent.append((number, pids))
     )
     for rank in (0, 1):
         write(files.events, "second", rank, time.time())

@@ -1,4 +1,4 @@
-"""Decides whether and where `jaxcross launch --max-restarts` restarts a run. Pure.
+"""Judges how a run of `jaxcross launch` ended, and decides whether and where to restart it. Pure.
 
 A run that has lost a rank resumes from its checkpoints. A run that was stopped by a person or a
 batch system, or that an exception ended, isn't restarted, because it would end in the same way.
@@ -6,7 +6,6 @@ batch system, or that an exception ended, isn't restarted, because it would end 
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,13 @@ if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord, SavedPart
 
 _BY_SIGNAL = 128
+_STOPPED = (130, 143)
+_STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
+"""Last records of ranks that were stopped. With any other last record, such an exit code means a
+crash.
+"""
 # MPICH's `mpirun` exits with the signal's number itself if a rank was killed.
 _KILLED = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
-# The reason that a rank gives to all others after an exception (`jaxcross.health.abort`).
-_RAISED = re.compile(r"rank \d+ failed (with|in thread) ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class CheckpointProgress:
     """The newest checkpoints of all jobs, and how many runs in a row haven't added any.
 
     Attributes:
@@ -48,7 +50,7 @@ class Progress:
     newest: Mapping[str, SavedPart]
     idle_runs: int = 0
 
-    def after(self, records: Sequence[RankRecord]) -> Progress:
+    def after(self, records: Sequence[RankRecord]) -> CheckpointProgress:
         """Returns the progress after another run, whose event files are `records`."""
         complete = complete_checkpoints(records)
         newer = {
@@ -58,7 +60,7 @@ class Progress:
         }
         if not newer:
             return replace(self, idle_runs=self.idle_runs + 1)
-        return Progress(newest={**self.newest, **newer})
+        return CheckpointProgress(newest={**self.newest, **newer})
 
     def __str__(self) -> str:
         if not self.newest:
@@ -70,7 +72,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class RestartDecision:
     """What to do next, and why.
 
     Attributes:
@@ -117,11 +119,7 @@ def judge_end(
     if stopped or (words & {"terminated", "interrupted"} and not words & {"", "reported"}):
         return RunEnd(kind="stopped", reason="a signal stopped it")
     for record in records:
-        if (
-            record.words in ("failed", "told")
-            and _RAISED.match(record.text)
-            and not _of_mpi(record.text)
-        ):
+        if record.script_raised:
             return RunEnd(kind="own", reason=record.text)
     by_rank = {record.rank: record for record in records}
     waited_for = [by_rank[rank] for record in records for rank in record.lost if rank in by_rank]
@@ -137,16 +135,44 @@ def judge_end(
     return RunEnd(kind="own", reason=f"the script ended with exit code {code}{where}")
 
 
+def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
+    """Returns how a run was stopped, if its ranks can't have said so; "" otherwise. Pure.
+
+    Args:
+        code: The exit code.
+        stops: Number of signals to stop that the launcher received.
+        records: The ranks' event files; empty until the ranks have joined.
+    """
+    if code not in _STOPPED:
+        return ""
+    if not records:
+        return "stopped before the start"
+    return "stopped at once by a second signal" if stops > 1 else ""
+
+
+def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
+    """Whether the ranks' own output explains how the run ended: they all finished, were stopped, or
+    one of them raised. Pure.
+    """
+    if code == 0 or code in _STOPPED:
+        return all(record.words in _STOPPED_RECORDS for record in records)
+    return (
+        code < _BY_SIGNAL
+        and bool(records)
+        and all(record.words in (*_STOPPED_RECORDS, "failed") for record in records)
+    )
+
+
 def decide(
     end: RunEnd,
-    progress: Progress,
+    progress: CheckpointProgress,
     *,
     max_restarts: int,
     hosts: Sequence[str] = (),
     missing: Sequence[str] = (),
     last: Sequence[str] = (),
     same_ranks: bool = False,
-) -> Decision:
+) -> RestartDecision:
     """Decides what to do after a run.
 
     Args:
@@ -159,22 +185,26 @@ def decide(
         same_ranks: Whether to wait for a missing host even if fewer ranks could resume.
     """
     if end.kind != "lost":
-        return Decision(action="end", reason=f"not started again: {end.reason or 'it is done'}")
+        return RestartDecision(
+            action="end", reason=f"not started again: {end.reason or 'it is done'}"
+        )
     if progress.idle_runs > max_restarts:
         runs = f"{progress.idle_runs} runs in a row" if progress.idle_runs > 1 else "the run"
-        return Decision(
+        return RestartDecision(
             action="end", reason=f"not started again: {runs} ended without a new checkpoint"
         )
     count = f"{progress.idle_runs} of {max_restarts} restarts without a new checkpoint"
     left = [host for host in hosts if host not in missing]
     fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
     if fixed and set(last) <= set(left):  # `last` may be fewer hosts than were named
-        return Decision(action="restart", reason=f"goes on {progress} ({count})", hosts=last)
+        return RestartDecision(action="restart", reason=f"goes on {progress} ({count})", hosts=last)
     if not missing:
-        return Decision(action="restart", reason=f"goes on {progress} ({count})", hosts=hosts)
+        return RestartDecision(
+            action="restart", reason=f"goes on {progress} ({count})", hosts=hosts
+        )
     if left and progress.newest and not fixed and not same_ranks:
         share = "fewer ranks take other shares of the data"
-        return Decision(
+        return RestartDecision(
             action="restart",
             reason=f"goes on {progress}, without {_listed(missing)}: {share} ({count})",
             hosts=left,
@@ -189,14 +219,9 @@ def decide(
             f"each rank has its own values in the checkpoint of job {fixed[0]!r}, which needs as "
             "many ranks"
         )
-    return Decision(
+    return RestartDecision(
         action="wait", reason=f"waits for {_listed(missing)}: {why}", hosts=last if fixed else hosts
     )
-
-
-def _of_mpi(text: str) -> bool:
-    """Whether an exception comes from MPI itself, because it couldn't reach a rank."""
-    return " with Exception: " in text and "MPI" in text
 
 
 def _listed(hosts: Sequence[str]) -> str:

@@ -11,10 +11,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxcross._pytree import PyTree
 from jaxcross.exchange.elementwise import check_elementwise
-from jaxcross.server.layout import Layout
+from jaxcross.server.message_layout import MessageLayout
 
 
-class Shard:
+class ServedPart:
     """Steps the optimizer on this rank's part.
 
     Uses the CPU device, so it never occupies an accelerator.
@@ -32,7 +32,7 @@ class Shard:
     def __init__(
         self,
         optimizer: optax.GradientTransformation,
-        layout: Layout,
+        layout: MessageLayout,
         message: np.ndarray,
         *,
         ranks: int,
