@@ -1,6 +1,6 @@
 """Runs one way of benchmarks/data_cache.py in a separate process.
 
-Prints a line after each pass, and one at the end.
+The script prints a line after each pass over the data, and another one at the end.
 """
 
 from __future__ import annotations

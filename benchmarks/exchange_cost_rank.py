@@ -1,6 +1,6 @@
 """One rank of benchmarks/exchange_cost.py: measures what exchange and computation cost each other.
 
-That benchmark starts this script with its own arguments and `--worker FILE`. Rank 0 writes the
+The benchmark starts this script with its own arguments plus `--worker FILE`. Rank 0 writes the
 numbers to FILE.
 """
 

@@ -2,12 +2,15 @@
 
     python benchmarks/faults.py [--json FILE] [--smoke] [--ranks N]
 
-We inject each fault at every kind of point in a step of one of two jobs (`fault_rank.py`), under
-`jaxcross launch`. The seconds run from the fault to the end of the command, including its
-post-mortem. If all ranks end, told_s is the time from the fault until the last of the other ranks
-has written its last words. Then we run the same command without the fault. It must resume from the
-existing checkpoints, which the fault mustn't have damaged, and reach the values of an undisturbed
-run. If a job left or all ranks stopped, it must resume from exactly that step.
+There are two jobs, started by `jaxcross launch`. We inject each fault at every kind of point in a
+step of one of them (see `fault_rank.py`). The seconds are measured from the fault to the end of the
+command, including its post-mortem. If the fault terminates all ranks, `told_s` is the time from the
+fault until all other ranks have written their last lines.
+
+Then we run the same command again, without the fault. It must resume from the checkpoints, so the
+fault must not have damaged them, and it must reach the same values as an undisturbed run. If the
+fault only ended one job, or stopped all ranks in an orderly way, the command must resume from
+exactly that step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reads from a JAX profile what an accelerator did: kernels, copies, and the time between them.
 
-Nothing is inferred from host times. A profile without the accelerator's streams gives None. To
-align host spans with the profile, `record` adds marks whose names contain the host's clock.
+Everything comes from the profile, and nothing is inferred from the host's timing. If the profile
+has no streams of an accelerator, the result is None. So that the host's spans can be aligned with
+the profile, `record` adds marks to it whose names contain the time of the host's clock.
 """
 
 from __future__ import annotations

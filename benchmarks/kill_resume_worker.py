@@ -3,11 +3,16 @@
     KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python
         benchmarks/kill_resume_worker.py FOLDER
 
-All jobs keep checkpoints. The first job has rank-local residuals (top-k), reads Grain's iterator
-and stops early. The second has dropout and reads a generator. The third has a fragment of its model
-pending in almost every state (streaming DiLoCo, 8 bits). All jobs are evaluated and keep their best
-states. The process can be killed at a step, a save, an fsync, a deletion, or a moment inside
-orbax's writing.
+All jobs save checkpoints, are evaluated, and keep their best states. Each job has something that's
+difficult to restore:
+
+- The first job has rank-local residuals (top-k), reads Grain's iterator, and stops early.
+- The second job has dropout, and reads a generator.
+- The third job uses streaming DiLoCo with 8 bits, so in almost every state a fragment of its model
+  is still to be exchanged.
+
+The process can be killed at a step, a save, an fsync, a deletion, or a moment inside orbax's
+writing.
 """
 
 from __future__ import annotations
