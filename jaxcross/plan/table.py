@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.program.ir import human_bytes
-from jaxcross.report.units import seconds
+from jaxcross.report.units import plural, seconds
 
 MOST_GROUPS = 50
 """Most groups that the table shows. The file has all of them."""
@@ -59,8 +59,8 @@ def _title(plan: Any) -> str:
         "" if plan.memory_bytes is None else f", {human_bytes(plan.memory_bytes)} of memory on each"
     )
     return (
-        f"{_count(jobs, 'job')} in {_count(len(plan.groups), 'group')} on "
-        f"{_count(plan.ranks, 'rank')}{limit}"
+        f"{plural(jobs, 'job')} in {plural(len(plan.groups), 'group')} on "
+        f"{plural(plan.ranks, 'rank')}{limit}"
     )
 
 
@@ -90,7 +90,3 @@ def _footnotes(plan: Any) -> list[str]:
         f"Group {n}: {group.why}." for n, group in enumerate(plan.groups[:MOST_GROUPS]) if group.why
     ]
     return [*lines, *plan.notes]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"

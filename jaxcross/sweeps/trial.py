@@ -16,7 +16,7 @@ import jax
 
 from jaxcross._pytree import PyTree, snapshot
 from jaxcross.checkpoint.layout import Folders, folder_name
-from jaxcross.errors import JobError
+from jaxcross.errors import JobError, quoted
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.thread import JobDone, JobThread
 from jaxcross.report.metric_files import flat
@@ -315,7 +315,7 @@ class _Observer:
             error = JobError(
                 f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
                 f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
-                f"returned: {_listed(names)}."
+                f"returned: {quoted(names) or 'nothing'}."
             )
             self._trials.give_up(self, error)
             raise error
@@ -380,7 +380,7 @@ class _Observer:
             names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
             error = JobError(
                 f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by "
-                f"which trials are compared. It logged: {_listed(names)}. Call "
+                f"which trials are compared. It logged: {quoted(names) or 'nothing'}. Call "
                 f"`job.log({{{self.metric!r}: ...}})`, on rank 0 at least."
             )
             self._trials.give_up(self, error)
@@ -409,10 +409,6 @@ class _Observer:
                 )
         self._trials.over(self, asked=asked)
         return stopped and not asked
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
 def _digest(state: PyTree) -> str:
