@@ -165,11 +165,16 @@ def rebuild(target: Any, forms: Mapping[str, Form], arrays: Mapping[str, np.ndar
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def _paths(state: Any) -> list[tuple[str, Any]]:
-    pairs = [
+def named_leaves(state: PyTree) -> list[tuple[str, Any]]:
+    """Returns the path and the value of each leaf."""
+    return [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     ]
+
+
+def _paths(state: Any) -> list[tuple[str, Any]]:
+    pairs = named_leaves(state)
     names = [path for path, _ in pairs]
     if len(set(names)) < len(names):
         twice = next(path for n, path in enumerate(names) if path in names[:n])

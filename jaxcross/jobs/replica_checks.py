@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import digests, on_host
+from jaxcross._pytree import digests, named_leaves, on_host
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
@@ -96,11 +96,8 @@ class ReplicaChecks:
         self._common = [path for path in common_leaves(state) if path not in named]
         if local:
             common = set(self._common)
-            mine = RankReport(
-                step,
-                "",
-                digests(state, {p for p, leaf in _leaves(state) if p in common and _varied(leaf)}),
-            )
+            varied = {p for p, leaf in named_leaves(state) if p in common and _varied(leaf)}
+            mine = RankReport(step, "", digests(state, varied))
             (every,) = together("replicas", lambda control: exchange(control, [mine]))
             first = every[0].digests
             self._common = [
@@ -287,15 +284,8 @@ class ReplicaChecks:
             _log.warning("%s", text)
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
-    return [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
-
-
 def _paths(state: Any) -> list[str]:
-    return [path for path, _ in _leaves(state)]
+    return [path for path, _ in named_leaves(state)]
 
 
 def _varied(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import forms_of, rebuild
+from jaxcross._pytree import forms_of, named_leaves, rebuild
 from jaxcross.errors import ExchangeError
 
 _CHUNK_BYTES = 2**30
@@ -92,7 +92,7 @@ def _gathered(
     trouble = ""
     failure = None
     try:
-        mine = [(path, described(path, leaf)) for path, leaf in _leaves(state)]
+        mine = [(path, described(path, leaf)) for path, leaf in named_leaves(state)]
     except Exception as error:
         # This rank may have run out of memory, or the leaf was donated. The other ranks wait in the
         # gathering in any case, so this rank has to take part.
@@ -105,13 +105,6 @@ def _gathered(
         if trouble:
             raise ExchangeError(f"Rank {rank} cannot read its state: {trouble}")
     return [leaves for leaves, _ in every]
-
-
-def _leaves(state: Any) -> list[tuple[str, Any]]:
-    return [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
 
 
 def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
@@ -137,7 +130,7 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
 
 def _check_arrays(state: Any) -> None:
     """Comes after the comparison, so that either all ranks raise or none does."""
-    for path, leaf in _leaves(state):
+    for path, leaf in named_leaves(state):
         if not _is_numeric(leaf):
             raise TypeError(
                 f"`{path or 'state'}` of the state is of type `{type(leaf).__name__}`: its leaves "
