@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._jax_compat import Tracer
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import PyTree, is_key
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.observer import JobObserver
@@ -124,8 +123,7 @@ class MetricLog:
 
 
 def _key_data(leaf: Leaf) -> Leaf:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _computed(metrics: PyTree) -> bool:

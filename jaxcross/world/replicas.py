@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import forms_of, named_leaves, rebuild
+from jaxcross._pytree import forms_of, named_leaves, numeric, on_host, rebuild
 from jaxcross.errors import ExchangeError
 
 _CHUNK_BYTES = 2**30
@@ -140,36 +139,27 @@ def _check_arrays(state: Any) -> None:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    dtype = _host(leaf).dtype
-    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _host(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return numeric(on_host(leaf).dtype)
 
 
 def _form(leaf: Any) -> str:
-    array = _host(leaf)
-    if not _is_numeric(leaf):
+    array = on_host(leaf)
+    if not numeric(array.dtype):
         return f"of type {type(leaf).__name__}"
     return f"{array.dtype}{list(array.shape)}"
 
 
 def _digest(leaf: Any) -> str:
-    if not _is_numeric(leaf):
+    array = on_host(leaf)
+    if not numeric(array.dtype):
         return _form(leaf)
-    array = np.ascontiguousarray(_host(leaf))
     # Hash a view rather than a copy, because the arrays may fill half of the memory.
     content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
 
 def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
-    array = _host(leaf)
+    array = on_host(leaf)
     content = np.frombuffer(array.tobytes(), np.uint8).copy()
     for start in range(0, content.size, _CHUNK_BYTES):
         comm.Bcast(content[start : start + _CHUNK_BYTES], root=0)
