@@ -25,11 +25,12 @@ from jaxcross._pytree import Form, Leaf, PyTree, forms_of, rebuild, snapshot, un
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, SavedLeaf
-from jaxcross.checkpoint.rank_gather import JobLog, RankGather, RunOnAllRanks
+from jaxcross.checkpoint.rank_gather import JobLog, RankGather
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
 from jaxcross.checkpoint.writer import Writer
 from jaxcross.world import World
+from jaxcross.world.control_plane import RunOnAllRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

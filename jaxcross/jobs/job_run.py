@@ -14,7 +14,6 @@ from typing import Any, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint import Session
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.abort import print_error, traceback_text
 from jaxcross.interleave.instrument import Listeners
@@ -32,7 +31,7 @@ from jaxcross.runtime.job_record import JobRecord
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, RunOnAllRanks
 
 _log = logging.getLogger("jaxcross")
 

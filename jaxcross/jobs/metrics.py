@@ -15,11 +15,10 @@ import numpy as np
 
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree, is_key
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.observer import JobObserver
 from jaxcross.report.metric_files import as_logged, is_of
-from jaxcross.world.control_plane import gather
+from jaxcross.world.control_plane import RunOnAllRanks, gather
 
 Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
 

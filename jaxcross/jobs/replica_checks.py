@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._pytree import digests, named_leaves, on_host
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs.latest_state import LatestState, has_deleted
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, Findings, RankReport, exchange
+from jaxcross.world.control_plane import RunOnAllRanks
 
 _log = logging.getLogger("jaxcross")
 

@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.data_position import START, DataPosition
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.latest_state import holds_state
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.skipped_steps import SkippedSteps
+from jaxcross.world.control_plane import RunOnAllRanks
 
 
 class Resumption:

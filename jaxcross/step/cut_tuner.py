@@ -30,7 +30,7 @@ from jaxcross.program.trace import Traced
 from jaxcross.step.cut_budget import SHARE, Budget
 from jaxcross.step.timed_trial import gather_failures, summary, time_step
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world.control_plane import RunOnAllRanks, gather
 
 _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)
@@ -40,8 +40,6 @@ _LARGEST_BYTES = 2**24  # of the cache file; a larger one isn't ours
 _SAME_STEP_RATIO = 1.25  # largest ratio of uncut step times on one network and machine
 _QUIET_S = 5.0  # between two progress messages of a search
 _WORTH = 0.99  # a finer cut must save more than the noise in measurements
-
-Together = Callable[[str, Callable[[Control], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ def gather_hint(
     key: str,
     *,
     rank: int,
-    together: Together,
+    together: RunOnAllRanks,
     resumed: int | None = None,
     in_process: int | None = None,
     steps: int | None = None,
@@ -95,8 +93,7 @@ def gather_hint(
     Args:
         key: See `cut_key`.
         rank: The rank of this process.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks, with no
-            other exchange.
+        together: Runs work that communicates.
         resumed: This rank's value; see `CutHint`.
         in_process: Likewise.
         steps: Likewise.
@@ -167,7 +164,7 @@ class CutSearch:
         world: World,
         cut: Callable[[int], Program],
         build: Callable[[Program], Compiled],
-        together: Together,
+        together: RunOnAllRanks,
         hint: CutHint,
     ) -> None:
         self._traced, self._leaves, self._world = traced, leaves, world
@@ -355,7 +352,7 @@ def _race(
     traced: Traced,
     leaves: Sequence[Any],
     world: World,
-    together: Together,
+    together: RunOnAllRanks,
     label: str,
 ) -> tuple[float, ...]:
     """Returns the seconds per step of each rival, one or two, which take turns.

@@ -8,7 +8,8 @@ mixed up with exchanges.
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,6 +33,13 @@ class Control(Protocol):
     def allgather_text(self, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
         ...
+
+
+RunOnAllRanks: TypeAlias = Callable[[str, Callable[[Control], Any]], Any]
+"""`(label, work)` -> `work(control)`, run on all ranks while nothing else exchanges.
+
+In a job, that's in the same slot of every rank's exchange lane.
+"""
 
 
 class MpiControl:
