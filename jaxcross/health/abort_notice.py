@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
+from jaxcross._endings import ExitKind
 from jaxcross.health.abort import AbortReason, end_processes, print_error
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.timed_comm import TimedComm
@@ -59,7 +60,7 @@ class AbortNotices:
         status = MPI.Status()
         # We leave out the lost ranks, because a send to a dead rank may never return.
         unnotified = set(range(self._size)) - {self._rank, *reason.lost}
-        text = f"{reason.text}, {activity}" if reason.kind == "failed" else reason.text
+        text = f"{reason.text}, {activity}" if reason.kind is ExitKind.FAILED else reason.text
         pending = []
         for rank in sorted(unnotified):
             with suppress(Exception):  # the link to this rank may be what is broken
@@ -133,7 +134,7 @@ class AbortNotices:
             self._answer(sender)
             return
         self._obeyed = sender, reason
-        activity = self._flight.record_exit("told", reason)
+        activity = self._flight.record_exit(ExitKind.TOLD, reason)
         print_error(
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxcross._endings import ExitKind
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError, clause
 from jaxcross.health.abort import TERMINATED
@@ -119,7 +120,9 @@ def agreed_exit(world: World, *, terminated: bool, own: BaseException | None) ->
     """
     with after_run(world, "end of the run"):
         some = any_rank(world.control, terminated)
-        world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
+        world.flight.record_exit(
+            *(ExitKind.TERMINATED, "SIGTERM") if some else (ExitKind.INTERRUPTED, "Ctrl-C")
+        )
         # The first rank that exits with a nonzero code terminates all ranks, so we wait until each
         # of them has written its last output.
         world.control.allreduce_min(np.zeros(1, np.int64))
