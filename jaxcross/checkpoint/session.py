@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxcross._endings import JobStatus
 from jaxcross._files import write_whole
 from jaxcross.checkpoint.checkpointer import JobCheckpointer
 from jaxcross.checkpoint.job_list import JobList, read
@@ -106,7 +107,7 @@ class Session:
                 "ended, or name another folder"
             )
         status = {name: self._folders(name).marked("left") for name in before.jobs}
-        going = [name for name in before.jobs if status[name] != "ended"]
+        going = [name for name in before.jobs if status[name] != JobStatus.ENDED]
         lacking = [name for name in going if name not in self._jobs]
         self._submitted = {name: text for name, text in before.submitted.items() if name in lacking}
         self._added = [name for name in before.added if name in going]
@@ -117,7 +118,7 @@ class Session:
             "missing": [
                 name
                 for name in lacking
-                if name not in self._submitted and status[name] != "stopped"
+                if name not in self._submitted and status[name] != JobStatus.STOPPED
             ],
         }
 
@@ -179,7 +180,7 @@ class Session:
         folders = [self._folders(job) for job in self._jobs]
         with suppress(OSError):
             if any(
-                each.names() or each.marked("left") == "stopped" or each.marked("paused")
+                each.names() or each.marked("left") == JobStatus.STOPPED or each.marked("paused")
                 for each in folders
             ):
                 return

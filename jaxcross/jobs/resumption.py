@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
 from jaxcross.jobs.data_position import START, DataPosition
@@ -95,7 +96,7 @@ class Resumption:
         """Whether an earlier run left the job stopped, and whether paused. Waits for all ranks."""
         return self._checkpointer.markers(together)
 
-    def mark_done(self, status: str) -> None:
+    def mark_done(self, status: JobStatus) -> None:
         """Records that the job has ended, for a reason other than the end of the run."""
         self._checkpointer.mark_done(status)
 
