@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 from jaxcross._arguments import check_choice
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import JobError, first_line, shortened
@@ -94,7 +95,7 @@ class JobContext:
         self._world = world
         self._host = host
         self.history = metrics.history
-        self.status: str | None = None
+        self.status: JobStatus | None = None
         self.error: Exception | None = None
         self.skipped = 0
         self.rank_local: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+from jaxcross._endings import JobStatus
 from jaxcross._html import preformatted
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_local import named_leaves
@@ -162,12 +163,13 @@ class FusedJob:
                 error = explain(member.name, member.step, found)
                 error.__cause__ = member.source.error
                 self.errors.append(error)
-                member.standing.status, member.standing.error = "failed", error
+                member.standing.status, member.standing.error = JobStatus.FAILED, error
             if member.name not in stopped and all(text is None for text in texts):
                 staying.append(member)
             else:
                 member.source.close()
-                how = "stopped early" if member.name in stopped else "ended"
+                early = member.name in stopped
+                how = JobStatus.STOPPED_EARLY if early else JobStatus.ENDED
                 member.standing.status = member.standing.status or how
         return staying
 
@@ -188,7 +190,7 @@ class FusedJob:
         for standing in self._standings:
             if standing.status is None:
                 standing.status, standing.error = job.status, job.error
-            elif job.status == "ended":  # errors found after the run concern all members
+            elif job.status is JobStatus.ENDED:  # errors found after the run concern all members
                 standing.error = standing.error or job.error
             if standing.status is not None:  # otherwise the run never began
                 standing.done.set()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint import Session
 from jaxcross.errors import ExchangeError, JobError
@@ -151,26 +152,27 @@ class JobRun:
         record = life.record
         if record is not None:
             status = record.status and life.final_status(record.status)
-            stopped_early = status == "ended" and host.evaluations.stop_reason
+            stopped_early = status is JobStatus.ENDED and host.evaluations.stop_reason
             # Other threads may read these at any time. So we set the status after the error, and it
             # never changes.
             context.error = record.error
-            context.status = "stopped early" if stopped_early else status or "left out"
+            left = status or JobStatus.LEFT_OUT
+            context.status = JobStatus.STOPPED_EARLY if stopped_early else left
             context.skipped = host.skipped.before + record.skipped
             if context.error is not None:
                 if record.prints_error:
                     self._print_failure(context.error)
                 forget_locals(context.error)
-            if status != "ended":
+            if left is not JobStatus.ENDED:
                 host.latest.adopt_results()
-            host.replicas.finish(status or "left out", self.step)
+            host.replicas.finish(left, self.step)
             host.latest.release()
         failure = self._metrics.read_remaining()
         # If a step failed, the job's own error is more useful than that of reading its metrics.
         if failure is not None and context.error is None:
             context._unread = failure
         if record is not None:
-            done = record.status == "ended" and context.status in ("ended", "stopped early")
+            done = record.status is JobStatus.ENDED and context.status.is_complete
             self._listeners.note(
                 job=self.name,
                 kind="done" if done else "closed",
@@ -192,7 +194,7 @@ class JobRun:
     def _print_failure(self, error: JobError | ExchangeError) -> None:
         """Prints why the job has left. The run may continue for days before it raises the error."""
         cause = error.__cause__
-        if cause is None or self.context.status == "ejected":
+        if cause is None or self.context.status is JobStatus.EJECTED:
             print_error(f"jaxcross: {error}")
         else:
             heading = (
@@ -215,7 +217,7 @@ class JobRun:
         record = self._life.record
         # Use the record's status, on which all ranks agreed: the context's may differ between
         # ranks.
-        if record is None or record.status in (None, "ended"):
+        if record is None or record.status in (None, JobStatus.ENDED):
             return
 
         def together(label: str, work: Callable[[Control], T]) -> T:

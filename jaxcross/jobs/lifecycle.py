@@ -14,8 +14,8 @@ import traceback
 from functools import partial
 from typing import NoReturn, Protocol, final
 
+from jaxcross._endings import JobStatus
 from jaxcross.errors import JobError
-from jaxcross.interleave.messages import FinalStatus
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
@@ -113,7 +113,7 @@ class JobLifecycle:
             self.misuse is not None
             or self.driver is None
             or self.record is None
-            or self.record.status == "ended"
+            or self.record.status is JobStatus.ENDED
         ):
             raise error
         self.misuse = error
@@ -185,7 +185,7 @@ class JobLifecycle:
             "Job `%s` is over (%s), but its function catches every exception and goes on: its "
             "thread stays, asleep. Let `except` name what it expects.",
             self.name,
-            describe(record.error) if record.error else "stopped",
+            describe(record.error) if record.error else JobStatus.STOPPED,
         )
         self._unwound = True
         driver.job_returned(record)
@@ -205,22 +205,22 @@ class JobLifecycle:
         job.close()
         driver.release(record)
 
-    def _on_end(self, job: ManagedJob, status: FinalStatus, asked: bool) -> None:
+    def _on_end(self, job: ManagedJob, status: JobStatus, asked: bool) -> None:
         job.give_back_memory()
         status = self.final_status(status)
         self.stop_requested = asked
         # A job that ends because its whole run was stopped resumes in the next run, so it isn't
         # marked as done.
-        if self.resumption is not None and (status != "stopped" or asked):
+        if self.resumption is not None and (status is not JobStatus.STOPPED or asked):
             self.resumption.mark_done(status)
 
-    def final_status(self, status: FinalStatus) -> FinalStatus:
+    def final_status(self, status: JobStatus) -> JobStatus:
         """Returns the job's status, given the vote's.
 
         They differ if a `ParameterServer` has stopped the job. Its function exchanges nothing, and
         after a stop has unwound it, the vote can't tell that from a function that has returned.
         """
-        return "stopped" if self._unwound and status == "ended" else status
+        return JobStatus.STOPPED if self._unwound and status is JobStatus.ENDED else status
 
     def detach(self) -> None:
         """Drops the driver and the callbacks that it has."""

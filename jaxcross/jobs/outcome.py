@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxcross._endings import JobStatus
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.replicas import RankReport, exchange
@@ -37,7 +38,7 @@ def report_of(
     over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
     return Report.build(
         recorder.spans(),
-        jobs=[_facts(job) for job in jobs if job.status != "left out"],
+        jobs=[_facts(job) for job in jobs if job.status is not JobStatus.LEFT_OUT],
         rank=world.rank,
         size=world.size,
         start_ns=start_ns,
@@ -66,7 +67,7 @@ def _facts(job: JobContext) -> JobSummary:
         examples_per_step=job.examples_per_step,
         final_loss=loss,
         metrics=metrics,
-        how=job.status or "ended",
+        how=job.status or JobStatus.ENDED,
         why=job._host.evaluations.stop_reason if job.error is None else str(job.error),
         skipped=job.skipped - job._host.skipped.before,
         replicas=job._host.replicas.findings.text,
@@ -105,7 +106,7 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
         "example in a job's function."
     )
     for job in jobs:
-        if job.status == "left out":
+        if job.status is JobStatus.LEFT_OUT:
             job.error = error
     return error
 
@@ -136,7 +137,7 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
     If they're equal, this costs one small all-reduce. If they differ in a job that checks its
     replicas, that's the job's error on every rank.
     """
-    joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
+    joined = [job for job in jobs if job.status is not JobStatus.LEFT_OUT] if world.size > 1 else []
     found = (
         exchange(world.control, [job._host.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined
@@ -152,7 +153,7 @@ def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
     errors = [
         job.error
         for job in jobs
-        if job.error is not None and job.status not in ("ejected", "left out")
+        if job.error is not None and job.status not in (JobStatus.EJECTED, JobStatus.LEFT_OUT)
     ]
     raise_first([*errors, *([missing] if missing is not None else [])])
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import digests, named_leaves, on_host
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
@@ -169,8 +170,8 @@ class ReplicaChecks:
             return
         if self._restored:
             self.end = self._report(step if self._exchanged else self.batches)
-        alone = not self._exchanged and how in ("ended", "stopped") and self._trains()
-        if alone:
+        went_well = how in (JobStatus.ENDED, JobStatus.STOPPED)
+        if not self._exchanged and went_well and self._trains():
             self._warn_of_no_exchange("came to its end", "has trained")
         self._start = None
 

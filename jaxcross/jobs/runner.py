@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from jaxcross._endings import JobStatus
 from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
@@ -326,7 +327,7 @@ class Runner:
         """
         with self.world.exchange_owner.run():
             report = self._run()
-        if self.world.estimate_request and self._runs[0].context.status == "stopped":
+        if self.world.estimate_request and self._runs[0].context.status is JobStatus.STOPPED:
             raise SystemExit(0)  # the estimate was made and printed
         return report
 
@@ -392,7 +393,7 @@ class Runner:
             if self._session is not None:
                 for run in self._runs:
                     run.save_left()
-                broke_off = not all(job.status == "ended" for job in jobs)
+                broke_off = not all(job.status is JobStatus.ENDED for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
                 compare_replicas(self.world, jobs)
@@ -411,7 +412,9 @@ class Runner:
                 watch=after_run(self.world, "report"),
             )
             if driver.router.paused_run.is_over:  # stopped, but not by a signal
-                paused = [job.name for job in jobs if job.paused and job.status == "stopped"]
+                paused = [
+                    job.name for job in jobs if job.paused and job.status is JobStatus.STOPPED
+                ]
                 missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
 from jaxcross.jobs.thread import JobDone
@@ -35,7 +36,7 @@ class JobStanding:
         self.fused_into = fused_into
         self.step = 0
         self.history: list[tuple[int, Any]] = []
-        self.status: str | None = None
+        self.status: JobStatus | None = None
         self.error: Exception | None = None
         self.done = JobDone()
         self.examples_per_step: float | None = None
