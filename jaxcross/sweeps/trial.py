@@ -14,6 +14,7 @@ from typing import Any, final
 
 import jax
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree, snapshot
 from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.errors import JobError, quoted
@@ -185,10 +186,8 @@ class Trials:
         """
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
-            failed, stopped = (
-                job.status in ("failed", "ejected", "left out"),
-                job.status == "stopped",
-            )
+            failed = job.status in (JobStatus.FAILED, JobStatus.EJECTED, JobStatus.LEFT_OUT)
+            stopped = job.status is JobStatus.STOPPED
             finished = None if failed or stopped else observer.finished
             if finished is not None:
                 shared.finished[number] = finished
@@ -205,7 +204,7 @@ class Trials:
                 best = self.best()
                 for other, each in [*shared.jobs.items()]:
                     if other != best and (
-                        each is job or (each.done.is_set() and each.status != "stopped")
+                        each is job or (each.done.is_set() and each.status is not JobStatus.STOPPED)
                     ):
                         each.state = None
                         del shared.jobs[other]
@@ -397,7 +396,7 @@ class _Observer:
         return state
 
     def ended(self, *, asked: bool) -> bool:
-        stopped = self.job.status == "stopped"
+        stopped = self.job.status is JobStatus.STOPPED
         # The state that is saved next covers everything that was logged since `job.save`, so a
         # restart won't log it again. Write it down now.
         if stopped:
