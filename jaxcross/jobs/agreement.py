@@ -18,7 +18,7 @@ from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.report.metric_files import MetricFiles
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World
-from jaxcross.world.control_plane import any_rank, gather
+from jaxcross.world.control_plane import any_rank, gather, require_same
 
 _log = logging.getLogger("jaxcross")
 
@@ -31,13 +31,14 @@ def agree(world: World, facts: Mapping[str, Any]) -> None:
     """
     with world.monitor(job="", step=0, segment=-1, what="start of the run"):
         texts = world.control.allgather_text(json.dumps(facts))
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise JobError(
-                f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add the "
-                "same jobs in the same order, with the same policy, checkpoints, `metrics` and "
-                "emulated link, on every rank."
-            )
+    require_same(
+        texts,
+        lambda rank, first, theirs: JobError(
+            f"Ranks 0 and {rank} want to run different things: {first} and {theirs}. Add the "
+            "same jobs in the same order, with the same policy, checkpoints, `metrics` and "
+            "emulated link, on every rank."
+        ),
+    )
 
 
 def text_of(policy: Policy) -> str:

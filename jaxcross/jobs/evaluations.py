@@ -25,7 +25,7 @@ from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.latest_state import LatestState, has_deleted
 from jaxcross.report.metric_files import flat
 from jaxcross.runtime.step_host import T
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world.control_plane import Control, gather, require_same
 
 _DONE = "evaluated "  # prefix of the notes that hold the step of an evaluation
 _BEST, _STOP = "best ", "early stopping "
@@ -170,12 +170,13 @@ class Evaluations:
             *(repr(decision) for decision in self._decisions.values()),
         ]
         texts = host.run_on_all_ranks("evaluations", lambda control: gather(control, mine))
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise JobError(
-                    f"Job `{self._job}`: rank 0 evaluates by {texts[0]}, rank {rank} by {text}. "
-                    "Call `job.every` and `job.stop_early` with the same arguments on every rank."
-                )
+        require_same(
+            texts,
+            lambda rank, first, theirs: JobError(
+                f"Job `{self._job}`: rank 0 evaluates by {first}, rank {rank} by {theirs}. "
+                "Call `job.every` and `job.stop_early` with the same arguments on every rank."
+            ),
+        )
         for metric, user in self._metrics():
             if not self.provide(metric):
                 raise JobError(

@@ -10,10 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxcross.program.ir import hash_62
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world.control_plane import Control, gather, which_equal
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
 """Why a difference is expected. Replicas that are equal anyway are still reported as equal."""
@@ -49,9 +47,8 @@ def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankR
 
     Every rank passes its reports on the same subjects, in the same order.
     """
-    numbers = np.array([report.number() for report in reports], np.int64)
-    low, high = np.split(control.allreduce_min(np.concatenate([numbers, -numbers])), 2)
-    differ = np.flatnonzero(low != -high).tolist()
+    equal = which_equal(control, [report.number() for report in reports])
+    differ = [n for n, same in enumerate(equal) if not same]
     every = [[report] * control.size for report in reports]
     if differ:
         for n, *found in zip(differ, *gather(control, [reports[n] for n in differ]), strict=True):
