@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self, final
 
-import numpy as np
-
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.program.ir import Program, hash_62
 from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch, step_mismatch
@@ -22,7 +20,7 @@ from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.step.unit_agreement import without_calls
 from jaxcross.step.variant import Variant
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, which_equal
 
 
 def agree_once(
@@ -89,10 +87,9 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
         return
     # As long as an agreement's vector, because another rank may be in an agreement instead. The two
     # all-reduces then match up.
-    numbers = np.array([host.number, -host.number, 0, 0], np.int64)
+    numbers = [host.number, 0]
     with world.monitor(job=program.name, step=host.calls, segment=-1, what="agreement"):
-        low, high, _, _ = world.control.allreduce_min(numbers)
-        if low != -high:
+        if not which_equal(world.control, numbers)[0]:
             ExchangeAgreement(
                 program=program,
                 world=world,
@@ -189,14 +186,11 @@ class ExchangeAgreement:
         exchanges = (
             hash_62(f"{self.function}\n{self._signature}") + self.call * self.by_call
         ) % 2**62
-        hashes = np.array([exchanges, -exchanges, self.order, -self.order], np.int64)
         with self.world.monitor(job=program.name, step=self.call, segment=-1, what="agreement"):
-            low, high, first, last = control.allreduce_min(
-                hashes
-            )  # minima; negated, the second and fourth are maxima
-            if low != -high:
+            same_exchanges, same_order = which_equal(control, [exchanges, self.order])
+            if not same_exchanges:
                 self.resolve()
-            elif first != -last:
+            elif not same_order:
                 check_order(control, program)
 
     def resolve(self) -> None:

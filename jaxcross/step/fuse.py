@@ -24,7 +24,7 @@ from jaxcross.step import nnx
 from jaxcross.step.crossover import Step
 from jaxcross.step.fused_cost import Trial, measure, seconds
 from jaxcross.world import World, current_world
-from jaxcross.world.control_plane import gather
+from jaxcross.world.control_plane import gather, require_same
 
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
@@ -136,14 +136,16 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     mine = [facts, None if failure is None else describe(failure), [each.why_not for each in found]]
     with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
         ranks = gather(world.control, mine)
-    for rank, (theirs, error_text, _) in enumerate(ranks):
-        if theirs != ranks[0][0]:
-            raise JobError(
-                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}, of each job "
-                "its name, its `mode`, its `check_replicas`, and which step it has. Call "
-                "`jaxcross.fuse` with the same jobs in the same order on every rank, and let the "
-                "same of them share a step."
-            )
+    require_same(
+        [theirs for theirs, _, _ in ranks],
+        lambda rank, first, theirs: JobError(
+            f"Ranks 0 and {rank} fuse different jobs: {first} and {theirs}, of each job "
+            "its name, its `mode`, its `check_replicas`, and which step it has. Call "
+            "`jaxcross.fuse` with the same jobs in the same order on every rank, and let the "
+            "same of them share a step."
+        ),
+    )
+    for rank, (_, error_text, _) in enumerate(ranks):
         if error_text is not None:
             raise JobError(
                 f"The first batch of a job raised on rank {rank}: {error_text}."

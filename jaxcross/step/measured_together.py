@@ -16,7 +16,7 @@ from jaxcross.runtime.standalone import Standalone
 from jaxcross.runtime.step_host import StepHost
 from jaxcross.step.solo_cost import Settings, SoloCost, run_watched
 from jaxcross.world import World
-from jaxcross.world.control_plane import gather
+from jaxcross.world.control_plane import gather, raise_failure, require_same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +91,17 @@ def _begin_together(
     error_text = "" if failure is None else clause(first_line(describe(failure)))
     mine = [error_text, None if settings is None else settings.as_data()]
     ranks = run_watched(host, world, name, lambda control: gather(control, mine))
-    if failure is not None:
-        raise failure
-    for rank, (text, _) in enumerate(ranks):
-        if text:
-            raise ExchangeError(f"`{name}` cannot be measured, as rank {rank} failed: {text}.")
-    for rank, (_, theirs) in enumerate(ranks):
-        if theirs != ranks[0][1]:
-            raise ExchangeError(
-                f"Ranks 0 and {rank} ask for different estimates of `{name}`: {ranks[0][1]} and "
-                f"{theirs}. Give the same arguments on every rank."
-            )
+    raise_failure(
+        failure,
+        [text for text, _ in ranks],
+        lambda rank, text: ExchangeError(
+            f"`{name}` cannot be measured, as rank {rank} failed: {text}."
+        ),
+    )
+    require_same(
+        [theirs for _, theirs in ranks],
+        lambda rank, first, theirs: ExchangeError(
+            f"Ranks 0 and {rank} ask for different estimates of `{name}`: {first} and "
+            f"{theirs}. Give the same arguments on every rank."
+        ),
+    )

@@ -14,8 +14,6 @@ from functools import partial
 from typing import final
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from jaxcross.errors import ExchangeError
 from jaxcross.program import rank_lists
 from jaxcross.program.ir import Exchange, Program, hash_62
@@ -25,7 +23,7 @@ from jaxcross.wire import MpiWire
 from jaxcross.wire.calls import key_of
 from jaxcross.wire.job_comms import Key
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world.control_plane import Control, gather, which_equal
 
 # Each rank decides from its own calls whether its program is of this kind. So a rank without calls
 # wouldn't take part.
@@ -214,12 +212,10 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
         # As long as the vector of `ExchangeAgreement.standalone`, because a rank without calls may
         # be in that one. The two all-reduces then match up.
-        low, high, first, last = world.control.allreduce_min(
-            np.array([number, -number, order, -order], np.int64)
-        )
-        if low == -high and first != -last:
+        same_calls, same_order = which_equal(world.control, [number, order])
+        if same_calls and not same_order:
             check_order(world.control, program)
-        if low == -high and not rank_lists.names_peers(calls):
+        if same_calls and not rank_lists.names_peers(calls):
             return dict.fromkeys(everyone, calls)
         return _decoded(name, world.control.allgather_text(text))
 
