@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from jaxcross.jobs.plain_loop import run
 from jaxcross.step.crossover import Step
 from jaxcross.step.measured_together import Subject, measure_on_all_ranks
 from jaxcross.step.solo_cost import Settings
+from jaxcross.step.timed_trial import by_turns
 from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
@@ -62,11 +64,10 @@ def measure(
     step_s = max(_alone_s(trials[n], world) for n in _unlike(trials, world))
     if step_s > limit_s:
         return FusedCost(step_s=step_s)
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(_TURNS):  # alternating, so that a disturbance affects both
-        for fuses, found in times.items():
-            found.append(_step_of_each_s(trials, fused if fuses else None, world))
-    return FusedCost(step_s=step_s, in_turns_s=median(times[False]), fused_s=median(times[True]))
+    rivals = [partial(_step_of_each_s, trials, step, world) for step in (None, fused)]
+    measured = by_turns(rivals, warm_up=0, timed=_TURNS)
+    in_turns_s, fused_s = (median(times) for times in measured if not isinstance(times, str))
+    return FusedCost(step_s=step_s, in_turns_s=in_turns_s, fused_s=fused_s)
 
 
 def _unlike(trials: Sequence[Trial], world: World) -> list[int]:
