@@ -172,12 +172,14 @@ class JobRun:
         if failure is not None and context.error is None:
             context._unread = failure
         if record is not None:
-            done = record.status is JobStatus.ENDED and context.status.is_complete
+            status = context.status
+            complete = status is not None and status.is_complete
+            done = record.status is JobStatus.ENDED and complete
             self._listeners.note(
                 job=self.name,
                 kind="done" if done else "closed",
                 step=self.step,
-                value=context.status,
+                value=status,
             )
         # Free the memory: the arguments hold data and steps, the steps hold their constants, and
         # the loops may hold a batch.

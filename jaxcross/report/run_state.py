@@ -99,7 +99,7 @@ def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -
     return False, ""
 
 
-_ENDS = {
+_ENDS: dict[str, str] = {
     ExitKind.FAILED: "failed",
     ExitKind.TERMINATED: "was told to end",
     ExitKind.INTERRUPTED: "was interrupted",
