@@ -60,7 +60,7 @@ class AbortNotices:
         status = MPI.Status()
         # We leave out the lost ranks, because a send to a dead rank may never return.
         unnotified = set(range(self._size)) - {self._rank, *reason.lost}
-        text = f"{reason.text}, {activity}" if reason.kind is ExitKind.FAILED else reason.text
+        text = f"{reason.text}, {activity}" if reason.kind == ExitKind.FAILED else reason.text
         pending = []
         for rank in sorted(unnotified):
             with suppress(Exception):  # the link to this rank may be what is broken

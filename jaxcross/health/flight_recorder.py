@@ -172,7 +172,7 @@ class FlightRecorder:
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
         activity = (
-            f"in {left_by}" if kind is ExitKind.FAILED and left_by is not None else self.describe()
+            f"in {left_by}" if kind == ExitKind.FAILED and left_by is not None else self.describe()
         )
         if not self._exit_recorded:  # later reasons are consequences of the first one
             self._exit_recorded = True

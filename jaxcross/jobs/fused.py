@@ -190,7 +190,7 @@ class FusedJob:
         for standing in self._standings:
             if standing.status is None:
                 standing.status, standing.error = job.status, job.error
-            elif job.status is JobStatus.ENDED:  # errors found after the run concern all members
+            elif job.status == JobStatus.ENDED:  # errors found after the run concern all members
                 standing.error = standing.error or job.error
             if standing.status is not None:  # otherwise the run never began
                 standing.done.set()

@@ -152,7 +152,7 @@ class JobRun:
         record = life.record
         if record is not None:
             status = record.status and life.final_status(record.status)
-            stopped_early = status is JobStatus.ENDED and host.evaluations.stop_reason
+            stopped_early = status == JobStatus.ENDED and host.evaluations.stop_reason
             # Other threads may read these at any time. So we set the status after the error, and it
             # never changes.
             context.error = record.error
@@ -163,7 +163,7 @@ class JobRun:
                 if record.prints_error:
                     self._print_failure(context.error)
                 forget_locals(context.error)
-            if left is not JobStatus.ENDED:
+            if left != JobStatus.ENDED:
                 host.latest.adopt_results()
             host.replicas.finish(left, self.step)
             host.latest.release()
@@ -174,7 +174,7 @@ class JobRun:
         if record is not None:
             status = context.status
             complete = status is not None and status.is_complete
-            done = record.status is JobStatus.ENDED and complete
+            done = record.status == JobStatus.ENDED and complete
             self._listeners.note(
                 job=self.name,
                 kind="done" if done else "closed",
@@ -196,7 +196,7 @@ class JobRun:
     def _print_failure(self, error: JobError | ExchangeError) -> None:
         """Prints why the job has left. The run may continue for days before it raises the error."""
         cause = error.__cause__
-        if cause is None or self.context.status is JobStatus.EJECTED:
+        if cause is None or self.context.status == JobStatus.EJECTED:
             print_error(f"jaxcross: {error}")
         else:
             heading = (

@@ -113,7 +113,7 @@ class JobLifecycle:
             self.misuse is not None
             or self.driver is None
             or self.record is None
-            or self.record.status is JobStatus.ENDED
+            or self.record.status == JobStatus.ENDED
         ):
             raise error
         self.misuse = error
@@ -211,7 +211,7 @@ class JobLifecycle:
         self.stop_requested = asked
         # A job that ends because its whole run was stopped resumes in the next run, so it isn't
         # marked as done.
-        if self.resumption is not None and (status is not JobStatus.STOPPED or asked):
+        if self.resumption is not None and (status != JobStatus.STOPPED or asked):
             self.resumption.mark_done(status)
 
     def final_status(self, status: JobStatus) -> JobStatus:
@@ -220,7 +220,7 @@ class JobLifecycle:
         They differ if a `ParameterServer` has stopped the job. Its function exchanges nothing, and
         after a stop has unwound it, the vote can't tell that from a function that has returned.
         """
-        return JobStatus.STOPPED if self._unwound and status is JobStatus.ENDED else status
+        return JobStatus.STOPPED if self._unwound and status == JobStatus.ENDED else status
 
     def detach(self) -> None:
         """Drops the driver and the callbacks that it has."""

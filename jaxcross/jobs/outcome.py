@@ -38,7 +38,7 @@ def report_of(
     over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
     return Report.build(
         recorder.spans(),
-        jobs=[_facts(job) for job in jobs if job.status is not JobStatus.LEFT_OUT],
+        jobs=[_facts(job) for job in jobs if job.status != JobStatus.LEFT_OUT],
         rank=world.rank,
         size=world.size,
         start_ns=start_ns,
@@ -106,7 +106,7 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
         "example in a job's function."
     )
     for job in jobs:
-        if job.status is JobStatus.LEFT_OUT:
+        if job.status == JobStatus.LEFT_OUT:
             job.error = error
     return error
 
@@ -137,7 +137,7 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
     If they're equal, this costs one small all-reduce. If they differ in a job that checks its
     replicas, that's the job's error on every rank.
     """
-    joined = [job for job in jobs if job.status is not JobStatus.LEFT_OUT] if world.size > 1 else []
+    joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
     found = (
         exchange(world.control, [job._host.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined

@@ -327,7 +327,7 @@ class Runner:
         """
         with self.world.exchange_owner.run():
             report = self._run()
-        if self.world.estimate_request and self._runs[0].context.status is JobStatus.STOPPED:
+        if self.world.estimate_request and self._runs[0].context.status == JobStatus.STOPPED:
             raise SystemExit(0)  # the estimate was made and printed
         return report
 
@@ -393,7 +393,7 @@ class Runner:
             if self._session is not None:
                 for run in self._runs:
                     run.save_left()
-                broke_off = not all(job.status is JobStatus.ENDED for job in jobs)
+                broke_off = not all(job.status == JobStatus.ENDED for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
                 compare_replicas(self.world, jobs)
@@ -413,7 +413,7 @@ class Runner:
             )
             if driver.router.paused_run.is_over:  # stopped, but not by a signal
                 paused = [
-                    job.name for job in jobs if job.paused and job.status is JobStatus.STOPPED
+                    job.name for job in jobs if job.paused and job.status == JobStatus.STOPPED
                 ]
                 missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:

@@ -65,7 +65,7 @@ def _ended(job: StoppedJob) -> str:
         f"{job.status} "
         if job.status in (JobStatus.ENDED, JobStatus.FAILED)
         else "was ejected "
-        if job.status is JobStatus.EJECTED
+        if job.status == JobStatus.EJECTED
         else ""
     )
 

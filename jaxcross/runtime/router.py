@@ -137,7 +137,7 @@ class Router:
         # Do this before setting `done`. After that, the job's thread may write its own last note,
         # and no other note may follow that one. The job itself notes a normal end, after its last
         # metrics.
-        if end.status is not JobStatus.ENDED:
+        if end.status != JobStatus.ENDED:
             self._listeners.note(
                 job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
             )

@@ -187,7 +187,7 @@ class Trials:
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
             failed = job.status in (JobStatus.FAILED, JobStatus.EJECTED, JobStatus.LEFT_OUT)
-            stopped = job.status is JobStatus.STOPPED
+            stopped = job.status == JobStatus.STOPPED
             finished = None if failed or stopped else observer.finished
             if finished is not None:
                 shared.finished[number] = finished
@@ -204,7 +204,7 @@ class Trials:
                 best = self.best()
                 for other, each in [*shared.jobs.items()]:
                     if other != best and (
-                        each is job or (each.done.is_set() and each.status is not JobStatus.STOPPED)
+                        each is job or (each.done.is_set() and each.status != JobStatus.STOPPED)
                     ):
                         each.state = None
                         del shared.jobs[other]
@@ -396,7 +396,7 @@ class _Observer:
         return state
 
     def ended(self, *, asked: bool) -> bool:
-        stopped = self.job.status is JobStatus.STOPPED
+        stopped = self.job.status == JobStatus.STOPPED
         # The state that is saved next covers everything that was logged since `job.save`, so a
         # restart won't log it again. Write it down now.
         if stopped:
