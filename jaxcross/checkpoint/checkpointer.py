@@ -21,14 +21,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import Form, Leaf, PyTree, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.folders import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, SavedLeaf
-from jaxcross.checkpoint.rank_gather import JobLog, RankGather, RunOnAllRanks
+from jaxcross.checkpoint.rank_gather import JobLog, RankGather
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
 from jaxcross.world import World
+from jaxcross.world.control_plane import RunOnAllRanks
 
 _LOOK_S = 0.2  # how often a waiting thread checks whether the disk still gets work done
 
@@ -259,7 +261,9 @@ class JobCheckpointer:
             cause = error
 
         def forget(gathered: Sequence[tuple[str, bool, str]]) -> None:
-            if done and not any(status == "stopped" or text for status, _, text in gathered):
+            if done and not any(
+                status == JobStatus.STOPPED or text for status, _, text in gathered
+            ):
                 self._mark("left", None)
 
         ranks = RankGather(self._log, run_on_all_ranks)
@@ -269,7 +273,7 @@ class JobCheckpointer:
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
         # One rank's mark is enough, because the run may have been killed between the writes of two
         # ranks.
-        is_stopped = any(status == "stopped" for status, *_ in gathered)
+        is_stopped = any(status == JobStatus.STOPPED for status, *_ in gathered)
         is_paused = any(mark for _, mark, _ in gathered) and not is_stopped
         if is_stopped:
             marks = self._folders.path / "left-*"
@@ -280,7 +284,7 @@ class JobCheckpointer:
             self._log.warn("is paused, as in an earlier run, until it is resumed")
         return is_stopped, is_paused
 
-    def mark_done(self, status: str) -> None:
+    def mark_done(self, status: JobStatus) -> None:
         """Marks that the job itself has finished, rather than just the run. Doesn't wait.
 
         The mark is on disk before any later checkpoint.

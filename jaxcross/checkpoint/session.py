@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 
 from jaxcross._arguments import is_whole
+from jaxcross._endings import JobStatus
 from jaxcross._files import write_whole
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Writer
 from jaxcross.checkpoint.folders import SET_FILE, Folders, folder_name
@@ -182,7 +183,7 @@ class Session:
                 "ended, or name another folder"
             )
         status = {name: self._folders(name).marked("left") for name in before.jobs}
-        going = [name for name in before.jobs if status[name] != "ended"]
+        going = [name for name in before.jobs if status[name] != JobStatus.ENDED]
         lacking = [name for name in going if name not in self._jobs]
         self._submitted = {name: text for name, text in before.submitted.items() if name in lacking}
         self._added = [name for name in before.added if name in going]
@@ -193,7 +194,7 @@ class Session:
             "missing": [
                 name
                 for name in lacking
-                if name not in self._submitted and status[name] != "stopped"
+                if name not in self._submitted and status[name] != JobStatus.STOPPED
             ],
         }
 
@@ -255,7 +256,7 @@ class Session:
         folders = [self._folders(job) for job in self._jobs]
         with suppress(OSError):
             if any(
-                each.names() or each.marked("left") == "stopped" or each.marked("paused")
+                each.names() or each.marked("left") == JobStatus.STOPPED or each.marked("paused")
                 for each in folders
             ):
                 return

@@ -36,6 +36,7 @@ from jaxcross.commands.hosts import (
 )
 from jaxcross.commands.restart_decision import is_explained, stop_text
 from jaxcross.commands.restart_loop import Ended, RunFiles, latest_run, run_until_over
+from jaxcross.errors import quoted
 
 if TYPE_CHECKING:
     from jaxcross.commands.live_table import LaunchTable
@@ -160,7 +161,7 @@ def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], in
     starts_once = not args.dry_run and args.max_restarts == 0
     missing = unreachable_hosts(hosts, os.environ) if starts_once else []
     if missing:
-        names = ", ".join(f"`{host}`" for host in missing)
+        names = quoted(missing)
         remedy = (
             f"Check the name and the network: `{' '.join(agent_of(os.environ))} {missing[0]} true` "
             "must work here."

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from jaxcross._endings import ExitKind
+from jaxcross.errors import quoted
+
 if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord, SavedPart
 
 _BY_SIGNAL = 128
 _STOPPED = (130, 143)
-_STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
+_STOPPED_RECORDS = (ExitKind.INTERRUPTED, ExitKind.TERMINATED, ExitKind.TOLD, ExitKind.LEFT)
 """Last records of ranks that were stopped. With any other last record, such an exit code means a
 crash.
 """
@@ -116,16 +119,17 @@ def judge_end(
     if code == 0:
         return RunEnd(kind="done")
     words = {record.words for record in records}
-    if stopped or (words & {"terminated", "interrupted"} and not words & {"", "reported"}):
+    signalled = words & {ExitKind.TERMINATED, ExitKind.INTERRUPTED}
+    if stopped or (signalled and not words & {"", ExitKind.REPORTED}):
         return RunEnd(kind="stopped", reason="a signal stopped it")
     for record in records:
         if record.script_raised:
             return RunEnd(kind="own", reason=record.text)
     by_rank = {record.rank: record for record in records}
     waited_for = [by_rank[rank] for record in records for rank in record.lost if rank in by_rank]
-    if waited_for and all(record.words == "left" for record in waited_for):
+    if waited_for and all(record.words == ExitKind.LEFT for record in waited_for):
         return RunEnd(kind="own", reason="the script of a rank ended before the others'")
-    if words & {"", "reported", "failed", "told"}:
+    if words & {"", ExitKind.REPORTED, ExitKind.FAILED, ExitKind.TOLD}:
         return RunEnd(kind="lost", reason=verdict(records).partition(". ")[0].rstrip("."))
     if missing:
         return RunEnd(kind="lost", reason=f"no answer from {_listed(missing)}")
@@ -159,7 +163,7 @@ def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
     return (
         code < _BY_SIGNAL
         and bool(records)
-        and all(record.words in (*_STOPPED_RECORDS, "failed") for record in records)
+        and all(record.words in (*_STOPPED_RECORDS, ExitKind.FAILED) for record in records)
     )
 
 
@@ -225,4 +229,4 @@ def decide(
 
 
 def _listed(hosts: Sequence[str]) -> str:
-    return f"host{'s' if len(hosts) > 1 else ''} {', '.join(f'`{host}`' for host in hosts)}"
+    return f"host{'s' if len(hosts) > 1 else ''} {quoted(hosts)}"

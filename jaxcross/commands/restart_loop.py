@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxcross._endings import ExitKind
 from jaxcross.commands.hosts import agent_of, missing_hosts, signal_ranks, wait_for_hosts
 from jaxcross.commands.restart_decision import CheckpointProgress, decide, judge_end
 
@@ -63,7 +64,9 @@ class RunFiles:
 
     def is_stuck(self) -> bool:
         """Whether ranks have reported a lost rank so long ago that `mpirun` should have ended."""
-        return any(r.words == "reported" and r.last_s < time.time() - SPEAK_S for r in self.read())
+        return any(
+            r.words == ExitKind.REPORTED and r.last_s < time.time() - SPEAK_S for r in self.read()
+        )
 
     def signal(self, number: int) -> bool:
         """Sends a signal to all ranks without waiting. Returns False if none has joined."""

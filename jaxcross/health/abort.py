@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, final
 
+from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line, shortened
 from jaxcross.health.tracebacks import ends_run, trim
 
@@ -36,7 +37,7 @@ class AbortReason:
 
     Attributes:
         text: One sentence, which the other ranks repeat.
-        kind: `failed`, `interrupted`, `terminated`, or `reported` (a failure of other ranks).
+        kind: How this rank ends: `FAILED`, `INTERRUPTED`, `TERMINATED`, or `REPORTED`.
         code: The exit code of all ranks.
         lost: The ranks that are reported.
         script_raised: Whether the script raised an exception, so that a restarted run would raise
@@ -44,7 +45,7 @@ class AbortReason:
     """
 
     text: str
-    kind: str = "failed"
+    kind: ExitKind = ExitKind.FAILED
     code: int = 1
     lost: tuple[int, ...] = ()
     script_raised: bool = False
@@ -265,9 +266,11 @@ def stop_reason(rank: int, *, terminated: bool) -> AbortReason:
     """Returns the reason of a termination that a person or a batch system has requested."""
     if terminated:
         return AbortReason(
-            text=f"rank {rank} was told to end (SIGTERM)", kind="terminated", code=TERMINATED
+            text=f"rank {rank} was told to end (SIGTERM)", kind=ExitKind.TERMINATED, code=TERMINATED
         )
-    return AbortReason(text=f"rank {rank} was interrupted", kind="interrupted", code=INTERRUPTED)
+    return AbortReason(
+        text=f"rank {rank} was interrupted", kind=ExitKind.INTERRUPTED, code=INTERRUPTED
+    )
 
 
 def _is_of_mpi(kind: type[BaseException]) -> bool:

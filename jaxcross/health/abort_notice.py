@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
+from jaxcross._endings import ExitKind
 from jaxcross.health.abort import AbortReason, end_processes, print_error
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.timed_comm import TimedComm
@@ -61,7 +62,7 @@ class AbortNotices:
         status = MPI.Status()
         # We leave out the lost ranks, because a send to a dead rank may never return.
         unnotified = set(range(self._size)) - {self._rank, *reason.lost}
-        text = f"{reason.text}, {activity}" if reason.kind == "failed" else reason.text
+        text = f"{reason.text}, {activity}" if reason.kind == ExitKind.FAILED else reason.text
         notice = (text, reason.code, reason.script_raised)
         pending = []
         for rank in sorted(unnotified):
@@ -138,7 +139,7 @@ class AbortNotices:
             self._answer(sender)
             return
         self._obeyed = sender, reason
-        activity = self._flight.record_exit("told", reason, script_raised=script_raised)
+        activity = self._flight.record_exit(ExitKind.TOLD, reason, script_raised=script_raised)
         print_error(
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )

@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import final
 
+from jaxcross._endings import ExitKind
 from jaxcross._files import write_whole
 from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
@@ -165,7 +166,7 @@ class FlightRecorder:
             self._write(self._saved[job])
 
     def record_exit(
-        self, kind: str, text: str, lost: Sequence[int] = (), *, script_raised: bool = False
+        self, kind: ExitKind, text: str, lost: Sequence[int] = (), *, script_raised: bool = False
     ) -> str:
         """Records why this rank exits, and returns its activity as text.
 
@@ -173,15 +174,16 @@ class FlightRecorder:
         recorded.
 
         Args:
-            kind: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end,
-                by another rank), or `reported` (a failure of other ranks).
+            kind: How it ends.
             text: The reason.
             lost: The ranks that this rank reports.
             script_raised: Whether the script raised an exception, on this rank or on the one that
                 tells it to end.
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
-        activity = f"in {left_by}" if kind == "failed" and left_by is not None else self.describe()
+        activity = (
+            f"in {left_by}" if kind == ExitKind.FAILED and left_by is not None else self.describe()
+        )
         if not self._exit_recorded:  # later reasons are consequences of the first one
             self._exit_recorded = True
             self._record(

@@ -20,6 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, final
 
+from jaxcross._endings import ExitKind
 from jaxcross.health.abort import AbortReason, Terminated, abort_everywhere, stop_reason
 from jaxcross.health.abort_notice import AbortNotices
 from jaxcross.health.activity import Activity, RankStatus, late_ranks, stall_report
@@ -113,7 +114,7 @@ class Watchdog:
 
         Waits for all ranks, as `MPI_Finalize` does. Afterwards, MPI may be finalised.
         """
-        self._flight.record_exit("left", "its script ended")
+        self._flight.record_exit(ExitKind.LEFT, "its script ended")
         self._stop.set()
         try:
             if self._thread.is_alive():
@@ -349,7 +350,7 @@ class Watchdog:
             f"jaxcross: rank {self._rank} ends all ranks while {self._flight.describe()}, because "
             f"{text}"
         )
-        self._abort(message, AbortReason(text=text, kind="reported", lost=lost))
+        self._abort(message, AbortReason(text=text, kind=ExitKind.REPORTED, lost=lost))
 
     def _abort(self, message: str, reason: AbortReason) -> NoReturn:
         abort_everywhere(message, reason, self.notify)
@@ -456,7 +457,7 @@ class Watchdog:
             names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         text = f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}"
         message = f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}"
-        self._abort(message, AbortReason(text=text, kind="reported", lost=tuple(late)))
+        self._abort(message, AbortReason(text=text, kind=ExitKind.REPORTED, lost=tuple(late)))
 
 
 @final

@@ -52,6 +52,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jaxcross._endings import JobStatus
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.ballot_writer import BallotWriter
@@ -200,7 +201,9 @@ class Interleaver:
                 kinds = {text.partition("\n")[0] for text in texts}
                 self._finish_job(
                     job,
-                    "ejected" if "ejected" in kinds and "failed" not in kinds else "failed",
+                    JobStatus.EJECTED
+                    if JobStatus.EJECTED in kinds and JobStatus.FAILED not in kinds
+                    else JobStatus.FAILED,
                     texts,
                 )
             case m.AnnouncementsGathered(texts):
@@ -314,7 +317,7 @@ class Interleaver:
         if granted is not None:
             self._answer(job, m.BatchGranted(job, granted))
 
-    def _finish_job(self, job: int, status: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
+    def _finish_job(self, job: int, status: JobStatus, texts: tuple[str, ...] = ()) -> None:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
@@ -475,7 +478,7 @@ class Interleaver:
         elif outcome.kind in ("paused", "resumed"):
             self._out.append(m.JobPaused(job, outcome.kind == "paused"))
         elif outcome.kind in ("ended", "stopped"):
-            self._finish_job(job, outcome.kind)
+            self._finish_job(job, JobStatus(outcome.kind))
         elif outcome.kind == "batches":
             self._grant_batch(job)
 

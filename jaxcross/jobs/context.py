@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 from jaxcross._arguments import check_choice
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError, first_line, shortened
 from jaxcross.interleave.instrument import SpanKind
@@ -115,7 +116,7 @@ class JobContext:
         self._engine.examples.unit = unit
 
     @property
-    def status(self) -> str | None:
+    def status(self) -> JobStatus | None:
         return self._engine.status
 
     @property

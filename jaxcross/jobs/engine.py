@@ -26,14 +26,13 @@ from functools import partial
 from typing import Any, NoReturn, final, get_args
 
 from jaxcross._arguments import check_choice
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree, arrays_by_buffer
 from jaxcross.checkpoint import Session
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.abort import print_error, traceback_text
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
-from jaxcross.interleave.messages import FinalStatus
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.jobs.admission import MemoryAdmission, Need, remedies
 from jaxcross.jobs.batch_loops import BatchLoops, ExampleCount
@@ -58,7 +57,7 @@ from jaxcross.runtime.lanes import LaneThread
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control, all_equal
+from jaxcross.world.control_plane import Control, RunOnAllRanks, all_equal
 
 _log = logging.getLogger("jaxcross")
 
@@ -150,7 +149,7 @@ class JobEngine:
         self.loops: list[Prefetcher] = []
         self.planned_steps: int | None = None
         self.left_over = False
-        self.status: str | None = None
+        self.status: JobStatus | None = None
         self.error: Exception | None = None
         self.skipped = 0
         self.unread: Exception | None = None
@@ -290,7 +289,7 @@ class JobEngine:
             "Job `%s` is over (%s), but its function catches every exception and goes on: its "
             "thread stays, asleep. Let `except` name what it expects.",
             self.name,
-            describe(record.error) if record.error else "stopped",
+            describe(record.error) if record.error else JobStatus.STOPPED,
         )
         self._unwound = True
         driver.job_returned(record)
@@ -310,22 +309,22 @@ class JobEngine:
         self.close()
         driver.release(record)
 
-    def _on_end(self, status: FinalStatus, asked: bool) -> None:
+    def _on_end(self, status: JobStatus, asked: bool) -> None:
         self._give_back_memory()
         status = self._final_status(status)
         self._stop_requested = asked
         # A job that ends because its whole run was stopped resumes in the next run, so it isn't
         # marked as done.
-        if self.resumption is not None and (status != "stopped" or asked):
+        if self.resumption is not None and (status != JobStatus.STOPPED or asked):
             self.resumption.mark_done(status)
 
-    def _final_status(self, status: FinalStatus) -> FinalStatus:
+    def _final_status(self, status: JobStatus) -> JobStatus:
         """Returns the job's status, given the vote's.
 
         They differ if a `ParameterServer` has stopped the job. Its function exchanges nothing, and
         after a stop has unwound it, the vote can't tell that from a function that has returned.
         """
-        return "stopped" if self._unwound and status == "ended" else status
+        return JobStatus.STOPPED if self._unwound and status == JobStatus.ENDED else status
 
     def _close_loops(self) -> None:
         """Ends the threads that prepare batches. Doesn't wait for them."""
@@ -341,27 +340,27 @@ class JobEngine:
             return
         record = self.record
         if record is not None:
-            status = record.status and self._final_status(record.status)
-            stopped_early = status == "ended" and self.evaluations.stop_reason
+            status = (record.status and self._final_status(record.status)) or JobStatus.LEFT_OUT
+            stopped_early = status == JobStatus.ENDED and self.evaluations.stop_reason
             # Other threads may read these at any time. So we set the status after the error, and it
             # never changes.
             self.error = record.error
-            self.status = "stopped early" if stopped_early else status or "left out"
+            self.status = JobStatus.STOPPED_EARLY if stopped_early else status
             self.skipped = self.skipped_steps.before + record.skipped
             if self.error is not None:
                 if record.prints_error:
                     self._print_failure(self.error)
                 forget_locals(self.error)
-            if status != "ended":
+            if status != JobStatus.ENDED:
                 self.latest.adopt_results()
-            self.replicas.finish(status or "left out", self.step)
+            self.replicas.finish(status, self.step)
             self.latest.release()
         failure = self.metrics.read_remaining()
         # If a step failed, the job's own error is more useful than that of reading its metrics.
         if failure is not None and self.error is None:
             self.unread = failure
         if record is not None:
-            done = record.status == "ended" and self.status in ("ended", "stopped early")
+            done = self.status in (JobStatus.ENDED, JobStatus.STOPPED_EARLY)
             self._listeners.note(
                 job=self.name,
                 kind="done" if done else "closed",
@@ -385,7 +384,7 @@ class JobEngine:
     def _print_failure(self, error: JobError | ExchangeError) -> None:
         """Prints why the job has left. The run may continue for days before it raises the error."""
         cause = error.__cause__
-        if cause is None or self.status == "ejected":
+        if cause is None or self.status == JobStatus.EJECTED:
             print_error(f"jaxcross: {error}")
         else:
             heading = (
@@ -408,7 +407,7 @@ class JobEngine:
         record = self.record
         # Use the record's status, on which all ranks agreed: our own status may differ between
         # ranks.
-        if record is None or record.status in (None, "ended"):
+        if record is None or record.status in (None, JobStatus.ENDED):
             return
 
         def together(label: str, work: Callable[[Control], T]) -> T:
@@ -491,7 +490,7 @@ class JobEngine:
             self.misuse is not None
             or self.driver is None
             or self.record is None
-            or self.record.status == "ended"
+            or self.record.status == JobStatus.ENDED
         ):
             raise error
         self.misuse = error

@@ -10,7 +10,7 @@ which isn't repeated, and the best values so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxcross._pytree import PyTree
-from jaxcross.errors import JobError
+from jaxcross.errors import JobError, quoted
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.job_state import JobState, has_deleted
@@ -354,7 +354,8 @@ class Evaluations:
             user = next(user for name, user in self._metrics() if name == metric)
             raise JobError(
                 f"Job `{self._job}`: evaluation `{each.name}` of step {self._done[each.name]} has "
-                f"no number `{metric}`, which {user} needs. It returned {_listed([*found])}."
+                f"no number `{metric}`, which {user} needs. It returned "
+                f"{quoted(found) or 'nothing'}."
             ) from None
 
     # For checkpoints.
@@ -374,7 +375,3 @@ class Evaluations:
         if self._best is not None:
             notes[_BEST + self._best.key] = self._best.to_text()
         return notes
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"

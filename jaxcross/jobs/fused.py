@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
+from jaxcross._endings import JobStatus
 from jaxcross._html import preformatted
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_local import named_leaves
@@ -169,12 +170,13 @@ class FusedJob:
                 error = explain(member.name, member.step, found)
                 error.__cause__ = member.source.error
                 self.errors.append(error)
-                member.stand_in.status, member.stand_in.error = "failed", error
+                member.stand_in.status, member.stand_in.error = JobStatus.FAILED, error
             if member.name not in stopped and all(text is None for text in texts):
                 staying.append(member)
             else:
                 member.source.close()
-                how = "stopped early" if member.name in stopped else "ended"
+                early = member.name in stopped
+                how = JobStatus.STOPPED_EARLY if early else JobStatus.ENDED
                 member.stand_in.status = member.stand_in.status or how
         return staying
 
@@ -195,7 +197,7 @@ class FusedJob:
         for stand_in in self._stand_ins:
             if stand_in.status is None:
                 stand_in.status, stand_in.error = job.status, job.error
-            elif job.status == "ended":  # errors found after the run concern all members
+            elif job.status == JobStatus.ENDED:  # errors found after the run concern all members
                 stand_in.error = stand_in.error or job.error
             if stand_in.status is not None:  # otherwise the run never began
                 stand_in.done.set()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import PyTree, shape_and_type
 
 T = TypeVar("T")
 _copy_array = jax.jit(jnp.copy)  # dispatches in 13 us per scalar; `jnp.copy` takes 57 us
@@ -187,7 +187,6 @@ def form(tree: PyTree) -> tuple[object, list[object]]:
 
 def _shape_and_type(leaf: object) -> object:
     try:
-        aval = jax.typeof(leaf)
+        return shape_and_type(leaf)
     except TypeError:  # not an array but, e.g., a string
         return type(leaf)
-    return aval.shape, aval.dtype

@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._jax_compat import Tracer
-from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
+from jaxcross._pytree import PyTree, is_key
 from jaxcross.jobs.job_state import own_copy
 from jaxcross.report.metric_files import as_logged, is_of
-from jaxcross.world.control_plane import gather
+from jaxcross.world.control_plane import RunOnAllRanks, gather
 
 if TYPE_CHECKING:
     from jaxcross.sweeps.trial import TrialObserver
@@ -127,8 +125,7 @@ class MetricLog:
 
 
 def _key_data(leaf: Leaf) -> Leaf:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _computed(metrics: PyTree) -> bool:

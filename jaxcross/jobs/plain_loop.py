@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Unpack, final
 
 from jaxcross._arguments import check_choice
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError, shortened
 from jaxcross.jobs.arguments import (
@@ -213,7 +214,7 @@ class Job:
         self._face.nonfinite = policy
 
     @property
-    def status(self) -> str | None:
+    def status(self) -> JobStatus | None:
         return self._face.status
 
     @property
@@ -398,7 +399,7 @@ class JobStandIn:
         self.fused_into = fused_into
         self.step = 0
         self.history: list[tuple[int, Any]] = []
-        self.status: str | None = None
+        self.status: JobStatus | None = None
         self.error: Exception | None = None
         self.done = JobDone()
         self.examples_per_step: float | None = None

@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import digests, on_host
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
+from jaxcross._endings import JobStatus
+from jaxcross._pytree import digests, named_leaves, on_host
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs.job_state import JobState, has_deleted
 from jaxcross.program.ir import hash_62
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world.control_plane import Control, RunOnAllRanks, gather
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
 """Why a difference is expected. Replicas that are equal anyway are still reported as equal."""
@@ -107,11 +107,8 @@ class ReplicaChecks:
         self._common = [path for path in common_leaves(state) if path not in named]
         if local:
             common = set(self._common)
-            mine = RankReport(
-                step,
-                "",
-                digests(state, {p for p, leaf in _leaves(state) if p in common and _varied(leaf)}),
-            )
+            varied = {p for p, leaf in named_leaves(state) if p in common and _varied(leaf)}
+            mine = RankReport(step, "", digests(state, varied))
             (every,) = together("replicas", lambda control: exchange(control, [mine]))
             first = every[0].digests
             self._common = [
@@ -183,8 +180,8 @@ class ReplicaChecks:
             return
         if self._restored:
             self.end = self._report(step if self._exchanged else self.batches)
-        alone = not self._exchanged and how in ("ended", "stopped") and self._trains()
-        if alone:
+        went_well = how in (JobStatus.ENDED, JobStatus.STOPPED)
+        if not self._exchanged and went_well and self._trains():
             self._warn_of_no_exchange("came to its end", "has trained")
         self._start = None
 
@@ -431,15 +428,8 @@ def _leaf(path: str) -> str:
     return f"`{path}`" if path else "its only leaf"
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
-    return [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
-
-
 def _paths(state: Any) -> list[str]:
-    return [path for path, _ in _leaves(state)]
+    return [path for path, _ in named_leaves(state)]
 
 
 def _varied(leaf: Any) -> bool:

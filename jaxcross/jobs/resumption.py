@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, JobProgress
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.job_state import holds_state
 from jaxcross.jobs.prefetch import START, DataPosition, Prefetcher
 from jaxcross.jobs.skipped_steps import SkippedSteps
+from jaxcross.world.control_plane import RunOnAllRanks
 
 
 class Resumption:
@@ -94,7 +95,7 @@ class Resumption:
         """Whether an earlier run left the job stopped, and whether paused. Waits for all ranks."""
         return self._checkpointer.markers(together)
 
-    def mark_done(self, status: str) -> None:
+    def mark_done(self, status: JobStatus) -> None:
         """Records that the job has ended, for a reason other than the end of the run."""
         self._checkpointer.mark_done(status)
 

@@ -22,9 +22,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxcross._endings import ExitKind, JobStatus
 from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
-from jaxcross.errors import JobError, clause
+from jaxcross.errors import JobError, clause, quoted
 from jaxcross.health.abort import TERMINATED, print_error
 from jaxcross.health.signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
@@ -331,7 +332,7 @@ class Runner:
         """
         with self.world.exchange_owner.run():
             report = self._run()
-        if self.world.estimate_request and self._engines[0].status == "stopped":
+        if self.world.estimate_request and self._engines[0].status == JobStatus.STOPPED:
             raise SystemExit(0)  # the estimate was made and printed
         return report
 
@@ -365,7 +366,7 @@ class Runner:
             if self._session is not None:
                 for engine in self._engines:
                     engine.save_left()
-                broke_off = not all(job.status == "ended" for job in jobs)
+                broke_off = not all(job.status == JobStatus.ENDED for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
                 _compare_replicas(self.world, jobs)
@@ -384,7 +385,9 @@ class Runner:
                 watch=after_run(self.world, "report"),
             )
             if driver.router.paused_run.is_over:  # stopped, but not by a signal
-                paused = [job.name for job in jobs if job.paused and job.status == "stopped"]
+                paused = [
+                    job.name for job in jobs if job.paused and job.status == JobStatus.STOPPED
+                ]
                 missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
@@ -564,7 +567,7 @@ def _taken_over(
             "These jobs joined an earlier run with these checkpoints, were not over when it ended, "
             "and are not added now: %s. Add them before `runner.run()`, and they go on where they "
             "stood.",
-            ", ".join(f"`{name}`" for name in session.missing),
+            quoted(session.missing),
         )
 
 
@@ -574,7 +577,7 @@ def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
     If they're equal, this costs one small all-reduce. If they differ in a job that checks its
     replicas, that's the job's error on every rank.
     """
-    joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
+    joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
     found = (
         exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined
@@ -605,7 +608,7 @@ def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> 
         "example in a job's function."
     )
     for job in jobs:
-        if job.status == "left out":
+        if job.status == JobStatus.LEFT_OUT:
             job.error = error
     return error
 
@@ -646,7 +649,7 @@ def _report_of(
     over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
     return Report.build(
         recorder.spans(),
-        jobs=[_facts(job) for job in jobs if job.status != "left out"],
+        jobs=[_facts(job) for job in jobs if job.status != JobStatus.LEFT_OUT],
         rank=world.rank,
         size=world.size,
         start_ns=start_ns,
@@ -675,7 +678,7 @@ def _facts(job: JobEngine) -> JobSummary:
         examples_per_step=job.examples.per_step,
         final_loss=loss,
         metrics=metrics,
-        how=job.status or "ended",
+        how=job.status or JobStatus.ENDED,
         why=job.evaluations.stop_reason if job.error is None else str(job.error),
         skipped=job.skipped - job.skipped_steps.before,
         replicas=job.replicas.findings.text,
@@ -706,7 +709,9 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
     """
     with after_run(world, "end of the run"):
         some = any_rank(world.control, terminated)
-        world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
+        world.flight.record_exit(
+            *(ExitKind.TERMINATED, "SIGTERM") if some else (ExitKind.INTERRUPTED, "Ctrl-C")
+        )
         # The first rank that exits with a nonzero code terminates all ranks, so we wait until each
         # of them has written its last output.
         world.control.allreduce_min(np.zeros(1, np.int64))
@@ -720,7 +725,7 @@ def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
     errors = [
         job.error
         for job in jobs
-        if job.error is not None and job.status not in ("ejected", "left out")
+        if job.error is not None and job.status not in (JobStatus.EJECTED, JobStatus.LEFT_OUT)
     ]
     raise_first([*errors, *([missing] if missing is not None else [])])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxcross._endings import JobStatus
+
 MAX_JOBS_SHOWN = 8
 
 
@@ -21,7 +23,7 @@ class StoppedJob:
     """
 
     name: str
-    status: str | None
+    status: JobStatus | None
     step: int
     begun: bool = False
     saved: int | None = None
@@ -50,7 +52,7 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
 
 
 def _is_over(job: StoppedJob) -> bool:
-    return job.status not in ("stopped", None, "left out")
+    return job.status is not None and job.status.is_over
 
 
 def _where(job: StoppedJob) -> str:
@@ -61,9 +63,9 @@ def _ended(job: StoppedJob) -> str:
     """Returns how the job ended, or "" if the stop ended it."""
     return (
         f"{job.status} "
-        if job.status in ("ended", "failed")
+        if job.status in (JobStatus.ENDED, JobStatus.FAILED)
         else "was ejected "
-        if job.status == "ejected"
+        if job.status == JobStatus.EJECTED
         else ""
     )
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from jaxcross._endings import ExitKind
+
 VERSION = 1
 MOST_RANKS = 10_000
 MOST_BYTES = 32 << 20
@@ -82,8 +84,8 @@ class RankRecord:
         done: The last operation of a job that it ended.
         done_of: The last operation that it ended for each job that hadn't ended.
         entered: Number of waits for other ranks that it had begun.
-        words: How the rank ended, by its last record: `left`, `failed`, `terminated`,
-            `interrupted`, `told`, or `reported`. "" if it ended without such a record.
+        words: How the rank ended, by its last record: an `ExitKind`. "" if it ended without such a
+            record.
         text: The text of its last record.
         standing: The operation that it was in, by its last record.
         lost: The ranks that its last record reports as lost.
@@ -122,7 +124,7 @@ class RankRecord:
     @property
     def place(self) -> str:
         """The operation that the rank was in, as text."""
-        if self.words == "failed" and self.standing:
+        if self.words == ExitKind.FAILED and self.standing:
             return self.standing  # the exception has ended the operation that it came from
         where = self.where
         if where is None:

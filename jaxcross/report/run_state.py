@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxcross._endings import ExitKind
 from jaxcross.report.event_files import Begun, RankRecord, read
 from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
 
@@ -77,15 +78,17 @@ def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
 
 
 def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -> tuple[bool, str]:
-    failed = [record for record in records if record.words and record.words != "left"]
-    for record in sorted(failed, key=lambda record: (record.words != "failed", record.last_s)):
+    failed = [record for record in records if record.words and record.words != ExitKind.LEFT]
+    for record in sorted(
+        failed, key=lambda record: (record.words != ExitKind.FAILED, record.last_s)
+    ):
         subject = f"rank {record.rank} "
         says_it = record.text.startswith((f"{subject}failed", f"{subject}was "))
         if says_it:
             return True, record.text
         return True, f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}"
     first = records[0]
-    if first.words == "left":
+    if first.words == ExitKind.LEFT:
         return True, ""
     quiet_s = now_s - max(first.last_s, 0.0 if run is None else run.at_s)
     here = first.host == os.uname().nodename and Path("/proc/self").exists()
@@ -96,12 +99,12 @@ def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -
     return False, ""
 
 
-_ENDS = {
-    "failed": "failed",
-    "terminated": "was told to end",
-    "interrupted": "was interrupted",
-    "reported": "reported a failure",
-    "told": "was ended by another rank",
+_ENDS: dict[str, str] = {
+    ExitKind.FAILED: "failed",
+    ExitKind.TERMINATED: "was told to end",
+    ExitKind.INTERRUPTED: "was interrupted",
+    ExitKind.REPORTED: "reported a failure",
+    ExitKind.TOLD: "was ended by another rank",
 }
 
 

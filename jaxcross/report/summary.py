@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxcross._endings import JobStatus
 from jaxcross.interleave.step_graph import StepGraph
 
 LOST_TIME = {
@@ -58,7 +59,7 @@ class JobSummary:
     examples_per_step: float | None = None
     final_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    how: str = "ended"
+    how: str = JobStatus.ENDED
     why: str = ""
     skipped: int = 0
     replicas: str = ""

@@ -14,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxcross._endings import JobStatus
 from jaxcross._html import PREFORMATTED
 from jaxcross.errors import first_line
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, TimeBreakdown
@@ -124,7 +125,7 @@ def render(report: Report) -> Group:
     rounds = report.rounds
     counted = any(job.facts.examples_per_step is not None for job in rounds.jobs)
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
-    with_left = any(job.facts.how != "ended" for job in rounds.jobs)
+    with_left = any(job.facts.how != JobStatus.ENDED for job in rounds.jobs)
     title = Text(_title(report), style="bold")  # `Text`, since names and links aren't markup
     table = Table(show_footer=len(rounds.jobs) > 1)
     for name, total in zip(
@@ -255,7 +256,7 @@ def _footnotes(report: Report) -> list[str]:
             "one computes."
         )
     for job in report.jobs:
-        if not job.steps and not job.first_step and job.how == "ended":
+        if not job.steps and not job.first_step and job.how == JobStatus.ENDED:
             lines.append(
                 f"{job.name}: 0 steps: only those of `crossover` and of a parameter server are "
                 "counted."

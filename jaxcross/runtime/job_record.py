@@ -7,6 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from jaxcross._endings import JobStatus
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
@@ -127,7 +128,7 @@ class JobRecord:
         self.cause: BaseException | None = None
         self.error: JobError | ExchangeError | None = None
         self.prints_error = False
-        self.status: m.FinalStatus | None = None
+        self.status: JobStatus | None = None
         self.done = threading.Event()
         self.paused = False
         self.is_only_job = False
@@ -135,7 +136,7 @@ class JobRecord:
         self.preparing = 0
         self.excused = False
         self.refusals = 0
-        self.on_end: Callable[[m.FinalStatus, bool], None] = _ignore
+        self.on_end: Callable[[JobStatus, bool], None] = _ignore
         self.on_pause: Callable[[bool], None] = _ignore
         self.abandon: Callable[[], None] = _ignore
 

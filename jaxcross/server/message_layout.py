@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import PyTree, named_leaves, shape_and_type
 
 _ALIGNMENT = 64
 
@@ -35,9 +35,10 @@ class MessageLayout:
 
     def __init__(self, params: PyTree, ranks: int) -> None:
         self._ranks = ranks
-        paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
-        self._names = [jax.tree_util.keystr(path) for path, _ in paths]
-        self._forms = [_form(leaf) for _, leaf in paths]
+        self.treedef = jax.tree.structure(params)
+        found = named_leaves(params)
+        self._names = [path for path, _ in found]
+        self._forms = [shape_and_type(leaf) for _, leaf in found]
         for name, (_, dtype) in zip(self._names, self._forms, strict=True):
             if not jnp.issubdtype(dtype, np.inexact):
                 raise TypeError(
@@ -70,8 +71,8 @@ class MessageLayout:
                 "trees."
             )
         for name, leaf, (shape, dtype) in zip(self._names, leaves, self._forms, strict=True):
-            if _form(leaf) != (shape, dtype):
-                got_shape, got = _form(leaf)
+            got_shape, got = shape_and_type(leaf)
+            if (got_shape, got) != (shape, dtype):
                 raise ValueError(
                     f"the gradient `{name}` is {got}{list(got_shape)}, the parameter "
                     f"{dtype}{list(shape)}: every rank's server expects messages of one length. "
@@ -113,7 +114,3 @@ class MessageLayout:
             np.concatenate(parts)[: math.prod(shape)].reshape(shape)
             for parts, (shape, _) in zip(columns, self._forms, strict=True)
         ]
-
-
-def _form(leaf: jax.typing.ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
-    return jnp.shape(leaf), np.dtype(jnp.result_type(leaf))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from jaxcross import _jax_compat as compat
 from jaxcross._pytree import TreeDef
+from jaxcross.errors import quoted
 from jaxcross.program.ir import Exchange, Program, human_bytes
 from jaxcross.program.suspect_exchanges import (
     means_of_means,
@@ -35,7 +36,7 @@ def advise(traced: Traced, program: Program, warned: set[str]) -> None:
             step is compiled. Updated in place.
     """
     if not program.exchanges and not program.local_step:
-        axes = ", ".join(f"`{n}`" for n, _ in program.axes)
+        axes = quoted(n for n, _ in program.axes)
         warnings.warn(
             f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a "
             'train step, it lacks something like `grads = jax.lax.pmean(grads, "batch")`; if it is '

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import RunOnAllRanks
 
 SHARE = 0.25
 """The fraction of the uncut steps' total time that a search may take.
@@ -29,15 +28,13 @@ class Budget:
     Args:
         steps: The run's number of steps, as agreed by all ranks. None if it isn't known, in which
             case there's no limit.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks.
+        together: Runs work that communicates.
 
     Attributes:
         limit_s: Seconds that the search may take; infinite until `set`.
     """
 
-    def __init__(
-        self, steps: int | None, together: Callable[[str, Callable[[Control], Any]], Any]
-    ) -> None:
+    def __init__(self, steps: int | None, together: RunOnAllRanks) -> None:
         self.steps, self._together = steps, together
         self.limit_s, self._marked_s = math.inf, time.perf_counter()
         self._spent_s: float | None = None  # on cuts, without the uncut step, which runs anyway

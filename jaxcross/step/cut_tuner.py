@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, final
 
 import jax
@@ -28,9 +28,9 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced
 from jaxcross.step.cut_budget import SHARE, Budget
-from jaxcross.step.timed_trial import gather_failures, summary, time_step
+from jaxcross.step.timed_trial import by_turns, gather_failures, summary, time_step
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world.control_plane import RunOnAllRanks, gather
 
 _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)
@@ -40,8 +40,6 @@ _LARGEST_BYTES = 2**24  # of the cache file; a larger one isn't ours
 _SAME_STEP_RATIO = 1.25  # largest ratio of uncut step times on one network and machine
 _QUIET_S = 5.0  # between two progress messages of a search
 _WORTH = 0.99  # a finer cut must save more than the noise in measurements
-
-Together = Callable[[str, Callable[[Control], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ def gather_hint(
     key: str,
     *,
     rank: int,
-    together: Together,
+    together: RunOnAllRanks,
     resumed: int | None = None,
     in_process: int | None = None,
     steps: int | None = None,
@@ -95,8 +93,7 @@ def gather_hint(
     Args:
         key: See `cut_key`.
         rank: The rank of this process.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks, with no
-            other exchange.
+        together: Runs work that communicates.
         resumed: This rank's value; see `CutHint`.
         in_process: Likewise.
         steps: Likewise.
@@ -167,7 +164,7 @@ class CutSearch:
         world: World,
         cut: Callable[[int], Program],
         build: Callable[[Program], Compiled],
-        together: Together,
+        together: RunOnAllRanks,
         hint: CutHint,
     ) -> None:
         self._traced, self._leaves, self._world = traced, leaves, world
@@ -355,7 +352,7 @@ def _race(
     traced: Traced,
     leaves: Sequence[Any],
     world: World,
-    together: Together,
+    together: RunOnAllRanks,
     label: str,
 ) -> tuple[float, ...]:
     """Returns the seconds per step of each rival, one or two, which take turns.
@@ -366,35 +363,29 @@ def _race(
     Each step is a separate call of `together`, so the watchdog allows as much time for each as for
     any other exchange.
     """
-    running: list[Compiled | None] = [*rivals]
-    times_ns: list[list[int]] = [[] for _ in rivals]
-    for turn in range(_WARM_UP_STEPS + _TIMED_STEPS):
-        for n, compiled in enumerate(running):
-            if compiled is None:
-                continue
-            elapsed = together(
-                label, lambda control, its=compiled: time_step(its, traced, leaves, world, control)
+
+    def time_rival(compiled: Compiled) -> int | str:
+        return together(label, lambda control: time_step(compiled, traced, leaves, world, control))
+
+    found = by_turns(
+        [partial(time_rival, each) for each in rivals], warm_up=_WARM_UP_STEPS, timed=_TIMED_STEPS
+    )
+    first, *others = found
+    if isinstance(first, str):
+        _log_on_rank_0(world, f"`{traced.name}` is not cut, as it fails on copies: {first}")
+        return (math.inf,) * len(rivals)
+    for failed in others:
+        if isinstance(failed, str):
+            _log_on_rank_0(
+                world,
+                f"`{traced.name}` with `{label}` fails on copies, and is not taken: {failed}",
             )
-            if isinstance(elapsed, int):
-                if turn >= _WARM_UP_STEPS:
-                    times_ns[n].append(elapsed)
-            elif n == 0:
-                _log_on_rank_0(
-                    world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}"
-                )
-                return (math.inf,) * len(rivals)
-            else:
-                _log_on_rank_0(
-                    world,
-                    f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}",
-                )
-                running[1] = None
     # The minimum of the negated times is the slowest rank's.
-    best = np.array([-min(found, default=0) for found in times_ns], np.int64)
+    best = np.array([0 if isinstance(times, str) else -min(times) for times in found], np.int64)
     slowest = -together(label, lambda control: control.allreduce_min(best))
-    pairs = zip(running, slowest, strict=True)
     return tuple(
-        math.inf if compiled is None else float(elapsed) / 1e9 for compiled, elapsed in pairs
+        math.inf if isinstance(times, str) else float(elapsed) / 1e9
+        for times, elapsed in zip(found, slowest, strict=True)
     )
 
 

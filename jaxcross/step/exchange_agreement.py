@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, final
 
-import numpy as np
-
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.program.exchange_labels import describe, find_swapped, label_text, order_of
 from jaxcross.program.ir import Program, hash_62
@@ -32,7 +30,7 @@ from jaxcross.runtime.step_host import StepHost
 from jaxcross.wire.rank_grid import make_rank_grid
 from jaxcross.wire.recognise import group_of
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control, all_equal
+from jaxcross.world.control_plane import Control, all_equal, which_equal
 
 if TYPE_CHECKING:
     from jaxcross.step.variant import Variant
@@ -102,10 +100,9 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
         return
     # As long as an agreement's vector, because another rank may be in an agreement instead. The two
     # all-reduces then match up.
-    numbers = np.array([host.number, -host.number, 0, 0], np.int64)
+    numbers = [host.number, 0]
     with world.monitor(job=program.name, step=host.calls, segment=-1, what="agreement"):
-        low, high, _, _ = world.control.allreduce_min(numbers)
-        if low != -high:
+        if not which_equal(world.control, numbers)[0]:
             ExchangeAgreement(
                 program=program,
                 world=world,
@@ -202,14 +199,11 @@ class ExchangeAgreement:
         exchanges = (
             hash_62(f"{self.function}\n{self._signature}") + self.call * self.by_call
         ) % 2**62
-        hashes = np.array([exchanges, -exchanges, self.order, -self.order], np.int64)
         with self.world.monitor(job=program.name, step=self.call, segment=-1, what="agreement"):
-            low, high, first, last = control.allreduce_min(
-                hashes
-            )  # minima; negated, the second and fourth are maxima
-            if low != -high:
+            same_exchanges, same_order = which_equal(control, [exchanges, self.order])
+            if not same_exchanges:
                 self.resolve()
-            elif first != -last:
+            elif not same_order:
                 check_order(control, program)
 
     def resolve(self) -> None:

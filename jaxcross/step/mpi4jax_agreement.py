@@ -14,8 +14,6 @@ from functools import partial
 from typing import final
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from jaxcross.errors import ExchangeError
 from jaxcross.program import mpi4jax_lists
 from jaxcross.program.ir import Exchange, Program, hash_62
@@ -25,7 +23,7 @@ from jaxcross.step.exchange_agreement import agree_on_order, check_order, order_
 from jaxcross.wire import MpiWire
 from jaxcross.wire.mpi4jax_calls import Key, key_of
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world.control_plane import Control, gather, which_equal
 
 Lists = Mapping[int, tuple[Exchange, ...]]
 
@@ -218,12 +216,10 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
         # As long as the vector of `ExchangeAgreement.standalone`, because a rank without calls may
         # be in that one. The two all-reduces then match up.
-        low, high, first, last = world.control.allreduce_min(
-            np.array([number, -number, order, -order], np.int64)
-        )
-        if low == -high and first != -last:
+        same_calls, same_order = which_equal(world.control, [number, order])
+        if same_calls and not same_order:
             check_order(world.control, program)
-        if low == -high and not mpi4jax_lists.names_peers(calls):
+        if same_calls and not mpi4jax_lists.names_peers(calls):
             return dict.fromkeys(everyone, calls)
         return _decoded(name, world.control.allgather_text(text))
 

@@ -274,14 +274,18 @@ def _run(
                 runner.run()
             except (JobError, ExchangeError) as error:
                 if runner.report is None or not any(
-                    job.status in ("failed", "ejected") for job in runner.jobs
+                    job.status and job.status.is_failure for job in runner.jobs
                 ):
                     raise
                 if coordinator is not None and coordinator.error is None:
                     _log.warning("A trial failed, the others go on: %s", error)
             # Errors of jobs that count as ended, e.g. of the comparison of replicas at their end.
             wrong = wrong or next(
-                (j.error for j in runner.jobs if j.error and j.status not in ("failed", "ejected")),
+                (
+                    job.error
+                    for job in runner.jobs
+                    if job.error and not (job.status and job.status.is_failure)
+                ),
                 None,
             )
         if runner.report is not None:

@@ -13,10 +13,11 @@ from typing import Any, final
 
 import jax
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree, snapshot
 from jaxcross._schema import unspelt
 from jaxcross.checkpoint.folders import Folders, folder_name
-from jaxcross.errors import JobError
+from jaxcross.errors import JobError, quoted
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.engine import JobDone, JobEngine, current_engine
 from jaxcross.report.metric_files import flat
@@ -187,10 +188,8 @@ class Trials:
         """
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
-            failed, stopped = (
-                job.status in ("failed", "ejected", "left out"),
-                job.status == "stopped",
-            )
+            failed = job.status in (JobStatus.FAILED, JobStatus.EJECTED, JobStatus.LEFT_OUT)
+            stopped = job.status == JobStatus.STOPPED
             finished = None if failed or stopped else observer.finished
             if finished is not None:
                 shared.finished[number] = finished
@@ -207,7 +206,7 @@ class Trials:
                 best = self.best()
                 for other, each in [*shared.jobs.items()]:
                     if other != best and (
-                        each is job or (each.done.is_set() and each.status != "stopped")
+                        each is job or (each.done.is_set() and each.status != JobStatus.STOPPED)
                     ):
                         each.state = None
                         del shared.jobs[other]
@@ -326,7 +325,7 @@ class TrialObserver:
             error = JobError(
                 f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
                 f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
-                f"returned: {_listed(names)}."
+                f"returned: {quoted(names) or 'nothing'}."
             )
             self._trials.give_up(self, error)
             raise error
@@ -388,7 +387,7 @@ class TrialObserver:
             names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
             error = JobError(
                 f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by "
-                f"which trials are compared. It logged: {_listed(names)}. Call "
+                f"which trials are compared. It logged: {quoted(names) or 'nothing'}. Call "
                 f"`job.log({{{self.metric!r}: ...}})`, on rank 0 at least."
             )
             self._trials.give_up(self, error)
@@ -413,7 +412,7 @@ class TrialObserver:
         Returns:
             Whether the run should save what is left of a job that didn't come to its end.
         """
-        stopped = self.job.status == "stopped"
+        stopped = self.job.status == JobStatus.STOPPED
         # The state that is saved next covers everything that was logged since `job.save`, so a
         # restart won't log it again. Write it down now.
         if stopped:
@@ -425,10 +424,6 @@ class TrialObserver:
                 )
         self._trials.over(self, asked=asked)
         return stopped and not asked
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
 def _digest(state: PyTree) -> str:

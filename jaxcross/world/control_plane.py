@@ -8,9 +8,12 @@ mixed up with exchanges.
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+
+V = TypeVar("V")
 
 
 class Control(Protocol):
@@ -32,6 +35,13 @@ class Control(Protocol):
     def allgather_text(self, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
         ...
+
+
+RunOnAllRanks: TypeAlias = Callable[[str, Callable[[Control], Any]], Any]
+"""`(label, work)` -> `work(control)`, run on all ranks while nothing else exchanges.
+
+In a job, that's in the same slot of every rank's exchange lane.
+"""
 
 
 class MpiControl:
@@ -71,8 +81,49 @@ def all_equal(control: Control, number: int) -> bool:
 
     The result is identical across ranks.
     """
-    low, high = control.allreduce_min(np.array([number, -number], np.int64))  # -high is the maximum
-    return bool(low == -high)
+    return which_equal(control, [number])[0]
+
+
+def which_equal(control: Control, numbers: Sequence[int]) -> list[bool]:
+    """Returns for each number whether all ranks pass the same. Waits for all ranks.
+
+    The result is identical across ranks. Each rank passes as many numbers, all below 2**62.
+    """
+    mine = np.array([(number, -number) for number in numbers], np.int64)
+    # The minimum of the negated numbers is the negated maximum.
+    low, high = control.allreduce_min(mine.reshape(-1)).reshape(-1, 2).T
+    return (low == -high).tolist()
+
+
+def require_same(every: Sequence[V], error: Callable[[int, V, V], Exception]) -> None:
+    """Raises an error if a rank's value differs from rank 0's. Doesn't communicate.
+
+    All ranks raise the same error, since all of them have gathered the same values.
+
+    Args:
+        every: The values, by rank.
+        error: Returns the error, given the first rank that differs, rank 0's value and its own.
+    """
+    for rank, value in enumerate(every):
+        if value != every[0]:
+            raise error(rank, every[0], value)
+
+
+def raise_failure(
+    own: Exception | None, texts: Sequence[str], error: Callable[[int, str], Exception]
+) -> None:
+    """Raises on every rank if some rank has failed. Doesn't communicate.
+
+    Args:
+        own: This rank's failure, which it raises itself.
+        texts: What the ranks have gathered about their failures, by rank; "" for one without.
+        error: Returns the other ranks' error, given the first rank that failed and its text.
+    """
+    if own is not None:
+        raise own
+    for rank, text in enumerate(texts):
+        if text:
+            raise error(rank, text)
 
 
 def any_rank(control: Control, flag: object) -> bool:

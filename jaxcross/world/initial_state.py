@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import forms_of, rebuild
+from jaxcross._pytree import forms_of, named_leaves, numeric, on_host, rebuild
 from jaxcross.errors import ExchangeError
+from jaxcross.world.control_plane import raise_failure
 
 _CHUNK_BYTES = 2**30
 
@@ -88,30 +88,23 @@ def _gathered(
     def described(path: str, leaf: Any) -> str:
         return "rank-local" if path in rank_local and _is_numeric(leaf) else what(leaf)
 
-    mine = []
+    mine: list[tuple[str, str]] = []
     trouble = ""
     failure = None
     try:
-        mine = [(path, described(path, leaf)) for path, leaf in _leaves(state)]
+        mine = [(path, described(path, leaf)) for path, leaf in named_leaves(state)]
     except Exception as error:
         # This rank may have run out of memory, or the leaf was donated. The other ranks wait in the
         # gathering in any case, so this rank has to take part.
         trouble = f"{type(error).__name__}: {error}"
         failure = error
     every = comm.allgather((mine, trouble))
-    if failure is not None:
-        raise failure
-    for rank, (_, trouble) in enumerate(every):
-        if trouble:
-            raise ExchangeError(f"Rank {rank} cannot read its state: {trouble}")
+    raise_failure(
+        failure,
+        [trouble for _, trouble in every],
+        lambda rank, trouble: ExchangeError(f"Rank {rank} cannot read its state: {trouble}"),
+    )
     return [leaves for leaves, _ in every]
-
-
-def _leaves(state: Any) -> list[tuple[str, Any]]:
-    return [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
 
 
 def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
@@ -137,7 +130,7 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
 
 def _check_arrays(state: Any) -> None:
     """Comes after the comparison, so that either all ranks raise or none does."""
-    for path, leaf in _leaves(state):
+    for path, leaf in named_leaves(state):
         if not _is_numeric(leaf):
             raise TypeError(
                 f"`{path or 'state'}` of the state is of type `{type(leaf).__name__}`: its leaves "
@@ -147,36 +140,27 @@ def _check_arrays(state: Any) -> None:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    dtype = _host(leaf).dtype
-    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _host(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return numeric(on_host(leaf).dtype)
 
 
 def _form(leaf: Any) -> str:
-    array = _host(leaf)
-    if not _is_numeric(leaf):
+    array = on_host(leaf)
+    if not numeric(array.dtype):
         return f"of type {type(leaf).__name__}"
     return f"{array.dtype}{list(array.shape)}"
 
 
 def _digest(leaf: Any) -> str:
-    if not _is_numeric(leaf):
+    array = on_host(leaf)
+    if not numeric(array.dtype):
         return _form(leaf)
-    array = np.ascontiguousarray(_host(leaf))
     # Hash a view rather than a copy, because the arrays may fill half of the memory.
     content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
 
 def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
-    array = _host(leaf)
+    array = on_host(leaf)
     content = np.frombuffer(array.tobytes(), np.uint8).copy()
     for start in range(0, content.size, _CHUNK_BYTES):
         comm.Bcast(content[start : start + _CHUNK_BYTES], root=0)

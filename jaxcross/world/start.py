@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross import _jax_compat as compat
+from jaxcross._endings import ExitKind
 from jaxcross._versions import mpi4jax_fault, mpi4jax_remedy
 from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import process
@@ -216,7 +217,7 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
     timer = threading.Timer(
         min(limit_s, threading.TIMEOUT_MAX),
         abort_everywhere,
-        args=(message, AbortReason(text=reason, kind="reported")),
+        args=(message, AbortReason(text=reason, kind=ExitKind.REPORTED)),
     )
     timer.daemon = True
     timer.start()

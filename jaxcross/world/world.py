@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line
 from jaxcross.health.abort import INTERRUPTED, TERMINATED, AbortReason, abort_everywhere
 from jaxcross.health.activity import missing_ranks
@@ -224,7 +225,8 @@ class World:
         """Prints `message` with this rank's number and terminates all ranks. Does not return."""
         first = clause(first_line(message))
         size = self._base.Get_size()  # raises in a worker, which must not terminate any rank
-        kind = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(code, "failed")
+        kinds = {INTERRUPTED: ExitKind.INTERRUPTED, TERMINATED: ExitKind.TERMINATED}
+        kind = kinds.get(code, ExitKind.FAILED)
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
             AbortReason(text=f"rank {self.rank} aborts all ranks: {first}", kind=kind, code=code),

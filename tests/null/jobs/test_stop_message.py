@@ -1,19 +1,20 @@
 """Tests what a stopped run reports as saved."""
 
+from jaxcross._endings import JobStatus
 from jaxcross.jobs.stop_message import MAX_JOBS_SHOWN, StoppedJob, stop_message
 
 
 def test_each_job_is_named_with_its_step_and_folder():
     jobs = [
-        StoppedJob(name="a", status="stopped", step=120, begun=True, saved=120),
-        StoppedJob(name="b", status="ended", step=40, begun=True, saved=40),
+        StoppedJob(name="a", status=JobStatus.STOPPED, step=120, begun=True, saved=120),
+        StoppedJob(name="b", status=JobStatus.ENDED, step=40, begun=True, saved=40),
         # A trial of a sweep, whose checkpoints may be deleted.
-        StoppedJob(name="i", status="ended", step=40),
-        StoppedJob(name="c", status="stopped", step=120, begun=True, saved=100),
-        StoppedJob(name="d", status="stopped", step=0, begun=True),
-        StoppedJob(name="e", status="failed", step=7, begun=True),
-        StoppedJob(name="f", status="stopped", step=0),
-        StoppedJob(name="g", status="failed", step=7, begun=True, saved=6),
+        StoppedJob(name="i", status=JobStatus.ENDED, step=40),
+        StoppedJob(name="c", status=JobStatus.STOPPED, step=120, begun=True, saved=100),
+        StoppedJob(name="d", status=JobStatus.STOPPED, step=0, begun=True),
+        StoppedJob(name="e", status=JobStatus.FAILED, step=7, begun=True),
+        StoppedJob(name="f", status=JobStatus.STOPPED, step=0),
+        StoppedJob(name="g", status=JobStatus.FAILED, step=7, begun=True, saved=6),
     ]
     assert stop_message(jobs, "runs/ck").splitlines() == [
         "jaxcross: the run has stopped.",
@@ -30,7 +31,7 @@ def test_each_job_is_named_with_its_step_and_folder():
 
 
 def test_an_ejected_job_says_so():
-    job = StoppedJob(name="h", status="ejected", step=7, begun=True, saved=7)
+    job = StoppedJob(name="h", status=JobStatus.EJECTED, step=7, begun=True, saved=7)
     assert (
         stop_message([job], "ck").splitlines()[1]
         == "Job `h`: was ejected, and saved at step 7 in ck."
@@ -39,9 +40,9 @@ def test_an_ejected_job_says_so():
 
 def test_without_checkpoints_nothing_was_saved():
     jobs = [
-        StoppedJob(name="a", status="stopped", step=5),
-        StoppedJob(name="b", status="ended", step=7),
-        StoppedJob(name="c", status="failed", step=3),
+        StoppedJob(name="a", status=JobStatus.STOPPED, step=5),
+        StoppedJob(name="b", status=JobStatus.ENDED, step=7),
+        StoppedJob(name="c", status=JobStatus.FAILED, step=3),
     ]
     assert stop_message(jobs, None) == (
         "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7, job `c` "
@@ -50,14 +51,15 @@ def test_without_checkpoints_nothing_was_saved():
 
 
 def test_jobs_that_are_over_do_not_hide_those_that_go_on():
-    jobs = [StoppedJob(name=f"{n}", status="ended", step=4) for n in range(64)]
-    jobs.append(StoppedJob(name="last", status="stopped", step=3, begun=True, saved=3))
+    jobs = [StoppedJob(name=f"{n}", status=JobStatus.ENDED, step=4) for n in range(64)]
+    jobs.append(StoppedJob(name="last", status=JobStatus.STOPPED, step=3, begun=True, saved=3))
     assert stop_message(jobs, "ck").splitlines()[1] == "Job `last`: saved at step 3 in ck."
 
 
 def test_many_jobs_are_a_few_lines():
     jobs = [
-        StoppedJob(name=f"{n}", status="stopped", step=1, begun=True, saved=1) for n in range(64)
+        StoppedJob(name=f"{n}", status=JobStatus.STOPPED, step=1, begun=True, saved=1)
+        for n in range(64)
     ]
     lines = stop_message(jobs, "ck").splitlines()
     assert len(lines) == MAX_JOBS_SHOWN + 3
