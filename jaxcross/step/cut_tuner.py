@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, final
 
 import jax
@@ -28,7 +28,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced
 from jaxcross.step.cut_budget import SHARE, Budget
-from jaxcross.step.timed_trial import by_turns, gather_failures, summary, time_step
+from jaxcross.step.timed_trial import gather_failures, summary, time_step
 from jaxcross.world import World
 from jaxcross.world.control_plane import RunOnAllRanks, gather
 
@@ -363,29 +363,35 @@ def _race(
     Each step is a separate call of `together`, so the watchdog allows as much time for each as for
     any other exchange.
     """
-
-    def time_rival(compiled: Compiled) -> int | str:
-        return together(label, lambda control: time_step(compiled, traced, leaves, world, control))
-
-    found = by_turns(
-        [partial(time_rival, each) for each in rivals], warm_up=_WARM_UP_STEPS, timed=_TIMED_STEPS
-    )
-    first, *others = found
-    if isinstance(first, str):
-        _log_on_rank_0(world, f"`{traced.name}` is not cut, as it fails on copies: {first}")
-        return (math.inf,) * len(rivals)
-    for failed in others:
-        if isinstance(failed, str):
-            _log_on_rank_0(
-                world,
-                f"`{traced.name}` with `{label}` fails on copies, and is not taken: {failed}",
+    running: list[Compiled | None] = [*rivals]
+    times_ns: list[list[int]] = [[] for _ in rivals]
+    for turn in range(_WARM_UP_STEPS + _TIMED_STEPS):
+        for n, compiled in enumerate(running):
+            if compiled is None:
+                continue
+            elapsed = together(
+                label, lambda control, its=compiled: time_step(its, traced, leaves, world, control)
             )
+            if isinstance(elapsed, int):
+                if turn >= _WARM_UP_STEPS:
+                    times_ns[n].append(elapsed)
+            elif n == 0:
+                _log_on_rank_0(
+                    world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}"
+                )
+                return (math.inf,) * len(rivals)
+            else:
+                _log_on_rank_0(
+                    world,
+                    f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}",
+                )
+                running[1] = None
     # The minimum of the negated times is the slowest rank's.
-    best = np.array([0 if isinstance(times, str) else -min(times) for times in found], np.int64)
+    best = np.array([-min(found, default=0) for found in times_ns], np.int64)
     slowest = -together(label, lambda control: control.allreduce_min(best))
+    pairs = zip(running, slowest, strict=True)
     return tuple(
-        math.inf if isinstance(times, str) else float(elapsed) / 1e9
-        for times, elapsed in zip(found, slowest, strict=True)
+        math.inf if compiled is None else float(elapsed) / 1e9 for compiled, elapsed in pairs
     )
 
 

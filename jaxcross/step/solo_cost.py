@@ -30,7 +30,7 @@ from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.standalone import Standalone
 from jaxcross.runtime.step_host import StepHost, T
 from jaxcross.step.exchange_agreement import agree_once
-from jaxcross.step.timed_trial import by_turns, gather_failures, summary, time_segments
+from jaxcross.step.timed_trial import gather_failures, summary, time_segments
 from jaxcross.step.variant import StepRecord, Variant, check_profiles
 from jaxcross.wire.bytes import wire_bytes
 from jaxcross.world import World
@@ -231,15 +231,17 @@ class SoloCost:
 
         Waits for all ranks.
         """
+        timed: list[list[int]] = []
 
         def work(control: Control) -> list[int] | str:
             return time_segments(compiled, self._variant.traced, self._leaves, self._world, control)
 
-        (timed,) = by_turns(
-            [lambda: self._together(work)], warm_up=_WARM_UP_STEPS, timed=self._settings.steps
-        )
-        if isinstance(timed, str):
-            return timed
+        for turn in range(_WARM_UP_STEPS + self._settings.steps):
+            found = self._together(work)
+            if isinstance(found, str):
+                return found
+            if turn >= _WARM_UP_STEPS:
+                timed.append(found)
         own = [median(times_ns) for times_ns in zip(*timed, strict=True)]
         ranks = self._together(lambda control: gather(control, own))
         slowest = [max(times_ns) / 1e9 for times_ns in zip(*ranks, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,6 @@ from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.standalone import run_execution
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control, any_rank
-
-T = TypeVar("T")
 
 
 def time_step(
@@ -42,39 +40,6 @@ def time_step(
     run_execution(world, compiled, trial, 0, {})
     elapsed = time.perf_counter_ns() - start
     return gather_failures(control, trial.error_text) or elapsed
-
-
-def by_turns(
-    rivals: Sequence[Callable[[], T | str]], *, warm_up: int, timed: int
-) -> list[list[T] | str]:
-    """Returns several measurements of each rival.
-
-    Rivals take turns, so that a disturbance affects all of them.
-
-    Args:
-        rivals: Each makes one measurement. If that fails, it returns a text about the failure, on
-            all ranks.
-        warm_up: Number of turns that don't count.
-        timed: Number of turns that count.
-
-    Returns:
-        For each rival its measurements, or the text if one failed. A rival that has failed isn't
-        measured again. If it's the first one, nothing else is measured.
-    """
-    measured: list[list[T] | str] = [[] for _ in rivals]
-    for turn in range(warm_up + timed):
-        for n, measure in enumerate(rivals):
-            earlier = measured[n]
-            if isinstance(earlier, str):
-                continue
-            found = measure()
-            if isinstance(found, str):
-                measured[n] = found
-                if n == 0:
-                    return measured
-            elif turn >= warm_up:
-                earlier.append(found)
-    return measured
 
 
 def time_segments(

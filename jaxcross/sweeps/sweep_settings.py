@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from jaxcross.errors import JobError
 from jaxcross.jobs.arguments import check_count
 from jaxcross.world import World
-from jaxcross.world.control_plane import gather, raise_failure, require_same
+from jaxcross.world.control_plane import gather
 
 T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError)
@@ -122,13 +122,12 @@ def on_every_rank(world: World, what: str, work: Callable[[], T]) -> T:
     mine = None if error is None else [type(error).__name__, str(error)]
     with world.monitor(job="", step=0, segment=-1, what=what):
         everyone = gather(world.control, mine)
-
-    def theirs(rank: int, failure: Sequence[str]) -> Exception:
-        name, text = failure
-        kind = next((kind for kind in _KINDS if kind.__name__ == name), JobError)
-        return kind(f"On rank {rank}: {text}")
-
-    raise_failure(error, everyone, theirs)
+    if error is not None:
+        raise error
+    for rank, each in enumerate(everyone):
+        if each is not None:
+            kind = next((kind for kind in _KINDS if kind.__name__ == each[0]), JobError)
+            raise kind(f"On rank {rank}: {each[1]}")
     return result  # type: ignore[return-value]
 
 
@@ -140,13 +139,11 @@ def check_same(world: World, facts: Mapping[str, Any]) -> None:
     """
     with world.monitor(job="", step=0, segment=-1, what="start of the sweep"):
         everyone = gather(world.control, facts)
-
-    def error(rank: int, first: Mapping[str, Any], theirs: Mapping[str, Any]) -> JobError:
-        name = next(name for name, value in first.items() if theirs[name] != value)
-        return JobError(
-            f"Ranks 0 and {rank} want different sweeps: `{name}` is {json.dumps(first[name])} and"
-            f" {json.dumps(theirs[name])}. Call `jaxcross.sweep` with the same arguments "
-            "on every rank."
-        )
-
-    require_same(everyone, error)
+    for rank, each in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if each.get(name) != value:
+                raise JobError(
+                    f"Ranks 0 and {rank} want different sweeps: `{name}` is {json.dumps(value)} and"
+                    f" {json.dumps(each.get(name))}. Call `jaxcross.sweep` with the same arguments "
+                    "on every rank."
+                )

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-
-V = TypeVar("V")
 
 
 class Control(Protocol):
@@ -93,37 +91,6 @@ def which_equal(control: Control, numbers: Sequence[int]) -> list[bool]:
     # The minimum of the negated numbers is the negated maximum.
     low, high = control.allreduce_min(mine.reshape(-1)).reshape(-1, 2).T
     return (low == -high).tolist()
-
-
-def require_same(every: Sequence[V], error: Callable[[int, V, V], Exception]) -> None:
-    """Raises an error if a rank's value differs from rank 0's. Doesn't communicate.
-
-    All ranks raise the same error, since all of them have gathered the same values.
-
-    Args:
-        every: The values, by rank.
-        error: Returns the error, given the first rank that differs, rank 0's value and its own.
-    """
-    for rank, value in enumerate(every):
-        if value != every[0]:
-            raise error(rank, every[0], value)
-
-
-def raise_failure(
-    own: Exception | None, texts: Sequence[str], error: Callable[[int, str], Exception]
-) -> None:
-    """Raises on every rank if some rank has failed. Doesn't communicate.
-
-    Args:
-        own: This rank's failure, which it raises itself.
-        texts: What the ranks have gathered about their failures, by rank; "" for one without.
-        error: Returns the other ranks' error, given the first rank that failed and its text.
-    """
-    if own is not None:
-        raise own
-    for rank, text in enumerate(texts):
-        if text:
-            raise error(rank, text)
 
 
 def any_rank(control: Control, flag: object) -> bool:

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxcross._pytree import forms_of, named_leaves, numeric, on_host, rebuild
 from jaxcross.errors import ExchangeError
-from jaxcross.world.control_plane import raise_failure
 
 _CHUNK_BYTES = 2**30
 
@@ -99,11 +98,11 @@ def _gathered(
         trouble = f"{type(error).__name__}: {error}"
         failure = error
     every = comm.allgather((mine, trouble))
-    raise_failure(
-        failure,
-        [trouble for _, trouble in every],
-        lambda rank, trouble: ExchangeError(f"Rank {rank} cannot read its state: {trouble}"),
-    )
+    if failure is not None:
+        raise failure
+    for rank, (_, trouble) in enumerate(every):
+        if trouble:
+            raise ExchangeError(f"Rank {rank} cannot read its state: {trouble}")
     return [leaves for leaves, _ in every]
 
 
