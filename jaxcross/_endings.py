@@ -32,21 +32,6 @@ class JobStatus(_Ending):
     EJECTED = "ejected"
     LEFT_OUT = "left out"
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the job came to its own end."""
-        return self in (JobStatus.ENDED, JobStatus.STOPPED_EARLY)
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether an error ended the job."""
-        return self in (JobStatus.FAILED, JobStatus.EJECTED)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job isn't continued if the same command is started again."""
-        return self not in (JobStatus.STOPPED, JobStatus.LEFT_OUT)
-
 
 class ExitKind(_Ending):
     """How a rank's process ended, as its event file says.

@@ -261,9 +261,7 @@ class JobCheckpointer:
             cause = error
 
         def forget(gathered: Sequence[tuple[str, bool, str]]) -> None:
-            if done and not any(
-                status == JobStatus.STOPPED or text for status, _, text in gathered
-            ):
+            if done and not any(how == JobStatus.STOPPED or text for how, _, text in gathered):
                 self._mark("left", None)
 
         ranks = RankGather(self._log, run_on_all_ranks)

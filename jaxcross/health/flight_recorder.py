@@ -181,9 +181,8 @@ class FlightRecorder:
                 tells it to end.
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
-        activity = (
-            f"in {left_by}" if kind == ExitKind.FAILED and left_by is not None else self.describe()
-        )
+        failed_in = left_by if kind == ExitKind.FAILED else None
+        activity = self.describe() if failed_in is None else f"in {failed_in}"
         if not self._exit_recorded:  # later reasons are consequences of the first one
             self._exit_recorded = True
             self._record(

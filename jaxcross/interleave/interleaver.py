@@ -199,13 +199,8 @@ class Interleaver:
                 # A rank that noticed no failure sends the point at which its job waits. The job was
                 # ejected only if some rank ejected it and no rank failed.
                 kinds = {text.partition("\n")[0] for text in texts}
-                self._finish_job(
-                    job,
-                    JobStatus.EJECTED
-                    if JobStatus.EJECTED in kinds and JobStatus.FAILED not in kinds
-                    else JobStatus.FAILED,
-                    texts,
-                )
+                failed = JobStatus.FAILED in kinds or JobStatus.EJECTED not in kinds
+                self._finish_job(job, JobStatus.FAILED if failed else JobStatus.EJECTED, texts)
             case m.AnnouncementsGathered(texts):
                 self._expect("gather")
                 self.shared.queued_done()

@@ -709,9 +709,8 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
     """
     with after_run(world, "end of the run"):
         some = any_rank(world.control, terminated)
-        world.flight.record_exit(
-            *(ExitKind.TERMINATED, "SIGTERM") if some else (ExitKind.INTERRUPTED, "Ctrl-C")
-        )
+        kind = ExitKind.TERMINATED if some else ExitKind.INTERRUPTED
+        world.flight.record_exit(kind, "SIGTERM" if some else "Ctrl-C")
         # The first rank that exits with a nonzero code terminates all ranks, so we wait until each
         # of them has written its last output.
         world.control.allreduce_min(np.zeros(1, np.int64))

@@ -52,7 +52,7 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
 
 
 def _is_over(job: StoppedJob) -> bool:
-    return job.status is not None and job.status.is_over
+    return job.status not in (None, JobStatus.STOPPED, JobStatus.LEFT_OUT)
 
 
 def _where(job: StoppedJob) -> str:

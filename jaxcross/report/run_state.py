@@ -79,9 +79,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
 
 def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -> tuple[bool, str]:
     failed = [record for record in records if record.words and record.words != ExitKind.LEFT]
-    for record in sorted(
-        failed, key=lambda record: (record.words != ExitKind.FAILED, record.last_s)
-    ):
+    for record in sorted(failed, key=lambda each: (each.words != ExitKind.FAILED, each.last_s)):
         subject = f"rank {record.rank} "
         says_it = record.text.startswith((f"{subject}failed", f"{subject}was "))
         if says_it:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from jaxcross._endings import JobStatus
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.jobs import arguments
@@ -40,6 +41,7 @@ from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
+_FAILED = (JobStatus.FAILED, JobStatus.EJECTED)
 _TRIAL = "trial"  # the name under which rank 0 submits trials
 
 
@@ -273,20 +275,13 @@ def _run(
             try:
                 runner.run()
             except (JobError, ExchangeError) as error:
-                if runner.report is None or not any(
-                    job.status and job.status.is_failure for job in runner.jobs
-                ):
+                if runner.report is None or not any(job.status in _FAILED for job in runner.jobs):
                     raise
                 if coordinator is not None and coordinator.error is None:
                     _log.warning("A trial failed, the others go on: %s", error)
             # Errors of jobs that count as ended, e.g. of the comparison of replicas at their end.
             wrong = wrong or next(
-                (
-                    job.error
-                    for job in runner.jobs
-                    if job.error and not (job.status and job.status.is_failure)
-                ),
-                None,
+                (job.error for job in runner.jobs if job.error and job.status not in _FAILED), None
             )
         if runner.report is not None:
             reports.append(runner.report)
