@@ -14,6 +14,8 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, TypeGuard, get_args
 
+from jaxcross.errors import quoted
+
 
 def is_whole(value: Any) -> TypeGuard[int]:
     """Whether `value` is a whole number of Python or NumPy. Booleans aren't."""
@@ -223,7 +225,7 @@ def _check_names(
                 f"give its number by `{option.replace('names', 'nums')}`."
             )
         if kind not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds.values():
-            takes = ", ".join(f"`{each}`" for each, kind in kinds.items() if kind in by_name)
+            takes = quoted(each for each, kind in kinds.items() if kind in by_name)
             raise ValueError(
                 f"`{option}` of `{name}` names `{word}`, but `{name}` has no such argument. It "
                 f"takes {takes or 'none by name'}."

@@ -171,7 +171,7 @@ def rebuild(target: Any, forms: Mapping[str, Form], arrays: Mapping[str, np.ndar
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def named_leaves(state: PyTree) -> list[tuple[str, Any]]:
+def leaves_with_paths(state: PyTree) -> list[tuple[str, Any]]:
     """Returns the path and the value of each leaf."""
     return [
         (jax.tree_util.keystr(path), leaf)
@@ -180,7 +180,7 @@ def named_leaves(state: PyTree) -> list[tuple[str, Any]]:
 
 
 def _paths(state: Any) -> list[tuple[str, Any]]:
-    pairs = named_leaves(state)
+    pairs = leaves_with_paths(state)
     names = [path for path, _ in pairs]
     if len(set(names)) < len(names):
         twice = next(path for n, path in enumerate(names) if path in names[:n])

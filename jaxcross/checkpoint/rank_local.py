@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
+from jaxcross.errors import quoted
 from jaxcross.exchange.per_rank import RankLocal, declared
 
 _STATISTICS = "batch_stats"
@@ -52,9 +53,8 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
             found[name].append(keystr(path))
     unknown = [name for name, leaves in found.items() if not leaves]
     if unknown:
-        listed = ", ".join(f"`{keystr(path)}`" for path in paths[:5]) + (
-            ", ..." if len(paths) > 5 else ""
-        )
+        more = ", ..." if len(paths) > 5 else ""
+        listed = quoted(keystr(path) for path in paths[:5]) + more
         raise ValueError(
             f"`rank_local` names {unknown[0]!r}, which is in the path of no leaf. Name a key or an "
             "attribute of a path, or the beginning of a path. The state's leaves are "

@@ -38,7 +38,7 @@ from jaxcross.checkpoint.part import (
 )
 from jaxcross.checkpoint.rank_gather import JobLog, RankGather
 from jaxcross.checkpoint.rank_local import rank_local_leaves
-from jaxcross.errors import JobError, clause, first_line
+from jaxcross.errors import JobError, clause, first_line, quoted
 from jaxcross.world import World
 
 UNREADABLE = (
@@ -172,7 +172,7 @@ def find(
         complete.pop()
     if candidates.refused is not None:
         name = candidates.refused
-        leaves = _listed(parts[name].rank_local) if world.rank == 0 else ""
+        leaves = quoted(parts[name].rank_local[:3]) if world.rank == 0 else ""
         leaves = ranks.gather_text("which leaves", leaves)[0]
         raise _refusal(
             ranks.log,
@@ -235,7 +235,7 @@ def _check_fit(
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
         # These leaves weren't named when they were saved, and happened to be equal on all ranks.
-        raise _refusal(ranks.log, f"{path}", _listed(own), saved_on=first.ranks, ranks=world.size)
+        raise _refusal(ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size)
     if first.ranks == 1 < world.size:
         # A single rank has no other rank to compare its leaves with, so its part declares all of
         # them common.
@@ -420,7 +420,7 @@ def _refuse_copies(
         if any(leaf in local or leaf not in d or d[leaf] != first[leaf] for local, d in initial)
     ]
     if own:
-        raise _refusal(log, path, _listed(own), saved_on=1, ranks=len(initial))
+        raise _refusal(log, path, quoted(own[:3]), saved_on=1, ranks=len(initial))
 
 
 def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) -> JobError:
@@ -430,10 +430,6 @@ def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) 
         "model, leaves that `rank_local` names) belong to that number of ranks. Start "
         f"{_ranks(saved_on)}, or name another directory."
     )
-
-
-def _listed(leaves: Sequence[str]) -> str:
-    return ", ".join(f"`{leaf}`" for leaf in leaves[:3])
 
 
 def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:

@@ -12,6 +12,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
+from jaxcross.errors import quoted
 from jaxcross.exchange.collectives import Axes
 
 
@@ -133,8 +134,8 @@ def _check_own(
         raise ValueError(
             f"{what} weighs this rank's own gradients, but the update "
             f"`{jax.tree_util.keystr(path)}` is the same on all ranks of "
-            f"{', '.join(f'`{axis}`' for axis in axes)}: in `shard_map(check_vma=True)` JAX sums "
-            "gradients of parameters that are the same on all ranks. Differentiate with respect to "
+            f"{quoted(axes)}: in `shard_map(check_vma=True)` JAX sums gradients of parameters that "
+            "are the same on all ranks. Differentiate with respect to "
             '`jax.lax.pcast(params, axes, to="varying")`, or divide the sum by the sum of the '
             "weights in the step."
         )

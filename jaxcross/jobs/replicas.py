@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._endings import JobStatus
-from jaxcross._pytree import digests, named_leaves, on_host
+from jaxcross._pytree import digests, leaves_with_paths, on_host
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs.job_state import JobState, has_deleted
@@ -107,7 +107,7 @@ class ReplicaChecks:
         self._common = [path for path in common_leaves(state) if path not in named]
         if local:
             common = set(self._common)
-            varied = {p for p, leaf in named_leaves(state) if p in common and _varied(leaf)}
+            varied = {p for p, leaf in leaves_with_paths(state) if p in common and _varied(leaf)}
             mine = RankReport(step, "", digests(state, varied))
             (every,) = together("replicas", lambda control: exchange(control, [mine]))
             first = every[0].digests
@@ -429,7 +429,7 @@ def _leaf(path: str) -> str:
 
 
 def _paths(state: Any) -> list[str]:
-    return [path for path, _ in named_leaves(state)]
+    return [path for path, _ in leaves_with_paths(state)]
 
 
 def _varied(leaf: Any) -> bool:

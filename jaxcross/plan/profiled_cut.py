@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxcross.errors import quoted
 from jaxcross.plan.make_plan import by_job
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.rates import fastest_alone
@@ -72,9 +73,6 @@ def profiles_of_step(profiles: Profiles) -> tuple[Profile, ...]:
         )
     names = {profile.name for profile in found}
     if len(names) > 1:
-        raise ValueError(
-            "profiles of one step have one name, got "
-            f"{', '.join(f'`{name}`' for name in sorted(names))}"
-        )
+        raise ValueError(f"profiles of one step have one name, got {quoted(sorted(names))}")
     by_job(found)
     return tuple(found)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcross import _jax_compat as compat
+from jaxcross.errors import quoted
 from jaxcross.program.emitter import Emitter
 
 Group = tuple[tuple[str, ...], Any]
@@ -50,7 +51,7 @@ class BranchDecision:
             return None
         return (
             f"ranks decided the conditional at {self.source} differently. Of those that exchange "
-            f"in it over {', '.join(f'`{a}`' for a in self.axes)}, {', and '.join(taken)}. They "
+            f"in it over {quoted(self.axes)}, {', and '.join(taken)}. They "
             "would average zeros of those that take no part, and drift apart. Decide by what all "
             "of them share, as `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
             "`optax.MultiSteps` with a function that skips, look at a rank's own gradients: put "

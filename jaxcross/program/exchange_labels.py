@@ -51,6 +51,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross._pytree import TreeDef
+from jaxcross.errors import quoted
 from jaxcross.program.graph import exchanges_of
 from jaxcross.program.ir import Exchange, Program
 from jaxcross.program.trace import Traced
@@ -301,7 +302,5 @@ def describe(traced: Traced, member: Member) -> str:
 
 
 def _listed(leaves: Sequence[int], tree: TreeDef, paths: Sequence[str]) -> str:
-    names = [
-        f"`{path}`" for leaf, path in zip(leaf_hashes(tree), paths, strict=True) if leaf in leaves
-    ]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    names = [path for leaf, path in zip(leaf_hashes(tree), paths, strict=True) if leaf in leaves]
+    return quoted(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._pytree import PyTree, named_leaves, shape_and_type
+from jaxcross._pytree import PyTree, leaves_with_paths, shape_and_type
 
 _ALIGNMENT = 64
 
@@ -36,7 +36,7 @@ class MessageLayout:
     def __init__(self, params: PyTree, ranks: int) -> None:
         self._ranks = ranks
         self.treedef = jax.tree.structure(params)
-        found = named_leaves(params)
+        found = leaves_with_paths(params)
         self._names = [path for path, _ in found]
         self._forms = [shape_and_type(leaf) for _, leaf in found]
         for name, (_, dtype) in zip(self._names, self._forms, strict=True):

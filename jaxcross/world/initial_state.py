@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcross._pytree import forms_of, named_leaves, numeric, on_host, rebuild
+from jaxcross._pytree import forms_of, leaves_with_paths, numeric, on_host, rebuild
 from jaxcross.errors import ExchangeError
 
 _CHUNK_BYTES = 2**30
@@ -91,7 +91,7 @@ def _gathered(
     trouble = ""
     failure = None
     try:
-        mine = [(path, described(path, leaf)) for path, leaf in named_leaves(state)]
+        mine = [(path, described(path, leaf)) for path, leaf in leaves_with_paths(state)]
     except Exception as error:
         # This rank may have run out of memory, or the leaf was donated. The other ranks wait in the
         # gathering in any case, so this rank has to take part.
@@ -129,7 +129,7 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
 
 def _check_arrays(state: Any) -> None:
     """Comes after the comparison, so that either all ranks raise or none does."""
-    for path, leaf in named_leaves(state):
+    for path, leaf in leaves_with_paths(state):
         if not _is_numeric(leaf):
             raise TypeError(
                 f"`{path or 'state'}` of the state is of type `{type(leaf).__name__}`: its leaves "
