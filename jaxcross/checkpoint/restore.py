@@ -235,7 +235,9 @@ def _check_fit(
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
         # These leaves weren't named when they were saved, and happened to be equal on all ranks.
-        raise _refusal(ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size)
+        raise _refusal(
+            ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size
+        )
     if first.ranks == 1 < world.size:
         # A single rank has no other rank to compare its leaves with, so its part declares all of
         # them common.

@@ -410,12 +410,12 @@ class JobEngine:
         if record is None or record.status in (None, JobStatus.ENDED):
             return
 
-        def together(label: str, work: Callable[[Control], T]) -> T:
+        def run_on_all_ranks(label: str, work: Callable[[Control], T]) -> T:
             with after_run(self.world, label, job=self.name, step=self.step):
                 return run_collectively(work, self.world.control)
 
         try:
-            self._save_last(together)
+            self._save_last(run_on_all_ranks)
         except JobError as error:
             _log.warning("%s", error)
 
@@ -429,11 +429,13 @@ class JobEngine:
             name=self.name, status=self.status, step=self.step, begun=begun, saved=saved
         )
 
-    def _save_last(self, together: RunOnAllRanks) -> None:
+    def _save_last(self, run_on_all_ranks: RunOnAllRanks) -> None:
         resumption = self.resumption
         if resumption is not None:
             reason = self.unsavable_reason()
-            resumption.save_last(self.latest.state, self.step, together, unsavable_reason=reason)
+            resumption.save_last(
+                self.latest.state, self.step, run_on_all_ranks, unsavable_reason=reason
+            )
 
     # Calls of the job's thread, and requests of any thread.
 
@@ -678,8 +680,11 @@ class JobEngine:
         self.latest.note_results(outputs, self.step)
         if trains:
             self.skipped_steps.count(skipped=record.skipped > skipped_before)
-            together = partial(driver.run_on_all_ranks, record)
-            self.replicas.stepped(self.step, local=graph.local_step, together=together)
+            self.replicas.stepped(
+                self.step,
+                local=graph.local_step,
+                run_on_all_ranks=partial(driver.run_on_all_ranks, record),
+            )
             self.skipped_steps.check()
         return outputs
 
@@ -765,7 +770,7 @@ class JobEngine:
             named=named,
             check_every=check_replicas,
             resumed=found is not None,
-            together=self.run_on_all_ranks,
+            run_on_all_ranks=self.run_on_all_ranks,
         )
         return self.latest.state if resumption is None else self._resume_status(resumption)
 

@@ -50,19 +50,21 @@ class MetricLog:
         self._begin_files = begin_files
         self._pending: deque[tuple[int, PyTree]] = deque()
 
-    def begin(self, step: int, together: RunOnAllRanks | None) -> None:
+    def begin(self, step: int, run_on_all_ranks: RunOnAllRanks | None) -> None:
         """Starts the files after this step, with the lines of earlier runs.
 
         Args:
             step: The last step of earlier runs.
-            together: Given if earlier runs made steps. Then, their lines are also added to
+            run_on_all_ranks: Given if earlier runs made steps. Then, their lines are also added to
                 `history`, and this waits for all ranks.
         """
         if self._begin_files is None:
             return
         lines = self._begin_files(step)
-        if together is not None:
-            lines = together("metrics of earlier runs", lambda control: gather(control, lines))[0]
+        if run_on_all_ranks is not None:
+            lines = run_on_all_ranks(
+                "metrics of earlier runs", lambda control: gather(control, lines)
+            )[0]
             self.history[:0] = [as_logged(line) for line in lines]
             if self.observer is not None:
                 self.observer.restored(len(lines))

@@ -80,7 +80,7 @@ class ReplicaChecks:
         named: Collection[str],
         check_every: int | None,
         resumed: bool,
-        together: RunOnAllRanks,
+        run_on_all_ranks: RunOnAllRanks,
     ) -> None:
         """Records which leaves of a restored state are common to all ranks.
 
@@ -97,7 +97,7 @@ class ReplicaChecks:
             check_every: The number of steps after which to compare, and to fail if replicas differ.
                 If None, compare only at checkpoints and at the end, and only warn.
             resumed: Whether the state comes from a checkpoint.
-            together: Runs work that communicates.
+            run_on_all_ranks: Runs work that communicates.
         """
         if self._ranks == 1:
             return
@@ -109,7 +109,7 @@ class ReplicaChecks:
             common = set(self._common)
             varied = {p for p, leaf in leaves_with_paths(state) if p in common and _varied(leaf)}
             mine = RankReport(step, "", digests(state, varied))
-            (every,) = together("replicas", lambda control: exchange(control, [mine]))
+            (every,) = run_on_all_ranks("replicas", lambda control: exchange(control, [mine]))
             first = every[0].digests
             self._common = [
                 path for path in first if all(r.digests.get(path) == first[path] for r in every)
@@ -121,22 +121,22 @@ class ReplicaChecks:
         self._exchanged = self._serves = True
         self._start = None
 
-    def stepped(self, step: int, *, local: bool, together: RunOnAllRanks) -> None:
+    def stepped(self, step: int, *, local: bool, run_on_all_ranks: RunOnAllRanks) -> None:
         """Compares replicas after a committed step if that's due, which waits for all ranks.
 
         Args:
             step: How many steps are committed.
             local: Whether this step exchanged nothing although the job's steps do at other times.
-            together: Runs work that communicates.
+            run_on_all_ranks: Runs work that communicates.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
         """
         self._exchanged, self._between, self._start = True, local, None
         if self._due(step) and not local:
-            self._compare(step, together)
+            self._compare(step, run_on_all_ranks)
 
-    def next_batch(self, together: RunOnAllRanks) -> None:
+    def next_batch(self, run_on_all_ranks: RunOnAllRanks) -> None:
         """Warns once, before the next batch, if the job hasn't exchanged anything.
 
         As long as the job exchanges nothing, each batch counts as a step: if a comparison is due,
@@ -153,7 +153,7 @@ class ReplicaChecks:
             if trains is not False:
                 self._warn_of_no_exchange("has used its first batch", "trains" if trains else "")
         if self._due(self.batches):
-            self._compare(self.batches, together)
+            self._compare(self.batches, run_on_all_ranks)
 
     def saved(self, step: int, every: list[dict[str, str]] | None) -> None:
         """Compares replicas by the digests that the ranks gathered for a checkpoint.
@@ -201,10 +201,10 @@ class ReplicaChecks:
         every = self._every
         return every is not None and count // every > self._compared // every
 
-    def _compare(self, count: int, together: RunOnAllRanks) -> None:
+    def _compare(self, count: int, run_on_all_ranks: RunOnAllRanks) -> None:
         self._compared = count
         mine = self._report(count)
-        (every,) = together("replicas", lambda control: exchange(control, [mine]))
+        (every,) = run_on_all_ranks("replicas", lambda control: exchange(control, [mine]))
         self._add(every)
 
     def _add(self, every: list[RankReport]) -> None:

@@ -28,14 +28,14 @@ class Budget:
     Args:
         steps: The run's number of steps, as agreed by all ranks. None if it isn't known, in which
             case there's no limit.
-        together: Runs work that communicates.
+        run_on_all_ranks: Runs work that communicates.
 
     Attributes:
         limit_s: Seconds that the search may take; infinite until `set`.
     """
 
-    def __init__(self, steps: int | None, together: RunOnAllRanks) -> None:
-        self.steps, self._together = steps, together
+    def __init__(self, steps: int | None, run_on_all_ranks: RunOnAllRanks) -> None:
+        self.steps, self._run_on_all_ranks = steps, run_on_all_ranks
         self.limit_s, self._marked_s = math.inf, time.perf_counter()
         self._spent_s: float | None = None  # on cuts, without the uncut step, which runs anyway
 
@@ -57,7 +57,9 @@ class Budget:
         took_ns = np.array([-round((now_s - self._marked_s) * 1e9)], np.int64)
         took_s = (
             -float(
-                self._together("cut budget", lambda control: control.allreduce_min(took_ns)).item()
+                self._run_on_all_ranks(
+                    "cut budget", lambda control: control.allreduce_min(took_ns)
+                ).item()
             )
             / 1e9
         )

@@ -69,7 +69,7 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
     hint = gather_hint(
         key,
         rank=world.rank,
-        together=host.run_on_all_ranks,
+        run_on_all_ranks=host.run_on_all_ranks,
         resumed=host.cut_before_restart(key),
         in_process=None if chosen is None else chosen.n_segments,
         steps=host.steps_left,
@@ -130,7 +130,7 @@ def _search(
         world=variant.world,
         cut=variant.program_in,
         build=build,
-        together=host.run_on_all_ranks,
+        run_on_all_ranks=host.run_on_all_ranks,
         hint=hint,
     ).run()
     return n_segments, variant.compiled.setdefault(n_segments, compiled)

@@ -239,7 +239,7 @@ def test_unreadable_state_is_reported_without_hanging():
         named=(),
         check_every=None,
         resumed=False,
-        together=lambda *_: None,
+        run_on_all_ranks=lambda *_: None,
     )
     latest.set({"w": Unreadable()}, 0)
     checks.finish("ended", 0)

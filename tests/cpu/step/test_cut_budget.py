@@ -24,13 +24,16 @@ def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_budget, "time", clock)
 
     def work(world: Any) -> tuple[int | None, list[bool]]:
-        def together(_: str, work: Any) -> Any:
+        def run_on_all_ranks(_: str, work: Any) -> Any:
             return work(world.control)
 
         steps = gather_hint(
-            "key", rank=world.rank, together=together, steps=(200, 120, None)[world.rank]
+            "key",
+            rank=world.rank,
+            run_on_all_ranks=run_on_all_ranks,
+            steps=(200, 120, None)[world.rank],
         ).steps
-        budget = Budget(steps, together)
+        budget = Budget(steps, run_on_all_ranks)
         assert math.isinf(budget.limit_s)
         budget.set(1.0)
         return steps, [budget.allows_another() for _ in range(6)]
