@@ -117,9 +117,7 @@ def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """Returns a leaf as a contiguous NumPy array; for a random key, its words. Waits until it's
-    computed.
-    """
+    """Waits for a leaf and returns it as a contiguous NumPy array; for a random key, its words."""
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf, order="C")
 
 
@@ -214,11 +212,7 @@ def _form(path: str, leaf: Any) -> Form:
 
 
 def shape_and_type(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns the shape and the element type that JAX gives a leaf.
-
-    Raises:
-        TypeError: It's neither an array nor a number.
-    """
+    """Returns the shape and type that JAX gives a leaf. Raises `TypeError` for, e.g., a text."""
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype
 

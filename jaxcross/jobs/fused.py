@@ -175,8 +175,7 @@ class FusedJob:
                 staying.append(member)
             else:
                 member.source.close()
-                early = member.name in stopped
-                how = JobStatus.STOPPED_EARLY if early else JobStatus.ENDED
+                how = JobStatus.STOPPED_EARLY if member.name in stopped else JobStatus.ENDED
                 member.stand_in.status = member.stand_in.status or how
         return staying
 
