@@ -444,11 +444,8 @@ def concerns_open_mpi(folder: str, base: str | None) -> bool:
 
     A change in what the folder imports only makes its integration tests due.
     """
-    files = changed_since(base)
-    paths = (f"{PACKAGE}/{folder}/", f"tests/mpi/{folder}/", *UNDER_OPEN_MPI)
-    return files is None or any(
-        file.startswith(paths) and counts_for(folder, base)(file) for file in files
-    )
+    paths = (f"{PACKAGE}/{folder}", f"tests/mpi/{folder}", *UNDER_OPEN_MPI)
+    return bool(why(paths, changed_since(base), counts_for(folder, base)))
 
 
 def drawn(out: Path) -> int:

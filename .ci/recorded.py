@@ -56,8 +56,8 @@ def changed_since(commit: str | None) -> list[str] | None:
 def is_reworded(commit: str, file: str, *, help_counts: bool = True) -> bool:
     """Returns whether only comments, docstrings or the layout of a Python file have changed.
 
-    If a program uses its docstring, e.g. as its `--help`, the docstring counts as code, unless
-    `help_counts` is False.
+    If a program uses `__doc__`, e.g. as its `--help`, the docstring of its module counts as code,
+    unless `help_counts` is False.
     """
     if not file.endswith(".py") or not (ROOT / file).exists():
         return False
@@ -67,18 +67,17 @@ def is_reworded(commit: str, file: str, *, help_counts: bool = True) -> bool:
 @cache
 def _is_reworded(commit: str, file: str, new: str, help_counts: bool) -> bool:
     old = git("show", f"{commit}:{file}")
-    if old is None or (help_counts and "__doc__" in old + new):
-        return False
-    return _code(old) == _code(new)
+    return old is not None and _code(old, help_counts) == _code(new, help_counts)
 
 
-def _code(text: str) -> str:
-    """Returns a file's syntax tree as text, without strings that stand alone."""
+def _code(text: str, help_counts: bool) -> tuple[str, str | None]:
+    """Returns a file's syntax tree as text, without strings that stand alone, and its help."""
     tree = ast.parse(text)
+    its_help = ast.get_docstring(tree) if help_counts and "__doc__" in text else None
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             node.body = [each for each in body if not _is_string(each)] or [ast.Pass()]
-    return ast.dump(tree)
+    return ast.dump(tree), its_help
 
 
 def _is_string(statement: ast.stmt) -> bool:

@@ -135,7 +135,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _reading(what: str, remedy: str) -> Iterator[None]:
-    """Adds to errors which file can't be read, why, and what to do about it."""
+    """Turns an `OSError` into an error that names the file, the reason and the remedy."""
     from jaxcross.errors import clause
 
     try:

@@ -1,7 +1,7 @@
 """`ParameterServer`: every rank serves a part of the parameters, and workers needn't step together.
 
-It suits ranks of different speeds: a slow rank doesn't hold the others up on every step. If all
-ranks are equally fast, an exchange is faster.
+Use it if some ranks are slower than others, because a straggler then doesn't hold up the other
+ranks on every step. If all ranks are equally fast, exchanging gradients is faster.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ class Counting:
     "state_of", [lambda n: {"next": n}, lambda n: b"%d" % n, lambda n: {"next": {n}}]
 )
 def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
-    """The restored position follows the last batch trained on.
+    """After a restart, the data continue behind the last batch that the job trained on.
 
-    Two more batches were ready by then, and the loop held one.
+    When the job failed, it had already received the next batch, and two more were prefetched.
     """
     made = []
 

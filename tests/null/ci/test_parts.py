@@ -161,7 +161,7 @@ def add(a, b):
         (OLD + "print(__doc__)\n", False),
         (None, False),
     ],
-    ids=["words", "no docstring", "layout", "code", "text", "used docstring", "deleted"],
+    ids=["words", "no docstring", "layout", "code", "text", "uses its docstring", "deleted"],
 )
 def test_new_words_in_a_module_concern_only_tests_that_read_them(
     parts, monkeypatch, tmp_path, new, is_same
@@ -178,6 +178,20 @@ def test_new_words_in_a_module_concern_only_tests_that_read_them(
     due = {name for name, part in parts.parts().items() if part.due("base")}
     assert {"integration:jaxcross", "wheel:tests"} <= due
     assert ("mpi4py:wire" in due) != is_same
+
+
+def test_the_help_of_a_program_counts_as_code(parts, monkeypatch, tmp_path):
+    recorded = sys.modules["recorded"]
+    old = OLD + "print(__doc__)\n"
+    monkeypatch.setattr(recorded, "git", lambda *words: old)
+    monkeypatch.setattr(recorded, "ROOT", tmp_path)
+    recorded._is_reworded.cache_clear()
+    file = tmp_path / "program.py"
+    file.write_text(old.replace('"""Adds."""', '"""Sums."""'))
+    assert not parts.is_reworded("base", "program.py")
+    assert parts.is_reworded("base", "program.py", help_counts=False)
+    file.write_text(old.replace("Adds two numbers", "Returns the sum"))
+    assert parts.is_reworded("base", "program.py")
 
 
 def test_tests_that_one_tier_is_enough_for_exist(parts):

@@ -1,8 +1,9 @@
 """Tests invariant 4 and that nothing hangs, for random programs on up to 4 ranks and 4 jobs.
 
-Timings and failures are random, too. The simulator raises if ranks hang or meet in different slots
-of the exchange lane. The interleavers check themselves after every event: all needs are met,
-nothing runs before its commit, and the compute lane is never idle while a segment is ready.
+Timings and failures are also drawn at random. The simulator raises an error if a rank hangs, or if
+the next thing on the exchange lane isn't the same on all ranks. After every event, each interleaver
+checks itself: a segment runs only after the segments that it needs and, if it comes after the
+commit, only after the commit, and the compute lane is never idle while a segment is ready.
 """
 
 import random

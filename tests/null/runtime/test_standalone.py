@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,16 +31,21 @@ def check_goes_on(owner: ExchangeOwner, *, expected: bool, anew: bool = False) -
 
 
 class Execution:
-    """Its exchanges take a while. One segment fails, or an input that a segment waits for has
-    failed.
+    """One segment fails, or an input that a segment waits for has failed.
+
+    If a computation fails, the first exchange stays in flight until the caller waits for it.
     """
 
     def __init__(self, fails: int, waits: int = -1) -> None:
-        self.fails, self.waits, self.ended = fails, waits, list[int]()
+        self.fails = fails
+        self.waits = waits
+        self.ended: list[int] = []
+        self._caller = threading.current_thread()
+        self.awaited = threading.Event()
 
     def run(self, index: int) -> None:
-        if index in (1, 3):
-            time.sleep(0.2)  # still in flight when a computation fails
+        if threading.current_thread() is not self._caller and self.fails in (2, 4):
+            assert self.awaited.wait(60)
         if index == self.fails:
             raise RuntimeError("out of memory")
         if index in (1, 3):
@@ -55,6 +59,19 @@ class Execution:
         pass
 
     wait_outputs = branch_mismatch = forget
+
+
+class Exchanger(ThreadPoolExecutor):
+    """The exchange thread. It notes when it gets the empty task by which a caller waits for it."""
+
+    def __init__(self, execution: Execution) -> None:
+        super().__init__(1)
+        self._execution = execution
+
+    def submit(self, fn: Any, /, *args: Any) -> Any:
+        if not args:
+            self._execution.awaited.set()
+        return super().submit(fn, *args)
 
 
 def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
@@ -98,7 +115,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
     """
     execution = Execution(fails, waits)
     compiled = overlapped(execution)
-    with ThreadPoolExecutor(1) as exchanger:
+    with Exchanger(execution) as exchanger:
         world: Any = SimpleNamespace(
             exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner
         )
