@@ -30,8 +30,8 @@ from typing import Any, Literal
 
 from workloads import parser, write_json
 
-from jaxcross.report.event_files import read
-from jaxcross.report.post_mortem import verdict
+from jaxcross.report.event_files import read_event_files
+from jaxcross.report.post_mortem import first_to_end
 
 POINTS = ("compile", "compute", "exchange", "vote", "checkpoint")
 DEADLINE_S = 180.0
@@ -159,8 +159,8 @@ def run_case(case: Case) -> Result:
         ended_s = time.time()
         hurt = folder / "hurt"
         hurt_s = float(hurt.read_text()) if hurt.exists() else float("nan")
-        records = read(folder / "events")
-        said = verdict(records)
+        records = read_event_files(folder / "events")
+        said = first_to_end(records)
         problems = list(check(case, code, output, said))
         told_s = None
         if case.outcome == "ends":

@@ -80,8 +80,8 @@ def worker(args: Any) -> int:
     import jax
     import numpy as np
 
+    from jaxcross.gains.fusion import fused_step
     from jaxcross.jobs.fused import FusedJob
-    from jaxcross.step.fuse import fused_step
 
     def agreed(value: float) -> float:
         """Returns the value of the slowest rank."""

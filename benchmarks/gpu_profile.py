@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
-from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
+from jaxcross.report.intervals import Interval, intersect, measure, merge_intervals, subtract
 
 NO_STREAMS = "the profile has no stream of an accelerator"
 MARK = "jaxcross-clock "
@@ -42,7 +42,7 @@ class Recording(NamedTuple):
     activities: tuple[Activity, ...]
 
     def times(self, *kinds: str) -> list[Interval]:
-        return union(
+        return merge_intervals(
             (round(a.start_ns), round(a.end_ns)) for a in self.activities if a.kind in kinds
         )
 
@@ -139,7 +139,7 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
     length = (window[1] - window[0]) or 1
     idle = subtract([window], recording.times("kernel"))
     inside = intersect(idle, _inside(recording))
-    bubbles = measure(intersect(subtract(idle, inside), union(ready))) / length
+    bubbles = measure(intersect(subtract(idle, inside), merge_intervals(ready))) / length
     return {
         "window_s": length / 1e9,
         "idle_share": measure(idle) / length,
@@ -151,7 +151,7 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
 
 def _inside(recording: Recording) -> list[Interval]:
     kernels = [a for a in recording.activities if a.kind == "kernel"]
-    return union(
+    return merge_intervals(
         (round(a.start_ns), round(b.end_ns))
         for a, b in pairwise(kernels)
         if a.module and a.module == b.module

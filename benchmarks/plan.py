@@ -57,10 +57,10 @@ from workloads import kept, parser, write_json
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.plan.machine_contention import TWO_CORES
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.rates import choose_rates
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
+from jaxcross.step.profile import Profile
 
 PAIR_RATE = 500
 LEAST = 6

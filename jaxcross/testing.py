@@ -24,16 +24,20 @@ from jaxcross._jax_compat import INLINED
 from jaxcross._pytree import is_key
 from jaxcross._tracing import tracing
 from jaxcross.errors import ExchangeError
-from jaxcross.program.ir import Exchange, Program, Segment
-from jaxcross.program.lowered import Traceable
-from jaxcross.program.trace import Traced
-from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
-from jaxcross.wire.recognise import LOCAL, group_of, names_axis, recognise
+from jaxcross.program import Exchange, Program, Segment, Traceable, Traced
+from jaxcross.wire import (
+    LOCAL_PRIMITIVES,
+    RankGrid,
+    group_of,
+    make_rank_grid,
+    names_axis,
+    recognise,
+)
 
 __all__ = ["LocalRanks", "over_ranks", "run_program", "vmap_oracle"]
 
 _CALLS = INLINED | {"shard_map"}
-_NO_OPS = LOCAL | {"pcast"}
+_NO_OPS = LOCAL_PRIMITIVES | {"pcast"}
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,15 @@ arrays         arrays on disk, stored by orbax; no other file uses orbax
 rank_gather    gathers one job's texts from all ranks
 """
 
-from jaxcross.checkpoint.load import load_checkpoint
-from jaxcross.checkpoint.session import Checkpoints, Session
+from typing import TYPE_CHECKING
 
-__all__ = ["Checkpoints", "Session", "load_checkpoint"]
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.checkpoint.checkpointer import JobCheckpointer, JobProgress
+    from jaxcross.checkpoint.folders import Folders, folder_name
+    from jaxcross.checkpoint.load import load_checkpoint
+    from jaxcross.checkpoint.rank_local import RankLocal, common_leaves, declared, named_leaves
+    from jaxcross.checkpoint.session import Checkpoints, Session
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

@@ -29,8 +29,7 @@ from jaxcross.checkpoint.part import Part, SavedLeaf
 from jaxcross.checkpoint.rank_gather import JobLog, RankGather
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
-from jaxcross.world import World
-from jaxcross.world.control_plane import RunOnAllRanks
+from jaxcross.world import RunOnAllRanks, World
 
 _LOOK_S = 0.2  # how often a waiting thread checks whether the disk still gets work done
 

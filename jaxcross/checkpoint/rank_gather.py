@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcross.errors import JobError, clause
-from jaxcross.world.control_plane import Control, RunOnAllRanks, gather
+from jaxcross.world import Control, RunOnAllRanks, gather
 
 _log = logging.getLogger("jaxcross")
 

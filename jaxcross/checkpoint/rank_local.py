@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +17,43 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from jaxcross.errors import quoted
-from jaxcross.exchange.per_rank import RankLocal, declared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLocal:
+    """The rank-local fields of a strategy's state, as an attribute `rank_local` of its class.
+
+    The class is a `NamedTuple`. Without an annotation, the attribute isn't one of its fields:
+
+        class MyState(NamedTuple):
+            step: jax.Array
+            residual: PyTree
+
+            rank_local = RankLocal(unsent=("residual",))
+
+    Attributes:
+        unsent: Fields whose contents only this rank has, such as residuals. They would be lost if
+            the number of ranks changed.
+        model: Fields that belong to a rank-local model. If there are any, parameters are rank-local
+            as well.
+        passing: Fields that differ only for a few steps, so one rank's checkpoint may be copied to
+            several ranks.
+        maybe_empty: Fields that hold no arrays under some arguments. If any other field is empty,
+            the declaration doesn't count. NNX turns the state into a dict, which is then recognised
+            by its other fields.
+    """
+
+    unsent: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    passing: tuple[str, ...] = ()
+    maybe_empty: tuple[str, ...] = ()
+
+
+def declared(kind: type[Any]) -> RankLocal | None:
+    """Returns what the class of a state declares, or None if it isn't a strategy's."""
+    found = getattr(kind, "rank_local", None)
+    return found if isinstance(found, RankLocal) and issubclass(kind, tuple) else None
+
 
 _STATISTICS = "batch_stats"
 """Flax's name for the statistics of normalisation layers."""

@@ -25,9 +25,8 @@ from jaxcross.checkpoint.job_list import JobList, read
 from jaxcross.checkpoint.part import FORMAT, UnusableError
 from jaxcross.checkpoint.rank_gather import JobLog
 from jaxcross.errors import JobError, clause
-from jaxcross.health.process import process_state, this_process
-from jaxcross.world import World
-from jaxcross.world.control_plane import gather
+from jaxcross.health import process_state, this_process
+from jaxcross.world import World, gather
 
 _log = logging.getLogger("jaxcross")
 

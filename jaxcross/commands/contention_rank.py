@@ -20,8 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.world import World
-from jaxcross.world.control_plane import gather
+from jaxcross.world import World, gather
 
 ROUNDS = 5
 _PARTS = 20  # windows in the requested seconds: 3 to 4 per round, plus the warm-up

@@ -189,7 +189,7 @@ def _write_data(args: argparse.Namespace) -> Path:
     from rich.console import Console
     from rich.progress import Progress
 
-    from jaxcross.data.synth import synthesise
+    from jaxcross.data import synthesise
 
     folder = args.output / "data"
     wanted = max(64, args.steps * args.batch_size * args.ranks)
@@ -313,8 +313,7 @@ def _train(launch: RanksCommand) -> None:
 
 
 def _finish(args: argparse.Namespace, launch: RanksCommand) -> int:
-    from jaxcross.report import Comparison
-    from jaxcross.report.gantt import draw
+    from jaxcross.report import Comparison, draw_gantt
 
     _print("Drawing ...")
     turns = min(2, args.steps)
@@ -322,7 +321,7 @@ def _finish(args: argparse.Namespace, launch: RanksCommand) -> int:
     comparison = Comparison.of(*ways.values())
     last = {name: reports[-1] for name, reports in ways.items()}
     trace = args.output / ("crossover-2.trace.json" if turns > 1 else "crossover.trace.json")
-    gantt = draw(
+    gantt = draw_gantt(
         last["crossover"],
         args.output / "gantt.png",
         compare=last["sequential"],

@@ -23,7 +23,7 @@ from typing import Any
 from jaxcross.commands.doctor import Check, ask, exit_code, show
 from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts
 from jaxcross.errors import first_line, quoted
-from jaxcross.lab.transfer import Transfer, measure_transfer
+from jaxcross.lab import Transfer, measure_transfer
 from jaxcross.world import probe
 
 _FACTS_S = 60.0

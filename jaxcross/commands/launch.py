@@ -40,7 +40,7 @@ from jaxcross.errors import quoted
 
 if TYPE_CHECKING:
     from jaxcross.commands.live_table import LaunchTable
-    from jaxcross.report.event_files import RankRecord
+    from jaxcross.report import RankRecord
 
 SUPERVISOR = Path(__file__).with_name("rank_supervisor.py")
 RANK = "jaxcross.commands.rank"
@@ -296,9 +296,8 @@ def _run_once(
     `hosts` may be fewer than `--hosts` names.
     """
     from jaxcross.commands import live_table
-    from jaxcross.report.table import screen_width
-    from jaxcross.world import xla_pool
-    from jaxcross.world.start_limit import CHECKS
+    from jaxcross.report import screen_width
+    from jaxcross.world import START_CHECKS, xla_pool
 
     notes = {"JAXCROSS_EVENTS": str(events), **variables}
     if "PYTHONFAULTHANDLER" not in os.environ:
@@ -340,7 +339,7 @@ def _run_once(
     elif code and hosts and not records:
         agent = agent_of(os.environ)
         text = start_text(
-            hosts, missing_hosts([h for h in hosts if not is_here(h)], agent), agent, CHECKS
+            hosts, missing_hosts([h for h in hosts if not is_here(h)], agent), agent, START_CHECKS
         )
         print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
     explained = bool(text) or is_explained(code, records)
@@ -352,7 +351,7 @@ def _run_once(
 def _explain(records: Sequence[RankRecord], events: Path) -> None:
     """Prints the post-mortem, and where the event files are."""
     from jaxcross.commands.post_mortem_table import show
-    from jaxcross.report.event_files import read
+    from jaxcross.report import read_event_files
 
     if not records:
         with suppress(OSError):
@@ -360,7 +359,7 @@ def _explain(records: Sequence[RankRecord], events: Path) -> None:
         return
     skipped: dict[int, str] = {}
     with suppress(OSError, ValueError):
-        read(events, skipped=skipped)
+        read_event_files(events, skipped=skipped)
     show(records, sys.stderr, skipped)
     print(
         "The events stay, since no rank has said why it ended. This table again: jaxcross doctor "
@@ -493,8 +492,7 @@ def mpirun_command(
         environ: The environment. Variables that the user has set there are kept.
         hosts: Hosts of the ranks, in their order; empty for this machine.
     """
-    from jaxcross.world import malloc, xla_pool
-    from jaxcross.world.launch_env import MPI_SETTINGS
+    from jaxcross.world import MPI_SETTINGS, malloc, xla_pool
 
     line = [mpirun.path, "-n", str(ranks)]
     extra: dict[str, str] = {}

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from jaxcross.report.event_files import RankRecord
+    from jaxcross.report import RankRecord
 
 
 def run(folder: Path) -> int:
     """Prints the post-mortem of a folder. Returns 1 if there is nothing to read, otherwise 0."""
-    from jaxcross.report.event_files import read
+    from jaxcross.report import read_event_files
 
     skipped: dict[int, str] = {}
     try:
-        records = read(folder, skipped=skipped)
+        records = read_event_files(folder, skipped=skipped)
     except (OSError, ValueError) as error:
         print(f"jaxcross doctor: {error}", file=sys.stderr)
         return 1
@@ -32,7 +32,7 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     from rich.markup import escape
     from rich.table import Table
 
-    from jaxcross.report.post_mortem import missing, verdict
+    from jaxcross.report import first_to_end, ranks_without_file
 
     end_s = max(record.last_s for record in records)
     table = Table(
@@ -53,7 +53,7 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     console.print(table)
     for rank, reason in skipped.items():
         console.print(f"The events of rank {rank} are skipped. {escape(reason)}", soft_wrap=True)
-    absent = [rank for rank in missing(records) if rank not in skipped]
+    absent = [rank for rank in ranks_without_file(records) if rank not in skipped]
     if absent:
         console.print(
             f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote "
@@ -62,4 +62,4 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     unread = sum(record.unread for record in records)
     if unread:
         console.print(f"{unread} lines could not be read.")
-    console.print(escape(verdict(records)))
+    console.print(escape(first_to_end(records)))

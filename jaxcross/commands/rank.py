@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 
-from jaxcross.health.signals import install_interrupt
+from jaxcross.health import install_interrupt
 
 INTERRUPTED = 130
 

@@ -15,7 +15,7 @@ from jaxcross._endings import ExitKind
 from jaxcross.errors import quoted
 
 if TYPE_CHECKING:
-    from jaxcross.report.event_files import RankRecord, SavedPart
+    from jaxcross.report import RankRecord, SavedPart
 
 _BY_SIGNAL = 128
 _STOPPED = (130, 143)
@@ -114,7 +114,7 @@ def judge_end(
         records: The ranks' event files.
         missing: Hosts that don't answer.
     """
-    from jaxcross.report.post_mortem import verdict
+    from jaxcross.report import first_to_end
 
     if code == 0:
         return RunEnd(kind="done")
@@ -130,7 +130,7 @@ def judge_end(
     if waited_for and all(record.words == ExitKind.LEFT for record in waited_for):
         return RunEnd(kind="own", reason="the script of a rank ended before the others'")
     if words & {"", ExitKind.REPORTED, ExitKind.FAILED, ExitKind.TOLD}:
-        return RunEnd(kind="lost", reason=verdict(records).partition(". ")[0].rstrip("."))
+        return RunEnd(kind="lost", reason=first_to_end(records).partition(". ")[0].rstrip("."))
     if missing:
         return RunEnd(kind="lost", reason=f"no answer from {_listed(missing)}")
     if code > _BY_SIGNAL or code in _KILLED:

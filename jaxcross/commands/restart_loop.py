@@ -17,7 +17,7 @@ from jaxcross.commands.hosts import agent_of, missing_hosts, signal_ranks, wait_
 from jaxcross.commands.restart_decision import CheckpointProgress, decide, judge_end
 
 if TYPE_CHECKING:
-    from jaxcross.report.event_files import RankRecord
+    from jaxcross.report import RankRecord
 
 SPEAK_S = 15.0
 """Seconds after which a stuck `mpirun` is killed, once ranks have reported a lost rank. Open MPI's
@@ -85,10 +85,10 @@ def latest_run(events: Path) -> str:
 
 
 def _read(events: Path) -> Sequence[RankRecord]:
-    from jaxcross.report.event_files import read
+    from jaxcross.report import read_event_files
 
     try:
-        return read(events)
+        return read_event_files(events)
     except (OSError, ValueError):
         return []
 

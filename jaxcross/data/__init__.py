@@ -10,6 +10,9 @@
 Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
 """
 
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
 from jaxcross.errors import require_extra
 
 require_extra(
@@ -21,6 +24,12 @@ from jaxcross.data.cache import Cache
 from jaxcross.data.records import open_records
 from jaxcross.data.shared import SharedDecode
 from jaxcross.data.synth import synthesise
+
+if TYPE_CHECKING:  # not public, for jaxcross's other folders
+    from jaxcross.data.cache.info import cache_info, is_cache
+    from jaxcross.data.records import find_folder
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = [
     "Batches",

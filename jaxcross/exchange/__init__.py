@@ -29,6 +29,9 @@ arithmetic      means over trees, weights, moves of parameters, products in full
 validation      checks of arguments, states and leaves
 """
 
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
 from jaxcross.exchange.decoupled_momentum import decoupled_momentum
@@ -52,6 +55,13 @@ from jaxcross.exchange.sparse_loco import sparse_loco
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
 from jaxcross.exchange.streaming_diloco import streaming_diloco
 from jaxcross.exchange.top_k import top_k
+
+if TYPE_CHECKING:  # not public, for jaxcross's other folders
+    from jaxcross.exchange import collectives
+    from jaxcross.exchange.elementwise import check_elementwise
+    from jaxcross.exchange.validation import whole_number
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = [
     "accumulate",

@@ -10,9 +10,9 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange.arithmetic import accumulation_dtype, as_weight, divided, typed_like, weighed
 from jaxcross.exchange.local_rounds import next_in_round
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import optimizer_in, whole_number
 
 

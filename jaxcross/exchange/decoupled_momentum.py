@@ -19,11 +19,11 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.arithmetic import mean_of, product
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.layouts import Chunks, chunk_length
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import check_float32, check_state, part_kept, whole_number
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.local_rounds import (
@@ -19,7 +20,6 @@ from jaxcross.exchange.local_rounds import (
     pseudo_gradient,
     to_merged,
 )
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import optimizer_in, whole_number
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange.arithmetic import add_moves, sum_of
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.local_rounds import Round, copied, local_rounds
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, optimizer_in, whole_number
 
 

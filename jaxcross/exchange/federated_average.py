@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
 from jaxcross.exchange.arithmetic import accumulation_dtype, sum_of
 from jaxcross.exchange.local_rounds import Round, local_rounds, to_merged
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, optimizer_in, whole_number
 
 

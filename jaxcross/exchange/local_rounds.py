@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.checkpoint import declared
 from jaxcross.exchange.arithmetic import is_float, typed_like, updates_towards
 from jaxcross.exchange.collectives import Axes
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import declared
 from jaxcross.exchange.validation import require_params
 
 State = Any

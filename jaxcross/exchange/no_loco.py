@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
 from jaxcross.exchange.layouts import ravel_floats
 from jaxcross.exchange.local_rounds import Round, copied, local_rounds, to_merged
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import (
     as_number,
     optimizer_in,

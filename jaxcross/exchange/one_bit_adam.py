@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import bits, collectives
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.layouts import VectorLayout, vector_layout
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, check_real, check_state, whole_number
 
 

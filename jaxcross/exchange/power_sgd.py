@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
 from jaxcross.exchange.arithmetic import product
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
 # If projecting out earlier columns leaves less than this fraction of a column, the column is a

@@ -12,6 +12,7 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.layouts import Chunks, chunk_length, leaf_blocks
@@ -24,7 +25,6 @@ from jaxcross.exchange.local_rounds import (
     pseudo_gradient,
     to_merged,
 )
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import (
     check_float32,
     check_state,

@@ -40,6 +40,7 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange.arithmetic import is_float, typed_like, varying_like
 from jaxcross.exchange.bits import BLOCK, quantise, quantised_mean
 from jaxcross.exchange.collectives import Axes, axis_names
@@ -47,7 +48,6 @@ from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.layouts import Fragments, cut_fragments
 from jaxcross.exchange.local_rounds import outer_step
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import (
     as_number,
     check_real,

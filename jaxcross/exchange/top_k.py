@@ -42,9 +42,9 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives, layouts, sparse
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.select import Selection, check_selection, select
 from jaxcross.exchange.validation import check_float32, check_state, whole_number
 

@@ -14,3 +14,28 @@ signals            Ctrl-C and SIGTERM: none is lost, and during a run they wait 
                    thread asks for them
 tracebacks         Python stacks of all threads as text, and tracebacks trimmed for users
 """
+
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.health import process
+    from jaxcross.health.abort import (
+        INTERRUPTED,
+        TERMINATED,
+        AbortReason,
+        ExceptionHooks,
+        Terminated,
+        abort_everywhere,
+        end_processes,
+        print_error,
+        traceback_text,
+    )
+    from jaxcross.health.activity import Activity, RankStatus, missing_ranks
+    from jaxcross.health.flight_recorder import FlightRecorder
+    from jaxcross.health.process import ProcessId, process_state, this_process
+    from jaxcross.health.signals import SigtermHandler, defer_signals, install_interrupt
+    from jaxcross.health.watchdog import Monitor, WaitingFor, Watchdog
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

@@ -56,7 +56,7 @@ from jaxcross._endings import JobStatus
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.ballot_writer import BallotWriter
-from jaxcross.interleave.compute_queue import DEPTH, ComputeQueue
+from jaxcross.interleave.compute_queue import DEFAULT_DEPTH, ComputeQueue
 from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.shared_order import Outcome, SharedState, Slot
@@ -74,7 +74,7 @@ class Interleaver:
         depth: Number of compute segments that may be on the device at once.
     """
 
-    def __init__(self, jobs: int, policy: Policy, depth: int = DEPTH) -> None:
+    def __init__(self, jobs: int, policy: Policy, depth: int = DEFAULT_DEPTH) -> None:
         if jobs < 1 or depth < 1:
             raise ValueError(
                 f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.compute_queue import DEPTH
+from jaxcross.interleave.compute_queue import DEFAULT_DEPTH
 from jaxcross.interleave.contention import Contention, Work
 from jaxcross.interleave.instrument import Span, SpanKind
 from jaxcross.interleave.interleaver import Interleaver
@@ -180,7 +180,7 @@ class Simulation:
         scripts: Sequence[Sequence[Script]],
         *,
         policy: Policy,
-        depth: int = DEPTH,
+        depth: int = DEFAULT_DEPTH,
         exchange_s: Callable[[int, int, int], float] = lambda job, step, segment: 1.0,
         vote_s: float = 0.0,
         contention: Contention | None = None,

@@ -22,3 +22,29 @@ submissions     jobs that rank 0 starts on all ranks by name
 stop_message    the message of a stopped run: what it has saved
 arguments       the options of a run, and checks of what is passed to runners and jobs
 """
+
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.jobs import arguments
+    from jaxcross.jobs.arguments import SharedOptions, check_count, check_options, check_values
+    from jaxcross.jobs.context import JobContext
+    from jaxcross.jobs.engine import JobDone, JobEngine, current_engine
+    from jaxcross.jobs.fused import FusedJob, FusedStep, Fusion
+    from jaxcross.jobs.job_state import form_of, own_copy
+    from jaxcross.jobs.memory import (
+        JobMemory,
+        as_bytes,
+        device_limit_bytes,
+        memory_limit,
+        needed_by_groups,
+        needed_bytes,
+    )
+    from jaxcross.jobs.plain_loop import Job, check_batches_apart, run
+    from jaxcross.jobs.prefetch import close_unread
+    from jaxcross.jobs.runner import MAX_ERRORS_SHOWN, Runner
+    from jaxcross.jobs.step_registry import memory_of, step_graph_of
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

@@ -17,13 +17,19 @@ import jax
 from jaxcross._arguments import check_choice, is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
-from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.interleave.compute_queue import depth_of
-from jaxcross.interleave.instrument import Instrument
-from jaxcross.interleave.policy import Policy, Start, Weighted, checked_depth, checked_start
+from jaxcross.health import FlightRecorder
+from jaxcross.interleave import (
+    Instrument,
+    Policy,
+    Start,
+    Weighted,
+    checked_depth,
+    checked_start,
+    depth_of,
+)
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.evaluations import Evaluation
-from jaxcross.plan.memory import memory_limit
+from jaxcross.jobs.memory import memory_limit
 from jaxcross.world import World
 
 

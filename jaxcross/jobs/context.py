@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from jaxcross._arguments import check_choice
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError, first_line, shortened
-from jaxcross.interleave.instrument import SpanKind
-from jaxcross.interleave.vote import JobRequest
+from jaxcross.interleave import JobRequest, SpanKind
 from jaxcross.jobs.arguments import (
     checked_early_stopping,
     checked_evaluation,
@@ -22,13 +21,14 @@ from jaxcross.jobs.arguments import (
     checked_names,
 )
 from jaxcross.jobs.early_stopping import Mode
-from jaxcross.program.nonfinite import NonFinite
-from jaxcross.runtime.job_record import RestoreMode
-from jaxcross.runtime.step_host import T
-from jaxcross.world.control_plane import Control
+from jaxcross.program import NonFinite
+from jaxcross.runtime import RestoreMode
+from jaxcross.world import Control
 
 if TYPE_CHECKING:
     from jaxcross.jobs.engine import JobDone, JobEngine
+
+T = TypeVar("T")
 
 
 @final

@@ -23,17 +23,15 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, final, get_args
+from typing import Any, NoReturn, TypeVar, final, get_args
 
 from jaxcross._arguments import check_choice
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree, arrays_by_buffer
-from jaxcross.checkpoint import Session
-from jaxcross.checkpoint.rank_local import named_leaves
+from jaxcross.checkpoint import Session, named_leaves
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.health.abort import print_error, traceback_text
-from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
-from jaxcross.interleave.vote import JobRequest
+from jaxcross.health import print_error, traceback_text
+from jaxcross.interleave import PARAMETER_SERVER, JobRequest, Listeners, Span, SpanKind
 from jaxcross.jobs.admission import MemoryAdmission, Need, remedies
 from jaxcross.jobs.batch_loops import BatchLoops, ExampleCount
 from jaxcross.jobs.context import JobContext
@@ -46,18 +44,21 @@ from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.skipped_steps import SkippedSteps
 from jaxcross.jobs.step_registry import StepRegistry, memory_of
 from jaxcross.jobs.stop_message import StoppedJob
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.program.nonfinite import NonFinite, refuse_to_skip
-from jaxcross.runtime.collective_call import run_collectively
-from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import JobRecord, RestoreMode, Stopped
-from jaxcross.runtime.lanes import LaneThread
-from jaxcross.runtime.stall_watch import after_run
-from jaxcross.runtime.step_host import Agreement, T
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control, RunOnAllRanks, all_equal
+from jaxcross.program import Compiled, NonFinite, Program, refuse_to_skip
+from jaxcross.runtime import (
+    Agreement,
+    Driver,
+    JobRecord,
+    LaneThread,
+    RestoreMode,
+    Stopped,
+    after_run,
+    describe,
+    run_collectively,
+)
+from jaxcross.world import Control, RunOnAllRanks, World, all_equal
+
+T = TypeVar("T")
 
 _log = logging.getLogger("jaxcross")
 

@@ -13,19 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 import jax
 import numpy as np
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError, quoted
-from jaxcross.interleave.instrument import SpanKind
+from jaxcross.interleave import SpanKind
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.job_state import JobState, has_deleted
-from jaxcross.report.metric_files import flat
-from jaxcross.runtime.step_host import T
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.report import flatten_metrics
+from jaxcross.world import Control, gather
+
+T = TypeVar("T")
 
 _DONE = "evaluated "  # prefix of the notes that hold the step of an evaluation
 _BEST, _STOP = "best ", "early stopping "
@@ -336,7 +337,7 @@ class Evaluations:
             )
 
     def _decide(self, each: Evaluation, step: int, values: PyTree) -> bool:
-        found = dict(flat({each.name: values}))
+        found = dict(flatten_metrics({each.name: values}))
         improved = False
         if self._best is not None and each.provides(self._best.metric):
             self._best = self._best.update(step, self._number(each, found, self._best.metric))

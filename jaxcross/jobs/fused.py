@@ -17,26 +17,27 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 from jaxcross._endings import JobStatus
 from jaxcross._html import preformatted
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.rank_local import named_leaves
+from jaxcross.checkpoint import named_leaves
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.interleave.instrument import SpanKind
+from jaxcross.interleave import SpanKind
 from jaxcross.jobs.batch_loops import count_examples
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.job_state import JobState
 from jaxcross.jobs.prefetch import close_unread, number_of_batches, to_device
-from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.runtime.step_host import T
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.runtime import describe, explain
+from jaxcross.world import Control, gather
 
 if TYPE_CHECKING:
     from jaxcross.jobs.engine import JobEngine
     from jaxcross.jobs.plain_loop import Job, JobStandIn
+
+T = TypeVar("T")
 
 States: TypeAlias = tuple[PyTree, ...]
 FusedStep: TypeAlias = Callable[[States, tuple[PyTree, ...]], tuple[States, tuple[PyTree, ...]]]

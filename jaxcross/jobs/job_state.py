@@ -93,7 +93,7 @@ class JobState:
 
     def _part_like_state(self, results: PyTree) -> slice | None:
         found = select_state(self.state, results)
-        if form(found) != form(self.state):
+        if form_of(found) != form_of(self.state):
             return None
         if found is results:
             return slice(None)
@@ -147,7 +147,7 @@ def select_state(state: PyTree, results: PyTree) -> PyTree:
         and isinstance(results, tuple)
         and jax.tree.structure(results) != jax.tree.structure(state)
     ):
-        alike = [part for part in results if form(part) == form(state)]
+        alike = [part for part in results if form_of(part) == form_of(state)]
         return alike[0] if len(alike) == 1 else results
     return results
 
@@ -179,7 +179,7 @@ def has_deleted(tree: PyTree) -> bool:
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 
-def form(tree: PyTree) -> tuple[object, list[object]]:
+def form_of(tree: PyTree) -> tuple[object, list[object]]:
     """Returns the structure of a tree and the shapes and types of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [_shape_and_type(leaf) for leaf in leaves]

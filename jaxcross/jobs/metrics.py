@@ -16,11 +16,11 @@ import numpy as np
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree, is_key
 from jaxcross.jobs.job_state import own_copy
-from jaxcross.report.metric_files import as_logged, is_of
-from jaxcross.world.control_plane import RunOnAllRanks, gather
+from jaxcross.report import as_logged, is_of
+from jaxcross.world import RunOnAllRanks, gather
 
 if TYPE_CHECKING:
-    from jaxcross.sweeps.trial import TrialObserver
+    from jaxcross.sweeps import TrialObserver
 
 Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
 

@@ -30,9 +30,9 @@ from jaxcross.jobs.engine import JobDone
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.fused import FusedJob, Fusion
 from jaxcross.jobs.runner import Runner, raise_first
-from jaxcross.program.nonfinite import NonFinite
+from jaxcross.program import NonFinite
 from jaxcross.report import Report
-from jaxcross.runtime.job_record import RestoreMode
+from jaxcross.runtime import RestoreMode
 
 
 def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report:

@@ -28,8 +28,7 @@ import jax
 import numpy as np
 
 from jaxcross._pytree import PyTree, arrays_by_buffer
-from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.job_record import JobRecord
+from jaxcross.runtime import Driver, JobRecord
 
 _ALIGNMENT = 64
 _END = object()

@@ -15,19 +15,18 @@ from contextlib import suppress
 from typing import Self, final
 
 from jaxcross.errors import shortened
-from jaxcross.health.activity import Activity
-from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health import Activity, FlightRecorder
 from jaxcross.jobs.engine import JobEngine
-from jaxcross.report.progress import (
-    FILE,
+from jaxcross.report import (
+    PROGRESS_FILE,
     JobProgress,
     LatestMetric,
-    Pace,
     RunProgress,
+    StepRate,
     doing_text,
     metric_of,
+    run_lines,
 )
-from jaxcross.report.progress_text import run_lines
 
 VARIABLE = "JAXCROSS_PROGRESS"
 FIRST_S = 3.0
@@ -113,7 +112,7 @@ class ProgressReporter:
         self._jobs, self._flight, self._rank, self._ranks = jobs, flight, rank, ranks
         self._interval = interval_of(progress, environ)
         self._shown = progress is not False
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, StepRate] = {}
         self._metrics: dict[str, LatestMetric] = {}
         self._begun_s = 0.0
         self._printed = False
@@ -152,7 +151,7 @@ class ProgressReporter:
             shown=self._shown,
             jobs=tuple(self._progress_of(job, now_s) for job in self._jobs()),
         )
-        self._flight.replace_file(FILE, run.to_json())
+        self._flight.replace_file(PROGRESS_FILE, run.to_json())
         if self._printed if over else self._interval.due(run.run_s):
             self._printed = True
             # A closed log mustn't end the training.
@@ -166,7 +165,7 @@ class ProgressReporter:
             name=job.name,
             step=job.step,
             steps=job.planned_steps,
-            steps_per_s=self._paces.setdefault(job.name, Pace()).look(now_s, job.steps_made),
+            steps_per_s=self._paces.setdefault(job.name, StepRate()).look(now_s, job.steps_made),
             doing=shortened("paused" if job.paused else doing, 60),
             doing_s=0.0 if activity is None or job.paused else max(0.0, now_s - activity.since_s),
             metric=self._metric_of(job),

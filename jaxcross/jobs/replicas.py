@@ -23,11 +23,11 @@ import numpy as np
 
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import digests, leaves_with_paths, on_host
-from jaxcross.checkpoint.rank_local import common_leaves
+from jaxcross.checkpoint import common_leaves
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs.job_state import JobState, has_deleted
-from jaxcross.program.ir import hash_62
-from jaxcross.world.control_plane import Control, RunOnAllRanks, gather
+from jaxcross.program import hash_62
+from jaxcross.world import Control, RunOnAllRanks, gather
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
 """Why a difference is expected. Replicas that are equal anyway are still reported as equal."""

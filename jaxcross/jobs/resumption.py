@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.checkpointer import JobCheckpointer, JobProgress
+from jaxcross.checkpoint import JobCheckpointer, JobProgress
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.job_state import holds_state
 from jaxcross.jobs.prefetch import START, DataPosition, Prefetcher
 from jaxcross.jobs.skipped_steps import SkippedSteps
-from jaxcross.world.control_plane import RunOnAllRanks
+from jaxcross.world import RunOnAllRanks
 
 
 class Resumption:

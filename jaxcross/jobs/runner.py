@@ -26,30 +26,21 @@ from jaxcross._endings import ExitKind, JobStatus
 from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError, clause, quoted
-from jaxcross.health.abort import TERMINATED, print_error
-from jaxcross.health.signals import defer_signals
-from jaxcross.interleave.instrument import Instrument, Listeners
-from jaxcross.interleave.policy import Policy, RoundRobin, Start
+from jaxcross.health import TERMINATED, defer_signals, print_error
+from jaxcross.interleave import Instrument, Listeners, Policy, RoundRobin, Start
 from jaxcross.jobs import arguments
 from jaxcross.jobs.admission import MemoryAdmission
 from jaxcross.jobs.arguments import check_job_name
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.engine import JobEngine
+from jaxcross.jobs.memory import memory_limit
 from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.jobs.stop_message import stop_message
 from jaxcross.jobs.submissions import RegisteredFunctions
-from jaxcross.plan.memory import memory_limit
-from jaxcross.report import JobSummary, Report
-from jaxcross.report.metric_files import MetricFiles
-from jaxcross.report.record import Recorder
-from jaxcross.report.units import as_float
-from jaxcross.runtime.chaos import chaos_of
-from jaxcross.runtime.driver import Driver, FlightNotes
-from jaxcross.runtime.paused_run import nobody_resumes
-from jaxcross.runtime.stall_watch import after_run
-from jaxcross.world import World, current_world
-from jaxcross.world.control_plane import any_rank, gather
+from jaxcross.report import JobSummary, MetricFiles, Recorder, Report, as_float
+from jaxcross.runtime import Driver, FlightNotes, after_run, chaos_of, nobody_resumes
+from jaxcross.world import World, any_rank, current_world, gather
 
 MAX_ERRORS_SHOWN = 8
 """The number of jobs whose errors `Runner.run` shows."""

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
-from jaxcross.jobs.job_state import JobState, form
-from jaxcross.program.nonfinite import is_finite
+from jaxcross.jobs.job_state import JobState, form_of
+from jaxcross.program import is_finite
 
 MOST_IN_A_ROW = 10
 """After this many skipped steps in a row, the state is checked."""
@@ -69,7 +69,7 @@ class SkippedSteps:
             return
         state, _ = self._latest.newest()
         # If the form differs, the results may be metrics.
-        path = _first_nonfinite(state) if form(state) == form(self._latest.state) else None
+        path = _first_nonfinite(state) if form_of(state) == form_of(self._latest.state) else None
         if path is not None:
             raise JobError(
                 f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of "

@@ -27,10 +27,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from jaxcross._lazy import on_first_use
 from jaxcross._link import LINK_VARIABLE, emulated_link
 from jaxcross.lab.transfer import START_S, measure_transfer
+
+if TYPE_CHECKING:  # not public, for jaxcross's other folders
+    from jaxcross.lab.transfer import Transfer
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = ["Lab", "available", "emulated_link"]
 

@@ -26,18 +26,25 @@ by the types of their arrays.
 from typing import TYPE_CHECKING
 
 from jaxcross._lazy import on_first_use
+from jaxcross.jobs import JobMemory
 from jaxcross.plan.difference import Difference
 from jaxcross.plan.machine_contention import MachineContention
 from jaxcross.plan.make_plan import make, predict_group
-from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
-from jaxcross.plan.profile import Profile
-from jaxcross.plan.profiled_cut import ProfiledCut, cut
+from jaxcross.plan.profiled_cut import cut
 from jaxcross.plan.twin import Prediction, predict
+from jaxcross.step import Profile, ProfiledCut
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # modules that need JAX are imported on first use, so the rest runs without
     from jaxcross.plan.compression import Candidate, JobCost, choose_compression
-    from jaxcross.plan.speedup import Estimate, Gain, StepCost
+
+    # not public, for jaxcross's other folders
+    from jaxcross.plan.jobs_file import JobsFile, read_jobs
+    from jaxcross.plan.machine_contention import TWO_CORES
+    from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
+    from jaxcross.plan.speedup import Estimate, Gain, StepCost, estimate_of
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = [
     "Candidate",
@@ -60,9 +67,6 @@ __all__ = [
     "predict",
     "predict_group",
 ]
-
-if not TYPE_CHECKING:  # modules that need JAX are imported on first use, so the rest runs without
-    __getattr__, *_ = on_first_use(__name__)
 
 
 def __dir__() -> list[str]:

@@ -38,15 +38,21 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.interleave.contention import Contention
-from jaxcross.interleave.instrument import Span
-from jaxcross.plan.profile import Profile, segment_times
-from jaxcross.report.intervals import Interval, union
-from jaxcross.report.report import Report
-from jaxcross.report.summary import TimeBreakdown
-from jaxcross.report.table import as_html, printed
-from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
-from jaxcross.report.units import seconds, share
+from jaxcross.interleave import Contention, Span
+from jaxcross.report import (
+    Interval,
+    Report,
+    TimeBreakdown,
+    Timeline,
+    as_html,
+    in_lane_order,
+    merge_intervals,
+    printed_text,
+    seconds,
+    share,
+    shortest_exchanges,
+)
+from jaxcross.step import Profile, segment_times
 
 if TYPE_CHECKING:
     from jaxcross.plan.twin import Prediction
@@ -128,7 +134,7 @@ class Difference:
         return Group(title, table)
 
     def __str__(self) -> str:
-        return printed(self.__rich__())
+        return printed_text(self.__rich__())
 
     def _repr_html_(self) -> str:
         return as_html(self.__rich__())
@@ -317,7 +323,7 @@ def _rows(
     for rank in sorted({span.rank for span in spans}):
         timeline = Timeline.of(rank, spans, shortest)
         exchanging = _Cumulated(
-            union(piece for pieces in timeline.transfer.values() for piece in pieces)
+            merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
         )
         computing = _Cumulated(timeline.computing)
         for span in spans:

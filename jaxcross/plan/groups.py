@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from jaxcross.plan.memory import JobMemory, memory_limit, needed_by_groups, needed_bytes
+from jaxcross.jobs import JobMemory, memory_limit, needed_by_groups, needed_bytes
 
 Numbers = npt.NDArray[np.float64]
 

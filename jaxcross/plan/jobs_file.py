@@ -12,7 +12,7 @@ from typing import Any
 from jaxcross._schema import read_text
 from jaxcross.errors import clause
 from jaxcross.plan.plan import MAX_NAME
-from jaxcross.plan.profile import Profile
+from jaxcross.step import Profile
 
 MAX_FILE_BYTES = 10_000_000
 MAX_JOBS = 100_000

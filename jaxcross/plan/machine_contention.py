@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxcross import _schema
-from jaxcross.interleave.contention import Contention
+from jaxcross.interleave import Contention
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02

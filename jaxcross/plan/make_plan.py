@@ -10,14 +10,14 @@ from numbers import Integral, Real
 from typing import Any
 
 from jaxcross._arguments import check_type
-from jaxcross.interleave.contention import Contention
+from jaxcross.interleave import Contention
+from jaxcross.jobs import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.groups import Load, group
 from jaxcross.plan.machine_contention import MachineContention
-from jaxcross.plan.memory import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.rates import MOST_STEPS, PIECES, Cuts, Rates, choose_rates, cuts_of
 from jaxcross.plan.twin import VOTE_S, Prediction, predict
+from jaxcross.step import Profile
 
 ROUNDS = 8
 """Steps of the slowest job in the prediction whose numbers a plan shows."""

@@ -16,10 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross import _schema
-from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.report.summary import LOST_TIME
-from jaxcross.report.table import as_html, printed
-from jaxcross.report.units import plural, seconds
+from jaxcross.interleave import Policy, RoundRobin, Weighted
+from jaxcross.report import LOST_TIME, as_html, plural, printed_text, seconds
 
 FORMAT = 1
 MAX_FILE_BYTES = 100_000_000
@@ -237,7 +235,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return printed(_table(self))
+        return printed_text(_table(self))
 
     def _repr_html_(self) -> str:
         return as_html(_table(self))
@@ -263,7 +261,7 @@ def _table(plan: Plan) -> Group:
 
 
 def _rows(number: int, group: PlannedGroup) -> list[list[Text]]:
-    from jaxcross.program.ir import human_bytes  # loads JAX, which making a plan doesn't need
+    from jaxcross.program import human_bytes  # loads JAX, which making a plan doesn't need
 
     several = len(group.jobs) > 1
     memory = "-" if group.memory_bytes is None else human_bytes(group.memory_bytes)
@@ -284,7 +282,7 @@ def _rows(number: int, group: PlannedGroup) -> list[list[Text]]:
 
 
 def _title(plan: Plan) -> str:
-    from jaxcross.program.ir import human_bytes
+    from jaxcross.program import human_bytes
 
     jobs = sum(len(group.jobs) for group in plan.groups)
     limit = (

@@ -17,11 +17,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxcross.interleave.contention import Contention
-from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan.memory import JobMemory, memory_limit, needed_bytes
-from jaxcross.plan.profile import Profile
+from jaxcross.interleave import Contention, Policy, RoundRobin, Weighted
+from jaxcross.jobs import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.twin import VOTE_S, check_vote_s, step_rates
+from jaxcross.step import Profile
 
 PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Numbers of pieces to try for a job that has only the profile of its whole step."""

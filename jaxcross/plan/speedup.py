@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxcross._html import preformatted
-from jaxcross.interleave.contention import Contention
+from jaxcross.interleave import Contention
+from jaxcross.jobs import JobMemory, needed_bytes
 from jaxcross.plan.groups import bound_s
 from jaxcross.plan.machine_contention import TWO_CORES
-from jaxcross.plan.memory import JobMemory, needed_bytes
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import predict
-from jaxcross.program.ir import human_bytes
-from jaxcross.report.units import seconds
+from jaxcross.program import human_bytes
+from jaxcross.report import seconds
+from jaxcross.step import Profile
 
 KNOWN_MBPS = (250.0, 2500.0)
 """Range of rates at which predicted gains were compared with measured runs, rounded outwards."""

@@ -23,17 +23,23 @@ from numbers import Real
 from pathlib import Path
 
 from jaxcross._arguments import check_type
-from jaxcross.interleave.compute_queue import DEPTH
-from jaxcross.interleave.contention import Contention
-from jaxcross.interleave.instrument import Span
-from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted, checked_depth
-from jaxcross.interleave.simulator import Call, Script, Simulation, Think
+from jaxcross.interleave import (
+    DEFAULT_DEPTH,
+    Call,
+    Contention,
+    Policy,
+    RoundRobin,
+    Script,
+    Sequential,
+    Simulation,
+    Span,
+    Think,
+    Weighted,
+    checked_depth,
+)
 from jaxcross.plan.difference import Difference, difference
-from jaxcross.plan.profile import Profile
-from jaxcross.report.report import Report
-from jaxcross.report.summary import JobSummary, TimeBreakdown
-from jaxcross.report.time_breakdown import break_down
-from jaxcross.report.units import plural, seconds
+from jaxcross.report import JobSummary, Report, TimeBreakdown, break_down, plural, seconds
+from jaxcross.step import Profile
 
 VOTE_S = 0.0005
 """Seconds of a vote on a local network. Latency dominates, bandwidth doesn't matter. A vote's cost
@@ -110,9 +116,9 @@ class Prediction:
         Raises:
             MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
-        from jaxcross.report.gantt import draw
+        from jaxcross.report import draw_gantt
 
-        return draw(self.report, Path(path), headline=headline)
+        return draw_gantt(self.report, Path(path), headline=headline)
 
 
 def predict(
@@ -236,7 +242,7 @@ def _simulation(
     return Simulation(
         [scripts],
         policy=policy,
-        depth=DEPTH if depth is None else depth,
+        depth=DEFAULT_DEPTH if depth is None else depth,
         exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
         vote_s=vote_s,
         contention=contention,

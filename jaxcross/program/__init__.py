@@ -38,3 +38,38 @@ shard_map_step     a step that is a `jax.shard_map`
 step_checks        checks what is passed to `crossover`; copies arguments that share a buffer
 suspect_exchanges  exchanges that are legal but probably mistakes, such as means of means
 """
+
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.program import mpi4jax_lists, shared_buffers, stages
+    from jaxcross.program.compile import ExecutableCache, SingleFlightCache
+    from jaxcross.program.conditional import Predicate
+    from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
+    from jaxcross.program.digest import program_digest
+    from jaxcross.program.exchange_labels import describe, find_swapped, label_text, order_of
+    from jaxcross.program.execution import Compiled, Execution
+    from jaxcross.program.ir import Aval, Exchange, Program, Segment, hash_62, human_bytes
+    from jaxcross.program.jaxpr_utils import holds
+    from jaxcross.program.lowered import Lowered, Traceable, compile_with_arguments, struct_of
+    from jaxcross.program.mismatch import (
+        BARRIER_REMEDY,
+        branch_call_mismatch,
+        order_mismatch,
+        signature_mismatch,
+        step_mismatch,
+        without_calls,
+    )
+    from jaxcross.program.nonfinite import NonFinite, is_finite, refuse_to_skip
+    from jaxcross.program.step_checks import check_step, copy_shared
+    from jaxcross.program.suspect_exchanges import (
+        means_of_means,
+        own_derivatives,
+        repeated_exchanges,
+        repeated_sums,
+    )
+    from jaxcross.program.trace import Traced, check_arrays, step_name
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

@@ -25,8 +25,7 @@ from jax import lax
 from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat import INLINED, Atom
-from jaxcross._jax_compat.shard_map import without_mesh
+from jaxcross._jax_compat import INLINED, Atom, without_mesh
 from jaxcross.errors import CutError
 from jaxcross.program import lockstep
 from jaxcross.program.conditional import Choose, predicate_of, split

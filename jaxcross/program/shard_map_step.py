@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat.shard_map import begins_under_vmap, first_shard_map, with_input_shapes
+from jaxcross._jax_compat import begins_under_vmap, first_shard_map, with_input_shapes
 from jaxcross.errors import CutError
 
 Specs = Sequence[tuple[int | None, Any]]

@@ -21,9 +21,9 @@ from jaxcross.program.compile import ExecutableCache, collectives_to_await, comp
 from jaxcross.program.cut import cut
 from jaxcross.program.execution import Compiled, live_bytes
 from jaxcross.program.ir import Program, Segment
-from jaxcross.program.trace import Traced
+from jaxcross.program.trace import Traced, trace
 
-__all__ = ["Traced", "compile", "cut"]
+__all__ = ["Traced", "compile", "cut", "trace"]
 
 
 def compile(  # noqa: A001 (the name of this stage in JAX)

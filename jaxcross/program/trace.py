@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat.shard_map import is_cast_outside_of_shard_map
+from jaxcross._jax_compat import is_cast_outside_of_shard_map
 from jaxcross._tracing import tracing
 from jaxcross.errors import CutError, clause
 from jaxcross.program.conditional import Predicate

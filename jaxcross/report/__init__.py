@@ -19,10 +19,39 @@ event_files      reads the ranks' event files after the end; `post_mortem` finds
                  first
 """
 
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
 from jaxcross.report.compare import Comparison
 from jaxcross.report.report import Report
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.tensorboard import TensorBoard
+
+if TYPE_CHECKING:  # not public, for jaxcross's other folders
+    from jaxcross.report.event_files import RankRecord, SavedPart, read_event_files
+    from jaxcross.report.gantt import draw_gantt
+    from jaxcross.report.intervals import Interval, merge_intervals
+    from jaxcross.report.metric_files import MetricFiles, as_logged, flatten_metrics, is_of
+    from jaxcross.report.post_mortem import first_to_end, ranks_without_file
+    from jaxcross.report.progress import (
+        PROGRESS_FILE,
+        JobProgress,
+        LatestMetric,
+        RunProgress,
+        StepRate,
+        doing_text,
+        metric_of,
+    )
+    from jaxcross.report.progress_text import duration, run_lines, run_table
+    from jaxcross.report.record import Recorder
+    from jaxcross.report.run_state import RunState, read_run, read_state
+    from jaxcross.report.sweep_result import SweepResult, SweepTrial
+    from jaxcross.report.table import as_html, printed_text, screen_width
+    from jaxcross.report.time_breakdown import break_down
+    from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
+    from jaxcross.report.units import as_float, plural, seconds, share
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = [
     "LOST_TIME",

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxcross.interleave.instrument import Span
+from jaxcross.interleave import Span
 from jaxcross.report.timeline import in_lane_order
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.report.summary import LOST_TIME, JobTiming, TimeBreakdown
-from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed, totals, unit
+from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed_text, totals, unit
 from jaxcross.report.units import seconds, share
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Comparison:
         return Group(title, table, Text("\n".join(self._notes())))
 
     def __str__(self) -> str:
-        return printed(self.__rich__(), WIDTH + 20)
+        return printed_text(self.__rich__(), WIDTH + 20)
 
     def _repr_html_(self) -> str:
         return as_html(self.__rich__())

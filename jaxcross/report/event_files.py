@@ -162,7 +162,7 @@ class RankRecord:
         return f"in {self.where}{', next to ' if listed else ''}{' and '.join(listed)}"
 
 
-def read(
+def read_event_files(
     folder: str | os.PathLike[str],
     *,
     tail_bytes: int | None = None,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxcross.errors import require_extra
-from jaxcross.interleave.instrument import Span
+from jaxcross.interleave import Span
 from jaxcross.report.compare import Comparison
 from jaxcross.report.timeline import Timeline, in_lane_order
 from jaxcross.report.units import seconds, share
@@ -57,7 +57,7 @@ MOST_BARS = 300
 """Most pieces of work drawn per lane. More can't be told apart, and take minutes to draw."""
 
 
-def draw(
+def draw_gantt(
     report: Report,
     path: Path,
     compare: Report | None = None,

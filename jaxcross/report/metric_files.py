@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from jaxcross._files import holder, lock, replacing
 from jaxcross._schema import spelt, unspelt
-from jaxcross.interleave.instrument import Instrument
+from jaxcross.interleave import Instrument
 
 _log = logging.getLogger("jaxcross")
 _MARKER = "run.json"
@@ -125,7 +125,7 @@ class MetricFiles(Instrument):
     def metrics(self, *, job: str, step: int, values: object) -> None:
         """Adds a line to the job's files."""
         line: dict[str, Value] = {"step": step, "time": round(time.time(), 3)}
-        for key, value in flat(values):
+        for key, value in flatten_metrics(values):
             while key in line:
                 key += "_"
             line[key] = value
@@ -263,14 +263,14 @@ def _file_name(job: str) -> str:
     return f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
-def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
+def flatten_metrics(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
     """Yields names and values of a tree of metrics, e.g. `eval/accuracy` for one in a dict."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from flat(value, f"{path}/{key}" if path else str(key))
+            yield from flatten_metrics(value, f"{path}/{key}" if path else str(key))
     elif isinstance(values, tuple | list) and not all(isinstance(v, int | float) for v in values):
         for n, value in enumerate(values):
-            yield from flat(value, f"{path}/{n}" if path else str(n))
+            yield from flatten_metrics(value, f"{path}/{n}" if path else str(n))
     elif values is not None:
         yield path or "value", _plain(values.tolist() if hasattr(values, "tolist") else values)  # type: ignore[union-attr]
 

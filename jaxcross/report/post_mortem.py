@@ -16,7 +16,7 @@ another rank's, it has ended later.
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
-def verdict(records: Sequence[RankRecord]) -> str:
+def first_to_end(records: Sequence[RankRecord]) -> str:
     """Returns a paragraph on which rank ended first, and what all ranks were doing at that time."""
     if all(record.words == ExitKind.LEFT for record in records) and len(records) == records[0].size:
         return "All ranks ended by themselves: their scripts came to their ends."
@@ -33,7 +33,7 @@ def verdict(records: Sequence[RankRecord]) -> str:
     return f"{_ranks(r.rank for r in first).capitalize()} {why}, {at}. {others}".strip()
 
 
-def missing(records: Sequence[RankRecord]) -> list[int]:
+def ranks_without_file(records: Sequence[RankRecord]) -> list[int]:
     """Returns the ranks of the run that have no file."""
     return sorted(
         set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records}

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxcross._schema import record
-from jaxcross.report.metric_files import flat
+from jaxcross.report.metric_files import flatten_metrics
 from jaxcross.report.units import number
 
-FILE = "progress.json"
+PROGRESS_FILE = "progress.json"
 """The file that rank 0 replaces about once a second during a run."""
 
 VERSION = 1
@@ -95,7 +95,7 @@ class RunProgress:
         return json.dumps({"jaxcross": VERSION, **asdict(self)}) + "\n"
 
 
-class Pace:
+class StepRate:
     """Steps per second of one job, over the last ten seconds and at least one step.
 
     Ignores the first step, because it compiles.
@@ -135,7 +135,7 @@ class LatestMetric:
         """
         new = history[self._seen :]
         for _, values in reversed(new):
-            value = dict(flat(values)).get(name)
+            value = dict(flatten_metrics(values)).get(name)
             if isinstance(value, int | float):
                 self._text = f"{name} {number(value)}"
                 break
@@ -153,7 +153,9 @@ def metric_of(history: Sequence[tuple[int, object]]) -> str:
 
 def metric_text(values: object) -> str:
     """Returns one of the metrics that a job logged: `loss`, or else the first number."""
-    numbers = {key: value for key, value in flat(values) if isinstance(value, int | float)}
+    numbers = {
+        key: value for key, value in flatten_metrics(values) if isinstance(value, int | float)
+    }
     name = "loss" if "loss" in numbers else next(iter(numbers), None)
     return "" if name is None else f"{name} {number(numbers[name])}"
 
@@ -174,7 +176,7 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
         ValueError: The file is damaged or of another version.
         OSError: The file can't be read.
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / PROGRESS_FILE
     try:
         # Open neither a link to elsewhere nor a pipe, which would wait for a writer.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

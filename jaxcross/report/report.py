@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcross._schema import record, spelt, unspelt
 from jaxcross.errors import clause
-from jaxcross.interleave.instrument import Span
+from jaxcross.interleave import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
 from jaxcross.report.summary import JobSummary, TimeBreakdown
-from jaxcross.report.table import as_html, printed, render
+from jaxcross.report.table import as_html, printed_text, render
 from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
@@ -298,9 +298,9 @@ class Report:
             ValueError: `window` doesn't end after it begins, or `compare` has other jobs.
             MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
-        from jaxcross.report.gantt import draw
+        from jaxcross.report.gantt import draw_gantt
 
-        return draw(self, Path(path), compare, window=window)
+        return draw_gantt(self, Path(path), compare, window=window)
 
     def __rich__(self) -> Group:
         return render(self)
@@ -317,7 +317,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        return printed(render(self))
+        return printed_text(render(self))
 
     def _repr_html_(self) -> str:
         return as_html(render(self))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxcross._endings import ExitKind
-from jaxcross.report.event_files import Begun, RankRecord, read
+from jaxcross.report.event_files import Begun, RankRecord, read_event_files
 from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
 
 TAIL_BYTES = 64 << 10
@@ -51,7 +51,7 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
         OSError: The folder can't be read.
     """
     skipped: dict[int, str] = {}
-    records = read(folder, tail_bytes=TAIL_BYTES, skipped=skipped)
+    records = read_event_files(folder, tail_bytes=TAIL_BYTES, skipped=skipped)
     run = read_progress(folder)
     if run is not None and run.run != records[0].run:
         run = None  # left by an earlier run
@@ -73,7 +73,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
     run = read_progress(folder)
     if run is None or not any(job.doing_s >= _LATE_S and not job.status for job in run.jobs):
         return run
-    records = read(folder, tail_bytes=TAIL_BYTES)
+    records = read_event_files(folder, tail_bytes=TAIL_BYTES)
     return with_late_ranks(run, records) if records[0].run == run.run else run
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxcross._endings import JobStatus
-from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave import StepGraph
 
 LOST_TIME = {
     "dispatch": "work was ready, its lane idle",

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.errors import first_line, require_extra, shortened
-from jaxcross.report.table import as_html, printed
+from jaxcross.report.table import as_html, printed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,7 +118,7 @@ class SweepResult:
         )
 
     def __str__(self) -> str:
-        return printed(_table(self))
+        return printed_text(_table(self))
 
     def _repr_html_(self) -> str:
         return as_html(_table(self))

@@ -33,7 +33,7 @@ Longer texts are broken.
 """
 
 
-def printed(group: Group, most: int = WIDTH) -> str:
+def printed_text(group: Group, most: int = WIDTH) -> str:
     """Returns text without colour, no wider than `most` characters and the terminal.
 
     If a table is wider than that, it is printed without lines and its texts are broken. If its

@@ -22,8 +22,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
-from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
+from jaxcross.interleave import PARAMETER_SERVER, Span
+from jaxcross.report.intervals import Interval, intersect, measure, merge_intervals, subtract
 from jaxcross.report.steady_state import Stretch, at_work_together, sets_together
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
@@ -195,7 +195,7 @@ def break_down(
     part = ranks[decisive]
     wall = max(wall_ns.values(), default=0)
     crossed = [job for stretch in part.stretches for job in stretch.steps]
-    steady = union(own.window for own in part.own.values())
+    steady = merge_intervals(own.window for own in part.own.values())
     bound = None
     bottleneck = ""
     lost = {}
@@ -229,7 +229,7 @@ def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
     """Returns the time in which the job computed or exchanged. A job's steps follow one another, so
     no round is shorter than this.
     """
-    return union([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
+    return merge_intervals([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
 
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
@@ -246,12 +246,12 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
 
     `longest` is the job with the longest critical path.
     """
-    transfer = union(piece for pieces in timeline.transfer.values() for piece in pieces)
-    working = union([*timeline.computing, *transfer])
+    transfer = merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
+    working = merge_intervals([*timeline.computing, *transfer])
     late = {
         "compute": timeline.late_compute,
         "exchange": timeline.late_exchange,
-        "chain": union([*timeline.late_compute, *timeline.late_exchange]),
+        "chain": merge_intervals([*timeline.late_compute, *timeline.late_exchange]),
     }[bottleneck]
     busy = {
         "compute": _busiest(timeline.compute_lanes, stretch),
@@ -337,7 +337,7 @@ def _cost(rank: _MeasuredRank, job: str) -> tuple[float, float] | None:
 
 def _input_share(rank: _MeasuredRank, spans: Sequence[Span]) -> dict[str, float]:
     """Returns the shares of the storage levels in the measured waiting for batches."""
-    windows = union(stretch.window for stretch in rank.stretches)
+    windows = merge_intervals(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
     for span in spans:
         if span.kind == "input":

@@ -15,3 +15,21 @@ paused_run        ends a run whose jobs are all paused, if nobody can resume the
 failure_text      turns the ranks' texts about a job into one error, identical across ranks
 chaos             delays threads at random, for tests
 """
+
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.runtime.chaos import chaos_of
+    from jaxcross.runtime.collective_call import run_collectively
+    from jaxcross.runtime.driver import Driver, FlightNotes
+    from jaxcross.runtime.failure_text import describe, explain
+    from jaxcross.runtime.job_record import JobRecord, RestoreMode, Stopped
+    from jaxcross.runtime.lanes import LaneThread
+    from jaxcross.runtime.paused_run import nobody_resumes
+    from jaxcross.runtime.stall_watch import after_run
+    from jaxcross.runtime.standalone import Standalone, run_execution
+    from jaxcross.runtime.step_host import Agreement, StepHost
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

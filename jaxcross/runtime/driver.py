@@ -20,13 +20,17 @@ from typing import TYPE_CHECKING, Any, final
 
 from jaxcross._link import Link
 from jaxcross._pytree import PyTree
-from jaxcross.health.abort import INTERRUPTED, TERMINATED, Terminated
+from jaxcross.health import INTERRUPTED, TERMINATED, Terminated
+from jaxcross.interleave import (
+    Instrument,
+    Interleaver,
+    JobRequest,
+    Listeners,
+    Policy,
+    Start,
+    StepGraph,
+)
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import Instrument, Listeners
-from jaxcross.interleave.interleaver import Interleaver
-from jaxcross.interleave.policy import Policy, Start
-from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.interleave.vote import JobRequest
 from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.collective_call import CollectiveCall
 from jaxcross.runtime.failure_text import describe
@@ -41,12 +45,11 @@ from jaxcross.runtime.router import Router
 from jaxcross.runtime.stall_watch import JobWaits
 from jaxcross.runtime.start_gate import StartGate, StartLimit
 from jaxcross.runtime.step_host import T
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world import Control, World
 
 if TYPE_CHECKING:
-    from jaxcross.health.flight_recorder import FlightRecorder
-    from jaxcross.program.execution import Execution
+    from jaxcross.health import FlightRecorder
+    from jaxcross.program import Execution
 
 
 class Driver:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxcross._endings import JobStatus
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch, step_mismatch
+from jaxcross.program import branch_call_mismatch, signature_mismatch, step_mismatch
 
 _LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from jaxcross._endings import JobStatus
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.interleave import StepGraph
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.runtime.collective_call import CollectiveCall
 
 if TYPE_CHECKING:
-    from jaxcross.program.execution import Execution
+    from jaxcross.program import Execution
 
 RestoreMode = Literal["check", "broadcast", "local"]
 """How the ranks' values of a job's initial state are turned into one."""

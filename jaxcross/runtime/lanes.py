@@ -12,12 +12,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, final
 
 from jaxcross.errors import ExchangeError
-from jaxcross.health.activity import Activity
+from jaxcross.health import Activity
+from jaxcross.interleave import ON_ALL_RANKS, Span, Verdict
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import TOGETHER, Span
-from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.job_record import StepCall
-from jaxcross.world.sched_slice import ask_for_short_slices
+from jaxcross.world import ask_for_short_slices
 
 if TYPE_CHECKING:
     from jaxcross.runtime.driver import Driver
@@ -370,7 +369,7 @@ class ExchangeLane:
                 # job's thread.
                 record = driver.router.jobs[number]
                 job = record.name
-                label = TOGETHER
+                label = ON_ALL_RANKS
                 assert record.collective is not None
                 with world.monitor(job=job, step=step, segment=-1, what=record.collective.what):
                     record.collective.run(world.control)

@@ -9,8 +9,8 @@ from typing import final
 
 from jaxcross._endings import JobStatus
 from jaxcross.errors import InternalError, JobError
+from jaxcross.interleave import Listeners
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import Listeners
 from jaxcross.runtime.failure_text import describe, explain, printing_ranks
 from jaxcross.runtime.job_record import JobRecord, StepCall
 from jaxcross.runtime.paused_run import PausedRun

@@ -11,14 +11,10 @@ from typing import Protocol, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
-from jaxcross.health.activity import RankStatus, missing_ranks
-from jaxcross.health.watchdog import Monitor
-from jaxcross.program import mpi4jax_lists
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
+from jaxcross.health import Monitor, RankStatus, missing_ranks
+from jaxcross.program import Compiled, Program, mpi4jax_lists
 from jaxcross.runtime.step_host import Agreement, T
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world import Control, World
 
 
 class StepInFlight(Protocol):
@@ -44,7 +40,7 @@ class Standalone:
 
     Every rank makes these calls in the same order, so they match up without a runner having to
     agree on one. The step agrees with the other ranks before it requests executables
-    (`jaxcross.step.crossover`). Several steps may make equal exchanges. So the ranks number the
+    (`jaxcross.step.step`). Several steps may make equal exchanges. So the ranks number the
     steps in the order in which they agree on them, and compare the numbers again in later calls.
 
     Attributes:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from jaxcross.interleave.joint_start import Arrival
+from jaxcross.interleave import Arrival
 
 START_LIMIT_S = 30.0
 """How many seconds a job may spend on anything other than tracing and compiling.

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from jaxcross._pytree import PyTree
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.world.control_plane import Control
+from jaxcross.program import Compiled, Program
+from jaxcross.world import Control
 
 T = TypeVar("T")
 

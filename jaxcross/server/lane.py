@@ -14,12 +14,10 @@ from functools import partial
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import Stopped
+from jaxcross.runtime import Stopped, describe
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.served_part import ServedPart
-from jaxcross.world.mailbox import Mailbox
-from jaxcross.world.sched_slice import ask_for_short_slices
+from jaxcross.world import Mailbox, ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
 # Seconds between two polls of the mailbox. We don't use MPI's own wait, because it would keep a

@@ -21,17 +21,15 @@ from jax.sharding import Sharding
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.health.activity import RankStatus
-from jaxcross.jobs.engine import JobEngine, current_engine
-from jaxcross.program.mismatch import signature_mismatch
-from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import Stopped
+from jaxcross.health import RankStatus
+from jaxcross.jobs import JobEngine, current_engine
+from jaxcross.program import signature_mismatch
+from jaxcross.runtime import Stopped, describe
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
 from jaxcross.server.message_layout import MessageLayout
 from jaxcross.server.served_part import ServedPart
-from jaxcross.world import World, current_world
-from jaxcross.world.mailbox import Mailbox
+from jaxcross.world import Mailbox, World, current_world
 
 Params = TypeVar("Params")
 

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange.elementwise import check_elementwise
+from jaxcross.exchange import check_elementwise
 from jaxcross.server.message_layout import MessageLayout
 
 

@@ -19,3 +19,17 @@ solo_cost           the seconds and bytes of one step alone, measured on all ran
 commit_flag         `nonfinite="skip"`: a step that leaves its state unchanged
 nnx                 steps that change Flax NNX objects in place
 """
+
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.step import nnx
+    from jaxcross.step.exchange_agreement import agree_once
+    from jaxcross.step.profile import Profile, ProfiledCut, segment_times
+    from jaxcross.step.step import Axes, Step, crossover
+    from jaxcross.step.timed_trial import gather_failures, summary, time_segments
+    from jaxcross.step.variant import StepRecord, Variant, check_profiles
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

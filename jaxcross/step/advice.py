@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from jaxcross import _jax_compat as compat
 from jaxcross._pytree import TreeDef
 from jaxcross.errors import quoted
-from jaxcross.program.ir import Exchange, Program, human_bytes
-from jaxcross.program.suspect_exchanges import (
+from jaxcross.program import (
+    Exchange,
+    Program,
+    Traced,
+    human_bytes,
     means_of_means,
     own_derivatives,
     repeated_exchanges,
     repeated_sums,
 )
-from jaxcross.program.trace import Traced
 
 _log = logging.getLogger("jaxcross")
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxcross._arguments import in_words
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError
-from jaxcross.jobs.job_state import form
+from jaxcross.jobs import form_of
 
-Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see `form`
+Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see `form_of`
 
 
 @cache
@@ -131,9 +131,11 @@ class _Results:
 
         Its arrays would change even if the step is skipped.
         """
-        free = Counter(form([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1])
+        free = Counter(
+            form_of([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1]
+        )
         for place, old in donated.items():
-            arrays = Counter(form(_arrays(old))[1])
+            arrays = Counter(form_of(_arrays(old))[1])
             if arrays and not arrays - free:
                 raise CutError(
                     f"`{self._name}` cannot skip a step: it donates argument {in_words(place)} and "
@@ -145,7 +147,7 @@ class _Results:
     def check_others(self, others: dict[int | str, PyTree]) -> None:
         """Raises CutError if an argument that isn't declared as state seems to be state."""
         for place, old in others.items():
-            kind = form(old)
+            kind = form_of(old)
             if _arrays(old) and not _bare(kind) and self._positions(kind)[1]:
                 raise CutError(
                     f"`{self._name}` cannot skip a step: its first argument is its state, as it "
@@ -161,9 +163,11 @@ class _Results:
         """
         found: list[tuple[int, list[int]]] = []
         for path, part in jax.tree.leaves_with_path(
-            self._results, is_leaf=lambda part: form(part) == kind
+            self._results, is_leaf=lambda part: form_of(part) == kind
         ):
-            if form(part) != kind or (_bare(kind) and len(path) > (type(self._results) is tuple)):
+            if form_of(part) != kind or (
+                _bare(kind) and len(path) > (type(self._results) is tuple)
+            ):
                 continue
             part_leaves = [n for n, own in enumerate(self._paths) if own[: len(path)] == path]
             if self.kept.isdisjoint(part_leaves):
@@ -176,7 +180,7 @@ def _by_form(states: dict[int | str, PyTree]) -> list[tuple[Form, list[int | str
     """Groups the arguments by their form, leaving out arguments without arrays."""
     found: list[tuple[Form, list[int | str]]] = []
     for number, state in states.items():
-        own = form(state)
+        own = form_of(state)
         alike = next((numbers for kind, numbers in found if kind == own), None)
         if alike is not None:
             alike.append(number)

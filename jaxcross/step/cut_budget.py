@@ -11,7 +11,7 @@ from typing import final
 
 import numpy as np
 
-from jaxcross.world.control_plane import RunOnAllRanks
+from jaxcross.world import RunOnAllRanks
 
 SHARE = 0.25
 """The fraction of the uncut steps' total time that a search may take.

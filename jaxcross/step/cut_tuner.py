@@ -23,14 +23,10 @@ from jax.errors import JaxRuntimeError
 
 from jaxcross._files import write_whole
 from jaxcross._jax_compat import compilation_cache_dir
-from jaxcross.program.digest import program_digest
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.program.trace import Traced
+from jaxcross.program import Compiled, Program, Traced, program_digest
 from jaxcross.step.cut_budget import SHARE, Budget
 from jaxcross.step.timed_trial import gather_failures, summary, time_step
-from jaxcross.world import World
-from jaxcross.world.control_plane import RunOnAllRanks, gather
+from jaxcross.world import RunOnAllRanks, World, gather
 
 _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)

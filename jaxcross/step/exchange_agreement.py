@@ -16,21 +16,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, final
 
 from jaxcross.errors import CutError, ExchangeError
-from jaxcross.program.exchange_labels import describe, find_swapped, label_text, order_of
-from jaxcross.program.ir import Program, hash_62
-from jaxcross.program.mismatch import (
+from jaxcross.program import (
+    Program,
     branch_call_mismatch,
+    describe,
+    find_swapped,
+    hash_62,
+    label_text,
     order_mismatch,
+    order_of,
     signature_mismatch,
     step_mismatch,
     without_calls,
 )
-from jaxcross.runtime.standalone import Standalone
-from jaxcross.runtime.step_host import StepHost
-from jaxcross.wire.rank_grid import make_rank_grid
-from jaxcross.wire.recognise import group_of
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control, all_equal, which_equal
+from jaxcross.runtime import Standalone, StepHost
+from jaxcross.wire import group_of, make_rank_grid
+from jaxcross.world import Control, World, all_equal, which_equal
 
 if TYPE_CHECKING:
     from jaxcross.step.variant import Variant

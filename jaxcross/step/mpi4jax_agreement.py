@@ -15,15 +15,18 @@ from typing import final
 from weakref import WeakKeyDictionary
 
 from jaxcross.errors import ExchangeError
-from jaxcross.program import mpi4jax_lists
-from jaxcross.program.ir import Exchange, Program, hash_62
-from jaxcross.program.mismatch import BARRIER_REMEDY, without_calls
-from jaxcross.runtime.step_host import StepHost
+from jaxcross.program import (
+    BARRIER_REMEDY,
+    Exchange,
+    Program,
+    hash_62,
+    mpi4jax_lists,
+    without_calls,
+)
+from jaxcross.runtime import StepHost
 from jaxcross.step.exchange_agreement import agree_on_order, check_order, order_hash
-from jaxcross.wire import MpiWire
-from jaxcross.wire.mpi4jax_calls import Key, key_of
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather, which_equal
+from jaxcross.wire import CommKey, MpiWire, comm_key_of
+from jaxcross.world import Control, World, gather, which_equal
 
 Lists = Mapping[int, tuple[Exchange, ...]]
 
@@ -154,7 +157,7 @@ class UnitAgreement:
         # know the numbers in use on all ranks.
         taken = {(_key(key), number) for _, busy in gathered for key, number in busy}
         own_comms = comms.for_job(self.host)
-        for key in sorted({key_of(x) for _, x in named} - set(own_comms)):
+        for key in sorted({comm_key_of(x) for _, x in named} - set(own_comms)):
             ranks, label = key
             if self.world.rank not in ranks:
                 continue
@@ -244,6 +247,6 @@ def _decoded(name: str, texts: list[str]) -> Lists:
     return {rank: mpi4jax_lists.decode(text) for rank, text in enumerate(texts)}
 
 
-def _key(value: tuple[list[int], str]) -> Key:
+def _key(value: tuple[list[int], str]) -> CommKey:
     ranks, label = value
     return tuple(ranks), label

@@ -19,8 +19,8 @@ from jaxcross._arguments import in_words
 from jaxcross._pytree import PyTree
 
 if TYPE_CHECKING:
-    from jaxcross.program.trace import Traced
-    from jaxcross.step.crossover import Step
+    from jaxcross.program import Traced
+    from jaxcross.step.step import Step
 
 
 def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from jaxcross.program import stages
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.runtime.step_host import StepHost
+from jaxcross.program import Compiled, Program, stages
+from jaxcross.runtime import StepHost
 from jaxcross.step.cut_tuner import CutHint, CutSearch, cut_key, gather_hint
 from jaxcross.step.exchange_agreement import agree_once
 from jaxcross.step.variant import ChosenCut, Variant

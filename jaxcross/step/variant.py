@@ -16,17 +16,20 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross.errors import CutError
-from jaxcross.plan.profile import Profile
-from jaxcross.program import stages
-from jaxcross.program.compile import SingleFlightCache
-from jaxcross.program.conditional import Predicate
-from jaxcross.program.cut import Cut
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program, human_bytes
-from jaxcross.program.trace import Traced
-from jaxcross.runtime.step_host import StepHost
+from jaxcross.program import (
+    Compiled,
+    Cut,
+    Predicate,
+    Program,
+    SingleFlightCache,
+    Traced,
+    human_bytes,
+    stages,
+)
+from jaxcross.runtime import StepHost
 from jaxcross.step.advice import advise
 from jaxcross.step.mpi4jax_agreement import Units, list_hash
+from jaxcross.step.profile import Profile
 from jaxcross.world import World
 
 

@@ -10,6 +10,13 @@ sweep_settings  settings that must be the same on all ranks, and whenever a swee
 sweep_rank      a rank of `jaxcross sweep`
 """
 
-from jaxcross.sweeps.search import Choices, Draws, Grid, Optuna
+from typing import TYPE_CHECKING
 
-__all__ = ["Choices", "Draws", "Grid", "Optuna"]
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.sweeps.run_sweep import sweep
+    from jaxcross.sweeps.search import Choices, Draws, Grid, Optuna
+    from jaxcross.sweeps.trial import TrialObserver
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

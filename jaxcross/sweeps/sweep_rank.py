@@ -16,7 +16,7 @@ from jaxcross.world import World, current_world, initialize
 
 def main(arguments: list[str]) -> int:
     """Runs the sweep that the command describes, with the script's `train`. Waits for all ranks."""
-    from jaxcross.sweeps.sweep import sweep
+    from jaxcross.sweeps.run_sweep import sweep
 
     script, task = Path(arguments[0]), json.loads(arguments[1])
     search = search_of(task)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jaxcross.errors import JobError
-from jaxcross.jobs.arguments import check_count
-from jaxcross.world import World
-from jaxcross.world.control_plane import gather
+from jaxcross.jobs import check_count
+from jaxcross.world import World, gather
 
 T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError)

@@ -16,15 +16,13 @@ import jax
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree, snapshot
 from jaxcross._schema import unspelt
-from jaxcross.checkpoint.folders import Folders, folder_name
+from jaxcross.checkpoint import Folders, folder_name
 from jaxcross.errors import JobError, quoted
-from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.engine import JobDone, JobEngine, current_engine
-from jaxcross.report.metric_files import flat
+from jaxcross.jobs import JobContext, JobDone, JobEngine, current_engine
+from jaxcross.report import flatten_metrics
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.sweep_settings import SweepSettings
-from jaxcross.world import World
-from jaxcross.world.control_plane import gather
+from jaxcross.world import World, gather
 
 _log = logging.getLogger("jaxcross")
 
@@ -275,7 +273,9 @@ class TrialObserver:
         """
         self._seen += entries  # the run that logged them has written them down
         known = self.job.history[: self._seen]
-        self._times = Counter(step for step, metrics in known if self.metric in dict(flat(metrics)))
+        self._times = Counter(
+            step for step, metrics in known if self.metric in dict(flatten_metrics(metrics))
+        )
 
     def stepped(self, step: int) -> None:
         """Called when all ranks have committed the job's step of this number. Doesn't wait."""
@@ -287,7 +287,7 @@ class TrialObserver:
         if self.pruned:
             return  # a last evaluation as the job ends, which no longer counts
         # Compare only names. The values aren't there yet, and waiting for them every step is slow.
-        names = dict(flat(jax.tree.map(lambda _: 0.0, metrics)))
+        names = dict(flatten_metrics(jax.tree.map(lambda _: 0.0, metrics)))
         if self.metric not in names:
             self._check_evaluation(list(names))
             return
@@ -319,7 +319,7 @@ class TrialObserver:
         evaluation = self.metric.partition("/")[0]
         returned = {name.partition("/")[0] for name in names} == {evaluation}
         earlier = self._has_metric or any(
-            self.metric in dict(flat(values)) for _, values in self.job.history
+            self.metric in dict(flatten_metrics(values)) for _, values in self.job.history
         )
         if returned and not earlier and self._engine.evaluations.provide(self.metric):
             error = JobError(
@@ -363,7 +363,7 @@ class TrialObserver:
         if self._coordinator is None:
             return
         for step, metrics in new:
-            value = unspelt(dict(flat(metrics)).get(self.metric))
+            value = unspelt(dict(flatten_metrics(metrics)).get(self.metric))
             if value is None:
                 continue
             if not isinstance(value, bool | int | float):
@@ -384,7 +384,9 @@ class TrialObserver:
         everyone = job.run_on_all_ranks("end of the trial", lambda control: gather(control, mine))
         value = everyone[0][0]
         if value is None:
-            names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
+            names = sorted(
+                {name for _, metrics in job.history for name, _ in flatten_metrics(metrics)}
+            )
             error = JobError(
                 f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by "
                 f"which trials are compared. It logged: {quoted(names) or 'nothing'}. Call "

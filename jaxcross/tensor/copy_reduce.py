@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxcross._jax_compat.shard_map import checks_varying, vary_over
+from jaxcross._jax_compat import checks_varying, vary_over
 
 Axes = tuple[str, ...]
 Arrays = TypeVar("Arrays")

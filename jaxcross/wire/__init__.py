@@ -13,8 +13,17 @@ mpi4jax_calls    a program's own mpi4jax calls, and the communicators that a job
 bytes            how many bytes a rank receives in an exchange
 """
 
-from jaxcross.wire.bytes import issued_bytes, wire_bytes
-from jaxcross.wire.mpi_messages import MAX_COUNT, Channel, split_counts
-from jaxcross.wire.mpi_wire import MpiWire
+from typing import TYPE_CHECKING
 
-__all__ = ["MAX_COUNT", "Channel", "MpiWire", "issued_bytes", "split_counts", "wire_bytes"]
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.wire.arena import Arena
+    from jaxcross.wire.bytes import issued_bytes, wire_bytes
+    from jaxcross.wire.mpi4jax_calls import CommKey, JobComms, comm_key_of
+    from jaxcross.wire.mpi_messages import MAX_COUNT, split_counts
+    from jaxcross.wire.mpi_wire import MpiWire, WireLibrary
+    from jaxcross.wire.rank_grid import RankGrid, axis_sizes, make_rank_grid
+    from jaxcross.wire.recognition import LOCAL_PRIMITIVES, group_of, names_axis, recognise
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

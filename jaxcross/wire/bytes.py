@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.ir import Exchange
+from jaxcross.program import Exchange
 from jaxcross.wire import host_calls, mpi_collectives, mpi_messages
 
 _REDUCE = ("psum", "pmax", "pmin", "mpi.allreduce")

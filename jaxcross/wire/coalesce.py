@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program import shared_buffers
-from jaxcross.program.ir import Exchange
+from jaxcross.program import Exchange, shared_buffers
 from jaxcross.wire.bytes import group_size
 from jaxcross.wire.mpi_collectives import gathers
 from jaxcross.wire.mpi_messages import is_narrow_float
-from jaxcross.wire.recognise import involves_axes, recognise
+from jaxcross.wire.recognition import involves_axes, recognise
 
 # Above `SMALL_BYTES`, copying a value into the joint message and out of it costs more than it
 # saves. `MESSAGE_BYTES` limits the memory of a joint message.

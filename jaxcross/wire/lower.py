@@ -16,16 +16,13 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
-from jaxcross.program import shared_buffers
-from jaxcross.program.ir import Exchange
-from jaxcross.program.jaxpr_utils import holds
-from jaxcross.program.lowered import struct_of
+from jaxcross.program import Exchange, holds, shared_buffers, struct_of
 from jaxcross.wire import coalesce, mpi_collectives
-from jaxcross.wire.mpi4jax_calls import Key, with_communicators
+from jaxcross.wire.mpi4jax_calls import CommKey, with_communicators
 from jaxcross.wire.mpi_messages import Channel, is_narrow_float
 from jaxcross.wire.rank_grid import RankGrid
-from jaxcross.wire.recognise import (
-    LOCAL,
+from jaxcross.wire.recognition import (
+    LOCAL_PRIMITIVES,
     REDUCTIONS,
     group_of,
     names_axis,
@@ -40,7 +37,10 @@ _LOOPS = ("scan", "while", "cond")
 
 
 def lower(
-    jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
+    jaxpr: compat.Jaxpr,
+    mesh: RankGrid,
+    connect: Connect,
+    comms: Mapping[CommKey, Any] | None = None,
 ) -> Any:
     """Returns a closed jaxpr in which every exchange has become one or several messages.
 
@@ -103,7 +103,7 @@ def _equation(
     if name == "axis_index" and names_axis(eqn, mesh.sizes):
         axis = eqn.params["axis_name"]
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
-    if name in LOCAL and names_axis(eqn, mesh.sizes):
+    if name in LOCAL_PRIMITIVES and names_axis(eqn, mesh.sizes):
         return values
     if name == "split" and values[0].ndim == 1:
         return shared_buffers.split(values[0], eqn.params["sizes"])

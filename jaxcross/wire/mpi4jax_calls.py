@@ -15,10 +15,10 @@ from typing import Any
 from weakref import ref
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.ir import Exchange, Program
-from jaxcross.wire.recognise import recognise, unwrap
+from jaxcross.program import Exchange, Program
+from jaxcross.wire.recognition import recognise, unwrap
 
-Key = tuple[tuple[int, ...], str]
+CommKey = tuple[tuple[int, ...], str]
 """Members in order, and the name of the user's communicator."""
 
 
@@ -35,13 +35,13 @@ class JobComms:
     Only the exchange lane writes. The jobs' threads read.
     """
 
-    _lent: dict[tuple[Key, int], _Lent] = field(default_factory=dict)
+    _lent: dict[tuple[CommKey, int], _Lent] = field(default_factory=dict)
 
-    def for_job(self, job: Any) -> dict[Key, Any]:
+    def for_job(self, job: Any) -> dict[CommKey, Any]:
         """Returns the communicators of a job."""
         return {key: lent.comm for (key, _), lent in self._lent.copy().items() if lent.job() is job}
 
-    def in_use(self) -> list[tuple[Key, int]]:
+    def in_use(self) -> list[tuple[CommKey, int]]:
         """Returns the communicators of the jobs that haven't left on this rank."""
         return [
             place
@@ -49,7 +49,7 @@ class JobComms:
             if (job := lent.job()) and not job.done.is_set()
         ]
 
-    def assign(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
+    def assign(self, job: Any, key: CommKey, number: int, make: Callable[[], Any]) -> None:
         """Gives a job communicator `number` of those with this key, made by `make` if necessary."""
         lent = self._lent.get((key, number))
         self._lent[key, number] = _Lent(make() if lent is None else lent.comm, ref(job))
@@ -68,7 +68,7 @@ def calls_of(
         members: Returns the ranks of an exchange over named axes.
     """
     found: list[Exchange] = []
-    alike: dict[Key, list[int]] = {}  # handles of communicators with equal members and names
+    alike: dict[CommKey, list[int]] = {}  # handles of communicators with equal members and names
     for segment in program.collectives:
         comms = _comms_in(segment.jaxpr, dict(program.axes))
         for exchange, comm in zip(segment.exchanges, comms, strict=True):
@@ -77,19 +77,19 @@ def calls_of(
                     replace(exchange, params=(*exchange.params, ("ranks", members(exchange))))
                 )
                 continue
-            handles = alike.setdefault(key_of(exchange), [])
+            handles = alike.setdefault(comm_key_of(exchange), [])
             handle = handle_of(comm)
             if handle not in handles:
                 handles.append(handle)
             number = handles.index(handle)
             if number:
-                params = {**dict(exchange.params), "comm": f"{key_of(exchange)[1]}#{number}"}
+                params = {**dict(exchange.params), "comm": f"{comm_key_of(exchange)[1]}#{number}"}
                 exchange = replace(exchange, params=tuple(params.items()))
             found.append(exchange)
     return tuple(found)
 
 
-def key_of(exchange: Exchange) -> Key:
+def comm_key_of(exchange: Exchange) -> CommKey:
     """Returns what ranks can compare about a call's communicator: its members and its name."""
     params = dict(exchange.params)
     return params["ranks"], params.get("comm", "")
@@ -102,7 +102,7 @@ def handle_of(comm: Any) -> int:
     return MPI._handleof(comm)
 
 
-def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.Jaxpr:
+def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[CommKey, Any]) -> compat.Jaxpr:
     """Returns the open jaxpr with mpi4jax's calls moved from the user's communicators to `comms`.
 
     Inner jaxprs are rewritten, too. A call whose communicator isn't in `comms` stays as it is.
@@ -112,7 +112,7 @@ def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.
         found = recognise(eqn, {}) if eqn.primitive.name.endswith("_mpi") else None
         if found is None:
             return compat.map_sub_jaxprs(eqn, lambda inner: with_communicators(inner, comms))
-        comm = comms.get(key_of(found[0]))
+        comm = comms.get(comm_key_of(found[0]))
         wrapper = type(eqn.params["comm"])
         return eqn if comm is None else eqn.replace(params={**eqn.params, "comm": wrapper(comm)})
 

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.ir import Exchange, Program
-from jaxcross.program.lowered import Lowered, Traceable
+from jaxcross.program import Exchange, Lowered, Program, Traceable
 from jaxcross.wire import host_calls, primitive
 from jaxcross.wire.host_program import HostLowered, holds_message
 from jaxcross.wire.lower import calls_mpi4jax, lower
-from jaxcross.wire.mpi4jax_calls import Key, calls_of
+from jaxcross.wire.mpi4jax_calls import CommKey, calls_of
 from jaxcross.wire.mpi_messages import MAX_COUNT, Channel
-from jaxcross.wire.recognise import group_of, recognise
+from jaxcross.wire.recognition import group_of, recognise
 
 if TYPE_CHECKING:
     from jaxcross.world import World
 
-Over = Literal["mpi4jax", "mpi4py"]
+WireLibrary = Literal["mpi4jax", "mpi4py"]
 """The library that carries out the exchanges."""
 
 
@@ -46,9 +45,9 @@ class MpiWire:
         self,
         world: World,
         *,
-        over: Over | None = None,
+        over: WireLibrary | None = None,
         max_count: int = MAX_COUNT,
-        comms: Mapping[Key, Any] | None = None,
+        comms: Mapping[CommKey, Any] | None = None,
     ) -> None:
         self._world = world
         self._over = world.over if over is None else over

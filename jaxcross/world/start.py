@@ -20,20 +20,21 @@ from jaxcross import _jax_compat as compat
 from jaxcross._endings import ExitKind
 from jaxcross._versions import mpi4jax_fault, mpi4jax_remedy
 from jaxcross.errors import ExchangeError, clause
-from jaxcross.health import process
-from jaxcross.health.abort import (
+from jaxcross.health import (
     INTERRUPTED,
     AbortReason,
     ExceptionHooks,
+    FlightRecorder,
+    SigtermHandler,
+    Watchdog,
     abort_everywhere,
     end_processes,
+    install_interrupt,
     print_error,
+    process,
 )
-from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.signals import SigtermHandler, install_interrupt
-from jaxcross.health.watchdog import Watchdog
-from jaxcross.program.compile import ExecutableCache
-from jaxcross.wire.mpi_wire import MpiWire, Over
+from jaxcross.program import ExecutableCache
+from jaxcross.wire import MpiWire, WireLibrary
 from jaxcross.world import malloc, wire_choice, xla_pool
 from jaxcross.world.control_plane import MpiControl
 from jaxcross.world.exchange_owner import ExchangeOwner, check_interval
@@ -67,7 +68,7 @@ def initialize(
     *,
     stall_timeout_s: float = 300.0,
     heartbeat_timeout_s: float = 30.0,
-    wire: Over | None = None,
+    wire: WireLibrary | None = None,
 ) -> World:
     """Joins the MPI world. Waits for every rank. Call it before the first JAX array.
 
@@ -150,7 +151,7 @@ def _start(
     launch: LaunchedRanks | None,
     stall_timeout_s: float,
     heartbeat_timeout_s: float,
-    over: Over | None,
+    over: WireLibrary | None,
 ) -> World:
     """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
     with limited_start(1 if launch is None else launch.size, stall_timeout_s, os.environ):
@@ -234,7 +235,7 @@ def _join(
     vendor: str,
     stall_timeout_s: float,
     heartbeat_timeout_s: float,
-    over: Over | None,
+    over: WireLibrary | None,
 ) -> World:
     """Returns this rank's view of the world. Waits for every rank."""
     world = mpi.COMM_WORLD
@@ -345,7 +346,7 @@ def load_mpi() -> Any:
     return MPI
 
 
-def _load_wire(world: Any, over: Over | None, accelerators: int) -> Over:
+def _load_wire(world: Any, over: WireLibrary | None, accelerators: int) -> WireLibrary:
     """Returns the library for the exchanges, ready to use. Waits for every rank.
 
     Raises:

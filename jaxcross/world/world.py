@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line
-from jaxcross.health.abort import INTERRUPTED, TERMINATED, AbortReason, abort_everywhere
-from jaxcross.health.activity import missing_ranks
-from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.watchdog import Monitor, WaitingFor, Watchdog
-from jaxcross.wire.arena import Arena
-from jaxcross.wire.mpi4jax_calls import JobComms
-from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
+from jaxcross.health import (
+    INTERRUPTED,
+    TERMINATED,
+    AbortReason,
+    FlightRecorder,
+    Monitor,
+    WaitingFor,
+    Watchdog,
+    abort_everywhere,
+    missing_ranks,
+)
+from jaxcross.wire import Arena, JobComms, RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
 from jaxcross.world.exchange_owner import ExchangeOwner
 from jaxcross.world.mailbox import Mailbox
@@ -26,8 +31,8 @@ from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 if TYPE_CHECKING:
-    from jaxcross.program.compile import ExecutableCache
-    from jaxcross.wire.mpi_wire import MpiWire, Over
+    from jaxcross.program import ExecutableCache
+    from jaxcross.wire import MpiWire, WireLibrary
 
 _AGREEMENT = "agreement of the ranks that exchange with one another"
 
@@ -78,7 +83,7 @@ class World:
     vendor: str
     pool_size: int
     heartbeat_timeout_s: float
-    over: Over
+    over: WireLibrary
     control: Control
     arena: Arena = field(default_factory=Arena, repr=False)
     flight: FlightRecorder = field(repr=False)

@@ -14,8 +14,7 @@ from flax.training.train_state import TrainState
 
 from jaxcross import exchange
 from jaxcross._pytree import digests
-from jaxcross.checkpoint.rank_local import common_leaves, named_leaves, rank_local_leaves
-from jaxcross.exchange.per_rank import RankLocal
+from jaxcross.checkpoint.rank_local import RankLocal, common_leaves, named_leaves, rank_local_leaves
 
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]

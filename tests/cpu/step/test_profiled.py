@@ -12,7 +12,7 @@ from jaxcross.errors import CutError
 from jaxcross.plan import Profile
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
-from jaxcross.step.crossover import crossover
+from jaxcross.step.step import crossover
 from jaxcross.step.variant import check_profiles
 from jaxcross.testing import LocalRanks
 

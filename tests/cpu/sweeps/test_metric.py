@@ -11,7 +11,7 @@ import pytest
 from jaxcross.checkpoint.folders import Folders
 from jaxcross.errors import JobError
 from jaxcross.sweeps import Grid
-from jaxcross.sweeps.sweep import sweep
+from jaxcross.sweeps.run_sweep import sweep
 from jaxcross.sweeps.trial import TrialObserver
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step

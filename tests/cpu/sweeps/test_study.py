@@ -8,7 +8,7 @@ import pytest
 from jaxcross.errors import JobError
 from jaxcross.interleave.messages import StopRequested
 from jaxcross.sweeps import Grid, Optuna
-from jaxcross.sweeps.sweep import sweep
+from jaxcross.sweeps.run_sweep import sweep
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
 

@@ -11,7 +11,7 @@ from jaxcross.interleave.messages import StopRequested
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.runner import Runner
 from jaxcross.sweeps import Choices, Draws, Grid
-from jaxcross.sweeps.sweep import sweep
+from jaxcross.sweeps.run_sweep import sweep
 from jaxcross.sweeps.sweep_rank import search_of
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step

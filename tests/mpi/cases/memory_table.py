@@ -14,7 +14,7 @@ import pytest
 
 import jaxcross
 from jaxcross import JobError, Runner
-from jaxcross.plan.memory import PROCESS_BYTES
+from jaxcross.jobs.memory import PROCESS_BYTES
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 LAST = WORLD.size - 1

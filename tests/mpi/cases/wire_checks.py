@@ -19,7 +19,7 @@ from jaxcross.program.lowered import Traceable
 from jaxcross.wire import MpiWire, host_calls, issued_bytes, wire_bytes
 from jaxcross.wire.bytes import call_of
 from jaxcross.wire.mpi_messages import split_counts
-from jaxcross.wire.recognise import recognise
+from jaxcross.wire.recognition import recognise
 from jaxcross.world import initialize
 from tests.support.quick_compiler import AS_USERS_HAVE_IT
 

@@ -14,10 +14,10 @@ from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.jobs.memory import JobMemory
 from jaxcross.plan.machine_contention import TWO_CORES
-from jaxcross.plan.memory import JobMemory
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.speedup import StepCost, contention_at, estimate_of, memory_bytes, period_s
+from jaxcross.step.profile import Profile
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 WHOLE = StepGraph(

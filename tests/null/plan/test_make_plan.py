@@ -7,11 +7,11 @@ import pytest
 
 import jaxcross
 from jaxcross.interleave.contention import Contention
+from jaxcross.jobs.memory import JobMemory
 from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.make_plan import make, predict_group
-from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan
-from jaxcross.plan.profile import Profile
+from jaxcross.step.profile import Profile
 
 
 def _profile(name: str, compute_s: float, exchange_s: float, **fields: Any) -> Profile:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.jobs.memory import JobMemory
 from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
-from jaxcross.plan.memory import JobMemory
-from jaxcross.plan.profile import MAX_FILE_BYTES, Profile
 from jaxcross.plan.twin import predict
 from jaxcross.report import JobSummary, Report
+from jaxcross.step.profile import MAX_FILE_BYTES, Profile
 
 GRAPH = StepGraph(
     kinds=("compute", "collective", "compute"),

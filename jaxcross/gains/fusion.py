@@ -17,18 +17,23 @@ from typing import Any, Literal, final
 from jaxcross._arguments import check_choice
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.jobs.engine import current_engine
-from jaxcross.jobs.fused import FusedJob, FusedStep, Fusion
-from jaxcross.jobs.job_state import form, own_copy
-from jaxcross.jobs.plain_loop import Job, check_batches_apart, run
-from jaxcross.jobs.prefetch import close_unread
+from jaxcross.gains.solo_cost import Settings, Subject, measure_on_all_ranks
+from jaxcross.jobs import (
+    FusedJob,
+    FusedStep,
+    Fusion,
+    Job,
+    check_batches_apart,
+    close_unread,
+    current_engine,
+    form_of,
+    own_copy,
+    run,
+)
 from jaxcross.program import stages
-from jaxcross.runtime.failure_text import describe
-from jaxcross.step import nnx
-from jaxcross.step.crossover import Step
-from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
-from jaxcross.world import World, current_world
-from jaxcross.world.control_plane import gather
+from jaxcross.runtime import describe
+from jaxcross.step import Step, nnx
+from jaxcross.world import World, current_world, gather
 
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
@@ -364,7 +369,7 @@ def _unlike(trials: Sequence[_MeasuredJob], world: World) -> list[int]:
     """Returns one job per shape, the same jobs on every rank. Waits for all ranks."""
     first: dict[str, int] = {}
     for n, trial in enumerate(trials):
-        first.setdefault(repr((form(trial.job.state), form(trial.batch))), n)
+        first.setdefault(repr((form_of(trial.job.state), form_of(trial.batch))), n)
     with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
         ranks = gather(world.control, [*first.values()])
     return sorted({n for numbers in ranks for n in numbers})

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxcross.jobs.engine import current_engine
-from jaxcross.plan.memory import memory_limit
-from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
-from jaxcross.plan.speedup import Estimate
-from jaxcross.program.trace import step_name
-from jaxcross.step.crossover import Axes, Step, crossover
-from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
+from jaxcross.gains.solo_cost import Settings, Subject, measure_on_all_ranks
+from jaxcross.jobs import current_engine, memory_limit
+from jaxcross.plan import Estimate, Profiles, profiles_of_step
+from jaxcross.program import step_name
+from jaxcross.step import Axes, Step, crossover
 from jaxcross.world import current_world
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.program.ir import Exchange
-from jaxcross.program.jaxpr_utils import holds
+from jaxcross.program import Exchange, holds
 from jaxcross.wire.rank_grid import RankGrid
 
 # Maps JAX's primitive names to ours. The variants differ in the type that JAX gives to the result,
@@ -47,7 +46,7 @@ _UNSUPPORTED = {
 }
 
 # Equations that name our axes but move no data between ranks.
-LOCAL = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
+LOCAL_PRIMITIVES = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
 
 
 def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
@@ -64,7 +63,7 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
         return _recognise_mpi(eqn)
     named = _axes_of(eqn)
     ours = tuple(a for a in named if isinstance(a, str) and a in axes)
-    if not ours or name in LOCAL or name == "axis_index":
+    if not ours or name in LOCAL_PRIMITIVES or name == "axis_index":
         return None
     if name not in _OPS:
         if name in _UNSUPPORTED or name.endswith(("_start", "_done")):

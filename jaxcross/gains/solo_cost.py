@@ -11,30 +11,30 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import CutError, ExchangeError, clause, first_line
-from jaxcross.jobs.engine import JobEngine
-from jaxcross.jobs.step_registry import memory_of, step_graph_of
-from jaxcross.plan.memory import JobMemory, device_limit_bytes
-from jaxcross.plan.profile import Profile
-from jaxcross.plan.speedup import Estimate, StepCost, estimate_of
-from jaxcross.program import stages
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Exchange, Program, Segment
-from jaxcross.program.trace import Traced
-from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.standalone import Standalone
-from jaxcross.runtime.step_host import StepHost, T
-from jaxcross.step.exchange_agreement import agree_once
-from jaxcross.step.timed_trial import gather_failures, summary, time_segments
-from jaxcross.step.variant import StepRecord, Variant, check_profiles
-from jaxcross.wire.bytes import wire_bytes
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.jobs import JobEngine, JobMemory, device_limit_bytes, memory_of, step_graph_of
+from jaxcross.plan import Estimate, StepCost, estimate_of
+from jaxcross.program import Compiled, Exchange, Program, Segment, Traced, stages
+from jaxcross.runtime import Standalone, StepHost, describe
+from jaxcross.step import (
+    Profile,
+    StepRecord,
+    Variant,
+    agree_once,
+    check_profiles,
+    gather_failures,
+    summary,
+    time_segments,
+)
+from jaxcross.wire import wire_bytes
+from jaxcross.world import Control, World, gather
+
+T = TypeVar("T")
 
 PIECES = 4
 """Number of exchange segments of the cut that is measured in addition to the uncut step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
@@ -14,12 +14,9 @@ from typing import Any, Literal, Self
 
 from jaxcross import _schema
 from jaxcross._arguments import check_type
-from jaxcross.interleave.instrument import Span
-from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.memory import JobMemory
-from jaxcross.report.report import Report
-from jaxcross.report.timeline import in_lane_order, shortest_exchanges
-from jaxcross.report.units import plural, seconds
+from jaxcross.interleave import Span, StepGraph
+from jaxcross.jobs import JobMemory
+from jaxcross.report import Report, in_lane_order, plural, seconds, shortest_exchanges
 
 FORMAT = 1
 MAX_FILE_BYTES = 10_000_000
@@ -259,9 +256,9 @@ class Profile:
             ValueError: `data` is something else.
         """
         _schema.check_format(data, FORMAT, "profiles")
-        for field in fields(cls):
-            if field.name not in data and field.name not in ("memory", "platform"):
-                raise ValueError(f"`{field.name}` is missing")
+        for each in fields(cls):
+            if each.name not in data and each.name not in ("memory", "platform"):
+                raise ValueError(f"`{each.name}` is missing")
         memory = data.get("memory")
         parts = {
             "graph": StepGraph.from_data(data["graph"]),
@@ -330,3 +327,18 @@ def _returned_ns(span: Span) -> int:
     asynchronously, so for them that is before they run.
     """
     return span.ready_ns if span.kind == "compute" else span.end_ns
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledCut:
+    """The cut with which a step is fastest alone, for `crossover(cut=...)`.
+
+    `jaxcross.plan.cut` chooses it.
+
+    Attributes:
+        pieces: Number of exchange segments.
+        profiles: The profiles that it was chosen from. They must be profiles of the step to cut.
+    """
+
+    pieces: int
+    profiles: tuple[Profile, ...] = field(repr=False)

@@ -11,11 +11,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from jaxcross.jobs.engine import JobEngine
-from jaxcross.plan.memory import memory_limit
-from jaxcross.runtime.job_record import Stopped
-from jaxcross.step.solo_cost import Settings, Subject, measure_on_all_ranks
-from jaxcross.step.variant import Variant
+from jaxcross.gains.solo_cost import Settings, Subject, measure_on_all_ranks
+from jaxcross.jobs import JobEngine, memory_limit
+from jaxcross.runtime import Stopped
+from jaxcross.step import Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

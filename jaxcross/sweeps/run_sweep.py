@@ -14,11 +14,15 @@ from typing import Any, Literal, Unpack
 from jaxcross._endings import JobStatus
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
-from jaxcross.jobs import arguments
-from jaxcross.jobs.arguments import SharedOptions, check_options, check_values
-from jaxcross.jobs.runner import MAX_ERRORS_SHOWN, Runner
-from jaxcross.report import Report
-from jaxcross.report.sweep_result import SweepResult, SweepTrial
+from jaxcross.jobs import (
+    MAX_ERRORS_SHOWN,
+    Runner,
+    SharedOptions,
+    arguments,
+    check_options,
+    check_values,
+)
+from jaxcross.report import Report, SweepResult, SweepTrial
 from jaxcross.sweeps import sweep_settings as checks
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.log import TrialLog, TrialRecord
@@ -37,8 +41,7 @@ from jaxcross.sweeps.search import (
 from jaxcross.sweeps.study import StudySearch, earlier_trials
 from jaxcross.sweeps.sweep_settings import SweepSettings, on_every_rank
 from jaxcross.sweeps.trial import Finished, Trials
-from jaxcross.world import World, current_world
-from jaxcross.world.control_plane import gather
+from jaxcross.world import World, current_world, gather
 
 _log = logging.getLogger("jaxcross")
 _FAILED = (JobStatus.FAILED, JobStatus.EJECTED)
