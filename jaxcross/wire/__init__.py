@@ -19,9 +19,8 @@ from jaxcross._lazy import on_first_use
 
 if TYPE_CHECKING:  # what jaxcross's other folders use
     from jaxcross.wire.arena import Arena
-    from jaxcross.wire.bytes import issued_bytes, wire_bytes
+    from jaxcross.wire.bytes import wire_bytes
     from jaxcross.wire.mpi4jax_calls import CommKey, JobComms, comm_key_of
-    from jaxcross.wire.mpi_messages import MAX_COUNT, split_counts
     from jaxcross.wire.mpi_wire import MpiWire, WireLibrary
     from jaxcross.wire.rank_grid import RankGrid, axis_sizes, make_rank_grid
     from jaxcross.wire.recognition import LOCAL_PRIMITIVES, group_of, names_axis, recognise
