@@ -23,9 +23,10 @@ While one job exchanges gradients, another one computes, so exchanges hide behin
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
 
 Folders: `step`, `program` and `wire` compile a step. `jobs`, `runtime` and `interleave` run the
-loops. `world` and `health` are below both. A step uses `exchange`, `tensor` and `server`; a run
-uses `data`, `checkpoint`, `report` and `plan`. The tools are in `commands` and `lab`. Private names
-of JAX are used only in `_jax_compat`. Each folder's docstring lists its files.
+loops. Both use `world`, `health`, `checkpoint` and `report`. These ten are the machine. The others
+are built on it: `exchange`, `tensor` and `server` for steps; `data`, `plan`, `gains` and `sweeps`
+for runs; the tools in `commands` and `lab`. Private names of JAX are used only in `_jax_compat`.
+Each folder's docstring lists its files, and its `__init__` the names that other folders use.
 """
 
 from typing import TYPE_CHECKING

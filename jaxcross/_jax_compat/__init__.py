@@ -2,7 +2,8 @@
 
 jaxcross supports jax 0.10 to 0.12. From 0.11 on, `ClosedJaxpr is Jaxpr`; before that, a closed
 jaxpr wraps an open one. So that no other code needs to distinguish the two, all other modules build
-and read jaxprs with the functions below and never check for a class.
+and read jaxprs with the functions below and never check for a class. `shard_map.py` has what
+`jax.shard_map` needs.
 """
 
 from __future__ import annotations

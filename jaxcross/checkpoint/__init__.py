@@ -5,7 +5,8 @@ checkpointer   one job's checkpoints on one rank: restores, saves, deletes; the 
 load           loads one job's newest or best state, in any process
 restore        decides which of the checkpoints that are complete on all ranks to resume from, and
                reads it
-rank_local     which leaves are rank-local, by their type or by name
+rank_local     which leaves are rank-local: declared by a strategy's state (`RankLocal`), or named
+               by the user
 part           one rank's description of one checkpoint; parsed as untrusted data
 job_list       the jobs of a set of checkpoints, including those that joined during a run
 folders        where parts are stored; they're written atomically, and deleted once no restart
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from jaxcross._lazy import on_first_use
 
 if TYPE_CHECKING:  # what jaxcross's other folders use
-    from jaxcross.checkpoint.checkpointer import JobCheckpointer, JobProgress
+    from jaxcross.checkpoint.checkpointer import JobCheckpointer, SavedProgress
     from jaxcross.checkpoint.folders import Folders, folder_name
     from jaxcross.checkpoint.load import load_checkpoint
     from jaxcross.checkpoint.rank_local import RankLocal, common_leaves, declared, named_leaves

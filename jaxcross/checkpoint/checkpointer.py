@@ -35,7 +35,7 @@ _LOOK_S = 0.2  # how often a waiting thread checks whether the disk still gets w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobProgress:
+class SavedProgress:
     """A job's progress apart from its state. Identical on every rank except for `places`' texts.
 
     Attributes:
@@ -163,7 +163,7 @@ class JobCheckpointer:
         *,
         local: bool = False,
         named: Collection[str] = (),
-    ) -> tuple[PyTree, JobProgress] | None:
+    ) -> tuple[PyTree, SavedProgress] | None:
         """Returns the newest state that is complete on all ranks, or None. Waits for all ranks.
 
         The state has the structure of `target`.
@@ -223,7 +223,7 @@ class JobCheckpointer:
         self._record(
             found.name, any_ranks=not (part.rank_local or named or rank_local_leaves(target))
         )
-        return rebuild(target, part.forms, found.arrays), JobProgress(
+        return rebuild(target, part.forms, found.arrays), SavedProgress(
             step=part.step,
             places=part.places,
             cuts=part.cuts,
@@ -311,7 +311,7 @@ class JobCheckpointer:
     def save(
         self,
         state: PyTree,
-        progress: JobProgress,
+        progress: SavedProgress,
         run_on_all_ranks: RunOnAllRanks,
         *,
         unsavable_reason: str = "",
@@ -449,7 +449,7 @@ class JobCheckpointer:
         name: str,
         leaves: Mapping[str, Leaf],
         common: set[str],
-        progress: JobProgress,
+        progress: SavedProgress,
         any_ranks: bool,
     ) -> None:
         held = {

@@ -4,7 +4,8 @@
     augment.py   a JPEG -> one normalised image
     batches.py   records -> seeded, resumable iterator of batches
     shared.py    decodes each batch once for several jobs
-    cache/       levels of memory and disk between slow storage and everything above
+    cache/       levels of memory and disk between slow storage and everything above;
+                 `next_use.py` decides which records a level keeps
     synth.py     a small data set in the real format, for machines without ImageNet
 
 Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.

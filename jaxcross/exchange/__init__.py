@@ -22,7 +22,8 @@ sparse          (value, index) messages of a fixed size, of leaves or of their c
 bits            signs and small integers as bits; vectors as 4- or 8-bit integers
 local_rounds    local steps and the merge at the end of a round; the model of a job that ended in
                 the middle of one (`finish`)
-per_rank        state that differs between ranks, declared by its type
+per_rank        an optimizer whose whole state is rank-local; other states declare their rank-local
+                fields by `RankLocal` of checkpoint/rank_local.py
 exchange_once   the error if a leaf would be exchanged twice
 elementwise     whether an optimizer works element by element
 arithmetic      means over trees, weights, moves of parameters, products in full float32

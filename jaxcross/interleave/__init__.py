@@ -5,8 +5,9 @@ interleaver     the state machine: events in, instructions out (`messages`); its
 shared_order    the state that's identical across ranks, and the order of all exchanges, which
                 follows from it
 local_state     the state that only this rank has
-vote            the one control message between ranks; `ballot_writer` writes this rank's vote,
-                also about jobs that were added during the run
+vote            the one control message between ranks, which decides for all of them: whether a
+                step is committed or skipped, and which jobs stop, pause or join; `ballot_writer`
+                writes this rank's vote
 joint_start     holds back first steps until all jobs are ready for theirs
 policy          the order of turns: `RoundRobin`, `Sequential`, `Weighted`
 compute_queue   picks the next compute segment for the device

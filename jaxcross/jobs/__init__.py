@@ -1,26 +1,29 @@
 """Jobs, as their users see them.
 
-runner          `Runner`: several jobs share this rank's device, from the ranks' agreement on a run
-                to its report and errors
-plain_loop      `run` and `Job`, for jobs that are plain loops `state, metrics = step(state, batch)`
-fused           several such jobs as one, with the batches of each
-context         `JobContext`, which a job's function receives
-engine          the engine of a job, behind its context: its thread, its steps, its results, its end
-batch_loops     loops over batches, and how many examples they use; `prefetch` prepares batches
-                ahead of time, and knows the position in the data
-job_state       the state that a job is left with, however it ends; `resumption` connects a job to
-                its checkpoints
-replicas        whether all ranks hold the same state, and when to compare it
-metrics         what a job has logged
-progress        how far the jobs are, shown during the run
-evaluations     work that a job does every n steps; `early_stopping` decides by the metrics, without
-                acting on it
-step_registry   the functions with exchanges that a job calls
-skipped_steps   notices a job that would skip all further steps
-admission       whether all ranks have the memory that a job needs
-submissions     jobs that rank 0 starts on all ranks by name
-stop_message    the message of a stopped run: what it has saved
-arguments       the options of a run, and checks of what is passed to runners and jobs
+runner             `Runner`: several jobs share this rank's device, from the ranks' agreement on a
+                   run to its report and errors
+plain_loop         `run` and `Job`, for jobs that are plain loops `state, metrics = step(state,
+                   batch)`
+fused              several such jobs as one, with the batches of each
+context            `JobContext`, which a job's function receives
+engine             the engine of a job, behind its context: its thread, its steps, its results, its
+                   end
+batch_loops        loops over batches, and how many examples they use; `prefetch` prepares batches
+                   ahead of time, and knows the position in the data
+job_state          the state that a job is left with, however it ends; `resumption` connects a job
+                   to its checkpoints
+replicas           whether all ranks hold the same state, and when to compare it
+metrics            what a job has logged
+progress_reporter  how far the jobs are, shown during the run
+evaluations        work that a job does every n steps; `early_stopping` decides by the metrics,
+                   without acting on it
+step_registry      the functions with exchanges that a job calls
+skipped_steps      notices a job that would skip all further steps
+admission          checks before a job's first step that all ranks have the memory for it; `memory`
+                   adds up what jobs need
+submissions        jobs that rank 0 starts on all ranks by name
+stop_message       the message of a stopped run: what it has saved
+arguments          the options of a run, and checks of what is passed to runners and jobs
 """
 
 from typing import TYPE_CHECKING

@@ -332,14 +332,14 @@ def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankR
     return every
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
     """The first leaf that differs, and two ranks between which it differs."""
 
     path: str
     ranks: tuple[int, int]
 
 
-def judge(reports: Sequence[RankReport]) -> Difference | str | None:
+def judge(reports: Sequence[RankReport]) -> ReplicaDifference | str | None:
     """Returns a difference, why nothing is known, or None if all reports are equal. Pure."""
     first = reports[0]
     if why := next((report.why for report in reports if report.why not in ("", BETWEEN)), ""):
@@ -351,7 +351,7 @@ def judge(reports: Sequence[RankReport]) -> Difference | str | None:
     for path, digest in first.digests.items():
         for rank, report in enumerate(reports):
             if report.digests.get(path) != digest:
-                return first.why or Difference(path, (0, rank))
+                return first.why or ReplicaDifference(path, (0, rank))
     return None
 
 
@@ -370,22 +370,22 @@ class Findings:
         self._job = job
         self.text = ""
         self.held: int | None = None
-        self.difference: Difference | None = None
+        self.difference: ReplicaDifference | None = None
         self.unknown = False
         self.unit = "step"
         self.step = 0
 
-    def add(self, reports: Sequence[RankReport], leaves: int) -> Difference | None:
+    def add(self, reports: Sequence[RankReport], leaves: int) -> ReplicaDifference | None:
         """Adds a comparison of a state with `leaves` leaves, and returns the difference, if any."""
         found, self.step = judge(reports), reports[0].step
-        self.difference = found if isinstance(found, Difference) else None
+        self.difference = found if isinstance(found, ReplicaDifference) else None
         self.unknown = isinstance(found, str)
         last = (
             "; never found equal in this run"
             if self.held is None
             else f"; equal {self._when(self.held)}"
         )
-        if isinstance(found, Difference):
+        if isinstance(found, ReplicaDifference):
             here, there = found.ranks
             self.text = (
                 f"differ after {self.unit} {self.step}, first {_leaf(found.path)} on ranks {here} "

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint import JobCheckpointer, JobProgress
+from jaxcross.checkpoint import JobCheckpointer, SavedProgress
 from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.job_state import holds_state
 from jaxcross.jobs.prefetch import START, DataPosition, Prefetcher
@@ -196,10 +196,10 @@ class Resumption:
             )
             self._checkpointer.wait_until_complete(run_on_all_ranks)
 
-    def _progress(self, step: int) -> JobProgress:
+    def _progress(self, step: int) -> SavedProgress:
         cuts: Mapping[str, int] = dict(self._cuts)
         places = tuple((position.n_batches, position.state) for position in self._positions)
-        return JobProgress(
+        return SavedProgress(
             step=step,
             places=places,
             cuts=cuts,

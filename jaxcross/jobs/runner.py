@@ -34,7 +34,7 @@ from jaxcross.jobs.arguments import check_job_name
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.engine import JobEngine
 from jaxcross.jobs.memory import memory_limit
-from jaxcross.jobs.progress import ProgressReporter
+from jaxcross.jobs.progress_reporter import ProgressReporter
 from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.jobs.stop_message import stop_message
 from jaxcross.jobs.submissions import RegisteredFunctions

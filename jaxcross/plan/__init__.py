@@ -1,11 +1,9 @@
 """Decisions that are made before a run starts, based on measurements of its jobs.
 
-    profile             how long one step of a job takes, segment by segment, when the job runs
-                        alone
     machine_contention  how much computations and exchanges slow each other down on a machine
-    twin                predicts a run from these two: the real interleaver on a virtual clock
+    twin                predicts a run from that and from profiles of its jobs (step/profile.py):
+                        the real interleaver on a virtual clock
     difference          explains where a run took longer than its prediction
-    memory              how many bytes jobs need together, and how many a rank may use
     groups              which jobs share devices
     rates               into how many pieces to cut the jobs of a group, and which shares to give
                         them, so that none of them starves

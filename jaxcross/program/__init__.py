@@ -7,9 +7,9 @@ stages             `Traced`, `cut` and `compile` as users see them
 trace              a step and its arguments -> a flat jaxpr; `flatten` inlines, splits and unrolls
                    the equations that hold exchanges; every pass emits its equations into an
                    `emitter`
-cut                a flat jaxpr -> a program: which equation runs in which segment; `assemble`
-                   builds the segments, `carried` finds exchanges that need only what the last step
-                   left
+cut                a flat jaxpr -> a program: how many segments (`cut=`), and which equation runs in
+                   which; `assemble` builds the segments and packs small exchanges into one;
+                   `carried` finds exchanges that need only what the last step left
 ir                 the program: segments, exchanges, values, and the interface `Wire`; `text` prints
                    and parses it, `verify` checks it
 order              which segments must run before each segment, and which values it may overwrite
@@ -28,7 +28,8 @@ exchange_labels    identifies each exchange of a step, so that ranks can compare
 mismatch           the error texts for ranks that are about to make different exchanges
 mpi4jax_lists      mpi4jax's own calls: whether the ranks' lists of them match up; `mpi4jax_unit`:
                    the one segment that they form
-nonfinite          finds exchanged values that aren't finite, and applies a job's policy to them
+nonfinite          finds exchanged values that aren't finite; interleave/vote.py decides for all
+                   ranks whether such a step is skipped
 op_cost            which equations are cheap, and which values are cheaper to recompute than to keep
 graph              which equation makes each variable, and which ones read it; `jaxpr_utils` answers
                    simple questions about a jaxpr

@@ -1,6 +1,6 @@
 """A train step, wrapped by `crossover`.
 
-crossover           the decorator, and the step that it returns: arguments in, results out
+step                `crossover`, and the `Step` that it returns: arguments in, results out
 signature           the arguments of a call: static ones bound, types compared
 variant             a step for one set of argument types: its trace, its programs, their
                     executables; `StepRecord`: state that all variants of a step share
@@ -9,14 +9,12 @@ prepare             a variant's executables for a job or a standalone step: agre
 exchange_agreement  a check that all ranks are about to make the same exchanges in the same order
 mpi4jax_agreement   the same for programs that call mpi4jax, whose calls may differ by rank
 advice              warnings about steps that are legal but probably not what was meant
-cut_tuner           `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget`
-                    limits the time
+cut_tuner           `cut="auto"` of a step that runs alone: tries cuts and keeps the fastest;
+                    alongside other jobs, program/cut.py chooses
+cut_budget          how much time the search for a cut may take
 timed_trial         one step on copies of its arguments, timed as a whole or by segment
-step_estimate       `jaxcross.estimate`; `script_estimate` does it for the first step that a script
-                    calls
-fuse                `jaxcross.fuse`: which tiny jobs become one program; measures both ways
-solo_cost           the seconds and bytes of one step alone, measured on all ranks or on none
-commit_flag         `nonfinite="skip"`: a step that leaves its state unchanged
+profile             a step's seconds per segment, as a record that plans are made from
+commit_flag         `nonfinite="skip"`: a step that leaves its state unchanged if the vote says so
 nnx                 steps that change Flax NNX objects in place
 """
 

@@ -1,6 +1,6 @@
 """Sweeps: many trials of one training function, a few at a time, each of them a job of a `Runner`.
 
-sweep           `sweep`: checks, runs and resumes a whole sweep
+run_sweep       `sweep`: checks, runs and resumes a whole sweep
 search          where trials come from: `Grid`, `Choices`, `Draws`, `Optuna`; `study` asks Optuna
 schedule        in which order a search receives results, and when which trial begins. Pure
 coordinator     rank 0's side: asks, tells, prunes, and writes down what must survive a restart

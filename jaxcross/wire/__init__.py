@@ -1,6 +1,6 @@
 """Exchanges on the wire: JAX's named-axis collectives over MPI, through mpi4jax or mpi4py.
 
-recognise        which equations are exchanges
+recognition      which equations are exchanges
 lower            turns a jaxpr with exchanges into one with messages; `coalesce` joins small ones
 mpi_collectives  sums, gathers etc. built from messages; 16-bit floats are summed in float32
 mpi_messages     the five calls, for any element type and any number of elements

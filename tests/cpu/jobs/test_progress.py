@@ -13,7 +13,7 @@ from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.process import this_process
 from jaxcross.jobs.prefetch import number_of_batches
-from jaxcross.jobs.progress import ProgressReporter, interval_of
+from jaxcross.jobs.progress_reporter import ProgressReporter, interval_of
 from jaxcross.report.progress import read_progress
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step

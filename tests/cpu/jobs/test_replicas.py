@@ -14,10 +14,10 @@ from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.replicas import (
     BETWEEN,
     UNCHANGED,
-    Difference,
     Findings,
     RankReport,
     ReplicaChecks,
+    ReplicaDifference,
     judge,
 )
 from jaxcross.jobs.replicas import exchange as exchange_reports
@@ -55,9 +55,12 @@ def test_reports_are_gathered_only_where_they_differ():
         ([RankReport(1, "", {"x": "1"})] * 3, None),
         (
             [RankReport(1, "", {"x": "1", "y": "1"}), RankReport(1, "", {"x": "1", "y": "2"})],
-            Difference("y", (0, 1)),
+            ReplicaDifference("y", (0, 1)),
         ),
-        ([*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})], Difference("x", (0, 2))),
+        (
+            [*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})],
+            ReplicaDifference("x", (0, 2)),
+        ),
         (
             [RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})],
             "its ranks are at different steps, 1, 2",
@@ -79,7 +82,7 @@ def test_findings_keep_the_last_comparison_that_held():
         [RankReport(9, "", {"x": "1"}), RankReport(9, "", {"x": "2"})],
     )
     assert findings.add(alike, 1) is None and (findings.text, findings.held) == ("equal", 4)
-    assert findings.add(apart, 1) == Difference("x", (0, 1))
+    assert findings.add(apart, 1) == ReplicaDifference("x", (0, 1))
     assert findings.text == "differ after step 9, first `x` on ranks 0 and 1; equal after step 4"
     assert (
         "Job `a`: its replicas differ after step 9, first in `x` on ranks 0 and 1."
