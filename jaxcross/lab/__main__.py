@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from jaxcross._processes import related
-from jaxcross.lab import Lab
+from jaxcross.lab.network import Lab
 
 
 def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
