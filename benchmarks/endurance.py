@@ -68,7 +68,7 @@ def counted(world: Any, runner: Any) -> dict[str, int]:
         "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "communicators": sum(slot.comm is not None for slot in world._slots.values()),
+        "communicators": sum(each.comm is not None for each in world._group_comms.values()),
         "objects": objects - spans,
         "spans": spans,
     }

@@ -167,7 +167,7 @@ def test_event_files_are_read_only_where_a_job_waits(tmp_path, monkeypatch):
         )
         run = run_state.read_run(tmp_path)
         assert run is not None and run.jobs[0].doing == doing
-    monkeypatch.setattr(run_state, "read", None)
+    monkeypatch.setattr(run_state, "read_event_files", None)
     write(tmp_path, progress(jobs=(replace(waits, status="ended"),)), (), ())
     assert run_state.read_run(tmp_path) == progress(jobs=(replace(waits, status="ended"),))
 
