@@ -99,11 +99,8 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
 
 
 def _info(args: argparse.Namespace, console: Console) -> None:
-    from jaxcross.data import (
-        find_folder,
-        is_cache,  # first, because it names a missing extra
-        open_records,
-    )
+    # First, because it names a missing extra.
+    from jaxcross.data import find_folder, is_cache, open_records
 
     import tensorflow_datasets as tfds  # isort: skip
 
