@@ -17,6 +17,9 @@
     speedup             how much faster equal jobs run alongside each other, from the cost of one
                         step
 
+`Profile` (how long one step of a job takes, segment by segment, when the job runs alone) is in
+`step/profile`, and `JobMemory` in `jobs/memory`.
+
 Making a plan needs no ranks, no device and no `World`. Only `compression` uses JAX: it traces steps
 by the types of their arrays.
 """
@@ -36,7 +39,7 @@ from jaxcross.step import Profile, ProfiledCut
 if TYPE_CHECKING:  # modules that need JAX are imported on first use, so the rest runs without
     from jaxcross.plan.compression import Candidate, JobCost, choose_compression
 
-    # not public, for jaxcross's other folders
+    # for jaxcross's other folders; only those of `__all__` are public
     from jaxcross.plan.jobs_file import JobsFile, read_jobs
     from jaxcross.plan.machine_contention import TWO_CORES
     from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
