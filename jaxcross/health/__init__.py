@@ -1,6 +1,6 @@
 """Detects ranks that hang or die, and then terminates all ranks.
 
-This folder only depends on the package's errors.
+This folder depends on no other folder of the package.
 
 watchdog           reports ranks that have not arrived, with stacks, and terminates a run that
                    hangs; ends MPI in order after the scripts
