@@ -125,14 +125,22 @@ def _digest(body: object) -> str:
 
 
 def _part(body: dict[str, Any]) -> Part:
-    if set(body) != {field.name for field in fields(Part)}:
-        raise ValueError(f"it has the fields {sorted(body)}")
+    _check_fields(body, Part)
     part = record(body, Part)
     if part.rank >= part.ranks:
         raise ValueError(f"rank {part.rank} of {part.ranks}")
+    for saved in body["leaves"].values():
+        _check_fields(saved, SavedLeaf)
+        _check_fields(saved["form"], Form)
     for form in part.forms.values():
         _check_form(form)
     return part
+
+
+def _check_fields(data: Mapping[str, Any], kind: type[Part | SavedLeaf | Form]) -> None:
+    """Checks that no field is missing, even one that has a default, and that there are no more."""
+    if set(data) != {field.name for field in fields(kind)}:
+        raise ValueError(f"it has the fields {sorted(data)}")
 
 
 def _check_form(form: Form) -> None:
