@@ -9,6 +9,11 @@ message_layout     a tree of arrays as one flat message per server
 clocks             how far each worker has come, and which of them may continue
 """
 
-from jaxcross.server.parameter_server import ParameterServer
+from typing import TYPE_CHECKING
 
-__all__ = ["ParameterServer"]
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.server.parameter_server import ParameterServer
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)
