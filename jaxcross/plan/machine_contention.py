@@ -88,6 +88,8 @@ class MachineContention:
         Raises:
             ValueError: `points` is something else.
         """
+        if not isinstance(points, list):
+            raise ValueError("contention is a list of points")
         found = _schema.record(points, list[dict[str, float]])
         keys = {"mbps", "compute", "exchange"}
         for point in found:
