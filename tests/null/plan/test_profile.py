@@ -174,7 +174,7 @@ def test_contention_is_read_back() -> None:
     ("points", "message"),
     [
         ([], "contention is measured at one or more rates"),
-        ({}, "expected `array`, got `object`"),
+        ({}, "contention is a list of points"),
         ([1], r"expected `object`, got `int` at `\[0\]`"),
         ([{"mbps": 1, "compute": 1}], "a point of a contention has the numbers"),
         ([{"mbps": 1, "compute": 1, "exchange": 1, "x": 1}], "a point of a contention has the num"),
