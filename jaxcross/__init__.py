@@ -75,6 +75,7 @@ if TYPE_CHECKING:  # the only list of public names
     from jaxcross.sweeps import Grid as Grid
     from jaxcross.sweeps import Optuna as Optuna
     from jaxcross.sweeps import sweep as sweep
+    from jaxcross.world import Control as Control
     from jaxcross.world import World as World
     from jaxcross.world import current_world as current_world
     from jaxcross.world import initialize as initialize

@@ -146,6 +146,23 @@ def check_count(what: str, value: Any, *, least: float) -> None:
         raise ValueError(f"{what} must be at least {least}, got {value}.")
 
 
+def checked_examples(job: str, examples: Any) -> float | None:
+    """Returns a number of examples per step.
+
+    Raises:
+        TypeError: It isn't a number.
+        ValueError: It isn't above 0, or isn't finite.
+    """
+    what = f"`examples_per_step` of job `{job}`"
+    if examples is None:
+        return None
+    if not isinstance(examples, Real) or isinstance(examples, bool):
+        raise _wrong(what, "a number", examples)
+    if not 0 < float(examples) < math.inf:
+        raise ValueError(f"{what} must be above 0, got {examples}.")
+    return float(examples)
+
+
 def depth_and_start(policy: Policy) -> tuple[int, Start]:
     """Returns a policy's depth, by default that of the backend, and how its jobs start.
 

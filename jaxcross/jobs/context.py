@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from jaxcross._arguments import check_choice
+from jaxcross._arguments import check_choice, check_type
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError, first_line, shortened
@@ -17,6 +17,7 @@ from jaxcross.interleave import JobRequest, SpanKind
 from jaxcross.jobs.arguments import (
     checked_early_stopping,
     checked_evaluation,
+    checked_examples,
     checked_interval,
     checked_names,
 )
@@ -71,6 +72,8 @@ class JobContext:
             rank has its own version.
     """
 
+    __slots__ = ("__weakref__", "_engine")  # so that a misspelt attribute is an error
+
     def __init__(self, engine: JobEngine) -> None:
         self._engine = engine
 
@@ -105,7 +108,7 @@ class JobContext:
 
     @examples_per_step.setter
     def examples_per_step(self, examples: float | None) -> None:
-        self._engine.examples.per_step = examples
+        self._engine.examples.per_step = checked_examples(self.name, examples)
 
     @property
     def unit(self) -> str:
@@ -113,6 +116,7 @@ class JobContext:
 
     @unit.setter
     def unit(self, unit: str) -> None:
+        check_type(unit, str, f"`unit` of job `{self.name}`")
         self._engine.examples.unit = unit
 
     @property

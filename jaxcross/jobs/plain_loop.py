@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, final
 
-from jaxcross._arguments import check_choice
+from jaxcross._arguments import check_choice, check_type
 from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError, shortened
@@ -21,6 +21,7 @@ from jaxcross.jobs.arguments import (
     check_options,
     checked_early_stopping,
     checked_evaluation,
+    checked_examples,
     checked_interval,
     checked_names,
 )
@@ -133,6 +134,21 @@ class Job:
             words, or `check_replicas` isn't a whole number of at least 1.
     """
 
+    __slots__ = (  # so that a misspelt attribute is an error
+        "__weakref__",
+        "_batches",
+        "_check_replicas",
+        "_face",
+        "_function",
+        "_mode",
+        "_results",
+        "_settings",
+        "_shown",
+        "_steps",
+        "name",
+        "rank_local",
+    )
+
     def __init__(
         self,
         name: str,
@@ -188,6 +204,7 @@ class Job:
 
     @examples_per_step.setter
     def examples_per_step(self, examples: float | None) -> None:
+        examples = checked_examples(self.name, examples)
         self._shown["examples_per_step"] = examples
         self._face.examples_per_step = examples
 
@@ -197,6 +214,7 @@ class Job:
 
     @unit.setter
     def unit(self, unit: str) -> None:
+        check_type(unit, str, f"`unit` of job `{self.name}`")
         self._shown["unit"] = unit
         self._face.unit = unit
 

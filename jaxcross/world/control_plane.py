@@ -15,9 +15,13 @@ import numpy as np
 
 
 class Control(Protocol):
-    """The messages that votes and agreements need.
+    """Small messages between all ranks. `JobContext.run_on_all_ranks` passes it to your function.
 
     Every call waits for every rank. Only one thread may use it.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
     """
 
     rank: int
