@@ -226,7 +226,7 @@ def table(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(ranks: list[dict[str, Any]], path: Path) -> None:
-    """Plots each count over the joins (upper row) or steps (lower row) so far, a curve per rank."""
+    """Plots each count against the joins (upper row) or steps (lower row), one curve per rank."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -134,7 +134,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _reading(what: str, remedy: str) -> Iterator[None]:
-    """Turns an `OSError` into an error that names the file, the reason and the remedy."""
+    """If a file can't be read, raises a `ValueError` that says which file, why, and what to do."""
     from jaxcross.errors import clause
 
     try:

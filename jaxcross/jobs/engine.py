@@ -507,10 +507,12 @@ class JobEngine:
         """
         if self.status is not None:
             return
-        # We read both once, because the job's thread clears the driver when the job leaves. The
-        # order matters because the run sets the record last: if we read the driver before the run
-        # begins and the record after that, the job would look as if it had ended, and the request
-        # would be lost silently.
+        # Another thread may change both attributes while we read them. When a run begins, it sets
+        # `driver` and then `record`; when the job leaves, its own thread clears `driver`. A record
+        # without a driver therefore means that the job has left. That's why we read `record` first:
+        # in the opposite order, the run could begin between the two reads, and we'd drop the
+        # request of a job that has only just started. And we use the values read here, because
+        # `driver` may be None by the next line.
         record, driver = self.record, self.driver
         if record is None:
             raise JobError(

@@ -1,7 +1,7 @@
 """`ParameterServer`: every rank serves a part of the parameters, and workers needn't step together.
 
-Use it if some ranks are slower than others, because a straggler then doesn't hold up the other
-ranks on every step. If all ranks are equally fast, exchanging gradients is faster.
+Use it if some ranks are slower than others: the faster ranks don't have to wait for a straggler on
+every step. If all ranks are equally fast, a gradient exchange is faster.
 """
 
 from __future__ import annotations

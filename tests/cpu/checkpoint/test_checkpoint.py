@@ -114,7 +114,7 @@ class Counting:
     "state_of", [lambda n: {"next": n}, lambda n: b"%d" % n, lambda n: {"next": {n}}]
 )
 def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
-    """After a restart, the data continue behind the last batch that the job trained on.
+    """After a restart, the job continues with the batch after the last one it trained on.
 
     When the job failed, it had already received the next batch, and two more were prefetched.
     """

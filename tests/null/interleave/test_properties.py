@@ -1,9 +1,10 @@
 """Tests invariant 4 and that nothing hangs, for random programs on up to 4 ranks and 4 jobs.
 
-Timings and failures are also drawn at random. The simulator raises an error if a rank hangs, or if
-the next thing on the exchange lane isn't the same on all ranks. After every event, each interleaver
-checks itself: a segment runs only after the segments that it needs and, if it comes after the
-commit, only after the commit, and the compute lane is never idle while a segment is ready.
+The timings are random too, and so is which segments fail. The simulator raises an error if a rank
+hangs, or if the ranks' exchange lanes would run different work at the same position. After every
+event, each interleaver checks its invariants: a segment runs only after its dependencies, a segment
+behind the commit runs only once the step is committed, and the compute lane is never idle while a
+segment is ready.
 """
 
 import random

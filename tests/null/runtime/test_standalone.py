@@ -62,7 +62,10 @@ class Execution:
 
 
 class Exchanger(ThreadPoolExecutor):
-    """The exchange thread. It notes when it gets the empty task by which a caller waits for it."""
+    """The exchange thread. Sets `execution.awaited` once the caller starts to wait for the thread.
+
+    To wait, the caller submits an empty task, which runs after the exchanges in the queue.
+    """
 
     def __init__(self, execution: Execution) -> None:
         super().__init__(1)
