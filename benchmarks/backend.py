@@ -2,12 +2,16 @@
 
     python benchmarks/backend.py [--repeats 5] [--steps 4] [--json FILE] [--smoke]
 
-We run the race's own step (batch 4, 224x224, no exchange) on one core. Each way has its own
-process. All processes are started before the first measurement, which needs 20 GB, and then step in
-turn. `as raced` is how every JAX row of the race runs. If this jaxlib doesn't know a flag, the
-flag's process ends and the output names it. `ratio` is the seconds per step over those of `as
-raced`. If PyTorch is installed, we time its step as well, to see whether the pages that help XLA
-also help PyTorch.
+We run the training step of `race.py` (batch 4, 224x224, without its exchange) on one core, once for
+each of the options. XLA reads its flags only once per process, so each option has its own process.
+All of these processes are started before the first measurement, which needs 20 GB of memory. Then
+the processes take turns, so that all options are affected if the machine becomes slower for a
+while.
+
+`as raced` is the way in which every JAX row of the race runs, and `ratio` is an option's seconds
+per step over those of `as raced`. If this jaxlib doesn't support a flag, the process with that flag
+ends, and the output names the flag. If PyTorch is installed, we also time its step, because large
+pages may help PyTorch as much as XLA.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
     python benchmarks/call_check.py [--ranks 2] [--json FILE] [--smoke]
 
-Before each call of a plain loop exchanges, the ranks can compare which step they call
-(`JAXCROSS_CHECK_CALLS=1`). Our step multiplies matrices for about 1 ms or 100 ms and then averages
-1000 numbers over the ranks. Each round times a block of calls with the comparison and an equal
-block without it, in one process. Rounds alternate which block comes first. with_ms, without_ms: the
-time of a call. ratio: the block with the comparison over the one without, for each round.
+In a plain loop, the ranks can compare which step they're calling, just before each call exchanges
+(`JAXCROSS_CHECK_CALLS=1`). The step that we measure multiplies matrices for about 1 ms or 100 ms,
+and then averages 1000 numbers over the ranks. In each round, we time a block of calls with the
+comparison and an equal block without it, in the same process. Which of the two comes first
+alternates from round to round. We report:
+  with_ms, without_ms  the time of a call with and without the comparison
+  ratio                for each round, the time of the block with the comparison over the block
+                       without it
 """
 
 from __future__ import annotations

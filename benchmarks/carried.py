@@ -4,30 +4,37 @@
         [--rates 500,25,100] [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw]
         [--smoke]
 
-We train ResNet-50 on two hosts with one core each and a real link. The ways take turns in one run,
-and each turn starts with a different way. All numbers are seconds per step. In the first two parts,
-a turn is four steps, which is the interval between two fragments' turns, and a repeat is a round of
-four turns. This way, if a core changes its speed, all ways are affected. Each turn is a separate
-run. Parts:
-  alone    One job at each rate. `jit` is the step without exchange in one `jax.jit`. `compute` is
-           the same step under `crossover`. `blocking` and `carried` are streaming DiLoCo with 4
-           fragments and 8-bit values on the wire. The exchange of `blocking` runs in the step that
-           needs it. The exchange of `carried` is spread over the four steps until the next
-           fragment's turn.
-  work     The first rate: `jit`, `compute`, `carried` and `work`. `work` is `carried` on an axis of
-           one rank, so it does all of streaming DiLoCo's computation except decoding the other
-           rank's part, and sends nothing. We also report the CPU seconds of the first rank for each
-           way, because they depend less on the other rank's pauses.
-  delayed  The first rate: `mean`, and `delayed_mean`, which applies the previous step's mean. Also
-           m, the exchange of all gradients, alone and alongside a computation.
-  rivals   The first rate: the mean in one `jax.jit` with mpi4jax (`fused`), PyTorch's DDP, and
-           PyTorch's post-local SGD, which averages all parameters every 16 steps. `carried` takes
-           turns with them.
-  pairs    The first rate: two `carried` jobs, one after the other and in crossover; the same with
-           one `mean` job and one `carried` job.
-Peak bytes are exact: arrays plus XLA's temporaries at the fullest point of any step. A part that
-would start after `--minutes` is skipped. FILE is written after each part and keeps the rows of
-earlier runs that aren't measured again. `--draw` only draws FILE's rows.
+Streaming DiLoCo exchanges one fragment of the model at a time, and its exchange is carried: it
+overlaps with the computation of the following steps. We train ResNet-50 with it on two hosts with
+one core each and a real link, and compare it with other ways to train. All numbers are seconds per
+step.
+
+All ways are measured in one run, in which they take turns, and each round of turns starts with a
+different way. So if a core becomes faster or slower, all ways are affected. In the first two parts,
+a turn has four steps, which is the number of steps from one fragment's exchange to the next one's,
+and a repeat is a round of four turns. Each turn is a separate run. The parts are:
+  alone    One job at each rate. `jit` is the step without exchange in one `jax.jit`, and `compute`
+           is the same step under `crossover`. `blocking` and `carried` are streaming DiLoCo with 4
+           fragments and 8-bit values on the wire. With `blocking`, the step that needs a fragment
+           waits for the whole exchange of that fragment. With `carried`, the exchange is spread
+           over the four steps until the next fragment's turn.
+  work     The first rate, with `jit`, `compute`, `carried` and `work`. `work` is `carried` on an
+           axis of one rank. So it does all of streaming DiLoCo's computation except decoding the
+           other rank's part, but it doesn't send anything. We also report the first rank's CPU
+           seconds for each way, because they depend less on whether the other rank pauses.
+  delayed  The first rate, with `mean`, and with `delayed_mean`, which applies the mean of the
+           previous step. We also measure m, the exchange of all gradients, alone and alongside a
+           computation.
+  rivals   The first rate. The rivals of `carried` are the mean in one `jax.jit` with mpi4jax
+           (`fused`), PyTorch's DDP, and PyTorch's post-local SGD, which averages all parameters
+           every 16 steps.
+  pairs    The first rate. We run two `carried` jobs, one after the other and in crossover, and do
+           the same with one `mean` job and one `carried` job.
+Peak bytes are exact. They count the arrays plus XLA's temporaries at the fullest point of any step.
+
+A part that would start after `--minutes` is skipped. FILE is written after each part, and keeps
+those rows of earlier runs that aren't measured again. `--draw` draws the rows of FILE without
+measuring anything.
 """
 
 from __future__ import annotations

@@ -3,16 +3,18 @@
     python benchmarks/convergence.py [--json FILE] [--png FILE] [--resume]
         [--only NAME]... [--task TASK] [--smoke]
 
-We train with every strategy of the family on an image task (momentum SGD) and a language task
-(Adam), with 4 ranks under `vmap` and 3 seeds. The learning rates belong to the tasks, aren't tuned
-per strategy, and decay to zero as a cosine. We evaluate the mean of the ranks' parameters, except
-for `elastic_average`, where we evaluate its centre. received_bytes: the bytes that a rank has
-received up to this step, from the exchanges' formulas. `growth`: the effective batch grows from 1
-rank to 8 at a constant batch per rank, with plain SGD at the constant rate that was best for 1
-rank. `longer`: the mean and top-k on the language task, for three times as many steps.
+We train with every strategy of `strategies.py` on an image task (momentum SGD) and a language task
+(Adam), with 4 ranks under `vmap` and 3 seeds. The learning rates belong to the tasks. They aren't
+tuned for each strategy, and they decay to zero as a cosine. We evaluate the mean of the ranks'
+parameters, except for `elastic_average`, where we evaluate its centre.
 
-The results don't depend on the machine's speed. Everything together takes about two hours on one
-core. `--resume` adds what the file doesn't have yet.
+`received_bytes` is the number of bytes that a rank has received up to a step, according to the
+formulas of the exchanges. In addition, there are two experiments:
+  growth  The effective batch grows from 1 rank to 8 ranks, with a constant batch per rank. We use
+          plain SGD at the constant rate that was best for 1 rank.
+  longer  The mean and top-k on the language task, for three times as many steps.
+The results don't depend on how fast the machine is. Everything together takes about two hours on
+one core. With `--resume`, only what the file doesn't have yet is measured.
 """
 
 from __future__ import annotations

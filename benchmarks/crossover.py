@@ -2,21 +2,22 @@
 
     python benchmarks/crossover.py [--rate 500mbit] [--json FILE] [--smoke]
 
-Two ResNet-50 jobs on two hosts with a real slow link run one after the other and in crossover. In
-one run, we do this with each of these exchanges:
+We train two ResNet-50 jobs on two hosts with a real slow link, one after the other and in
+crossover. In one run, we do this with each of these exchanges:
   mean                `lax.pmean` of the gradients
   sharded_optimizer   each rank updates its shard of the parameters: reduce-scatter, update,
                       all-gather
-  ParameterServer     the real servers, driven by the host in a separate lane; each worker waits for
-                      all others
-  choose_compression  the choice of `choose_compression(1.0, ...)`, given the report of the `mean`
-                      jobs that ran one after the other
-
+  ParameterServer     real servers, driven by the host in a separate lane; each worker waits for all
+                      others
+  choose_compression  whatever `choose_compression(1.0, ...)` chooses if it's given the report of
+                      the `mean` jobs that ran one after the other
 The script itself starts the ranks and the two hosts, which are network namespaces with a shaped
-link. Seconds are those of a job-step: wall time over the steps of all jobs. The final states of
-both orders must be identical bit for bit. c and m come from the jobs that ran one after the other;
-bound = max(sum c, sum m, max(c + m)) over the jobs, per job-step. race.py compares jaxcross with
-what users would pick instead of it.
+link. Seconds are per job-step, i.e. the wall time divided by the number of steps of all jobs. The
+final states must be the same in both orders, bit for bit.
+
+c and m are the seconds per step that a job computes and exchanges. They come from the jobs that ran
+one after the other. bound is max(sum c, sum m, max(c + m)) over the jobs, per job-step. This
+benchmark compares jaxcross only with itself; for a comparison with other tools, see race.py.
 """
 
 from __future__ import annotations

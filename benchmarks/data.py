@@ -2,9 +2,10 @@
 
     python benchmarks/data.py [--json FILE] [--smoke]
 
-The script writes synthetic records and reads them once. Then it times training and evaluation
-batches, normalised, with 1 and 2 threads in turn, and one shared decode with two readers. Synthetic
-JPEGs are smaller than ImageNet's (see `jpeg_bytes`). Photographs decode more slowly.
+The script writes synthetic records and reads them once. Then it measures three things in turn:
+normalised training batches and evaluation batches, each with 1 and 2 threads, and a single decode
+that is shared by two readers. Note that synthetic JPEGs are smaller than those of ImageNet (see
+`jpeg_bytes`), and that photographs take longer to decode.
 """
 
 from __future__ import annotations

@@ -3,12 +3,17 @@
     python benchmarks/data_cache.py [--rate 200mbit] [--turns N] [--json FILE] [--png FILE]
         [--smoke]
 
-An HTTP server with byte ranges runs on one host of a lab and serves ImageNet-like records to
-training on the other host, over a link of 200 Mbit/s. The ways alternate, each in a separate
-process. They are: the cache with 1, 2 and 4 jobs of different seeds, both when the whole data set
-fits on disk and when half of it does; the same records from a local folder; and rivals. `predicted`
-is the prediction of `jaxcross.data.cache.simulate`. Rivals without a byte-range reader use
-jaxcross's reader.
+On one host of a lab, an HTTP server with byte ranges serves ImageNet-like records. On the other
+host, a job trains on them over a link of 200 Mbit/s. We compare the following, each in a separate
+process, and in turn:
+
+- the cache with 1, 2 and 4 jobs of different seeds, when the whole data set fits on the disk and
+  when only half of it does
+- the same records read from a local folder
+- other libraries that users could take instead; if such a library can't read byte ranges, it uses
+  jaxcross's reader
+
+`predicted` is what `jaxcross.data.cache.simulate` predicts for the cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs one way of benchmarks/data_cache.py in a separate process.
 
-Prints a line after each pass, and one at the end.
+The script prints a line after each pass over the data, and another one at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fsspec
 import numpy as np
 
 from jaxcross.data import Batches, Cache, open_records, train_batches
-from jaxcross.data.batches import Stream, StreamPosition
+from jaxcross.data.batches import BatchStream, StreamPosition
 from jaxcross.data.cache import simulate
 from jaxcross.data.cache.next_use import PAGE_BYTES
 from jaxcross.data.cache.origin import RemoteOrigin
@@ -59,7 +59,7 @@ def sizes_of(folder: str) -> np.ndarray:
         return np.array([len(records.cached.read(n)[0]) for n in range(len(records))])
 
 
-def torch_batches(stream: Stream, batch: int) -> Iterator[Any]:
+def torch_batches(stream: BatchStream, batch: int) -> Iterator[Any]:
     """A rival: PyTorch's loader over a data set with a dictionary.
 
     There are no worker processes, because each would have a separate dictionary.

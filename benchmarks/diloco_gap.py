@@ -2,13 +2,14 @@
 
     python benchmarks/diloco_gap.py [--json FILE] [--resume] [--only CASE]... [--smoke]
 
-We train with the mean and with `diloco` (H = 16) on 4 ranks under `vmap`, with 3 seeds. The cases:
-  as it is      400 steps from the start, with a batch of 4 on each rank
-  warm-up       the first quarter of the steps with the mean; Adam's state and the cosine decay of
-                the learning rate continue
-A seed's gap is its test loss at the last step, minus the mean's test loss with the same seed. The
-results don't depend on the machine's speed. `--resume` adds what FILE doesn't have yet. FILE is
-written after each row.
+We train with the mean and with `diloco` on 4 ranks under `vmap`, with 3 seeds. `diloco` makes H =
+16 local steps per exchange. There are two cases:
+  as it is  400 steps from the start, with a batch of 4 on each rank
+  warm-up   the first quarter of the steps uses the mean; when `diloco` takes over, Adam's state and
+            the cosine decay of the learning rate continue
+A seed's gap is the test loss at the last step minus the mean's test loss with the same seed. The
+results don't depend on how fast the machine is. FILE is written after each row. With `--resume`,
+only what FILE doesn't have yet is measured.
 """
 
 from __future__ import annotations

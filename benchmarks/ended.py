@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from jaxcross.commands.launch import related
+from jaxcross._processes import related
 
 PATIENCE_S = 30
 

@@ -4,16 +4,22 @@
         [--json FILE] [--png FILE] [--elements 8] [--wire mpi4jax|mpi4py] [--only joins|steps]
         [--smoke]
 
-joins: one run in which a job adds a few others, waits until they have left, and adds the next ones.
-Each of them makes two steps, and every fourth has a different step, which must be compiled. steps:
-one run of many jobs that share `--steps` steps of a tiny program. The program averages `--elements`
-numbers; from 16,384 on, mpi4py receives them into an arena. We take counts at 21 points on every
-rank, after a garbage collection: resident memory, threads, open files, communicators that were
-created and kept (`World`), Python objects other than spans, and spans. The report keeps the latest
-200,000 spans. growth: the slope of a line through the second half of the points, on the rank where
-the slope is largest, per join or per thousand job-steps. The exit code is 1 if a growth exceeds its
-bound, except with `--smoke`, which ends before caches are full. `--only` reruns one part and keeps
-the other part of the file that `--json` names, if it exists.
+There are two parts:
+  joins  One run in which a job adds a few other jobs, waits until they have left, and then adds the
+         next ones. Each of these jobs makes two steps. Every fourth one has a different step, which
+         must be compiled.
+  steps  One run of many jobs that share `--steps` steps of a tiny program. The program averages
+         `--elements` numbers. From 16,384 numbers on, mpi4py receives them into a buffer that is
+         reused (an arena).
+At 21 points of each run, we collect garbage and then count on every rank: resident memory, threads,
+open files, the communicators that were created and are still there (`World`), spans, and Python
+objects other than spans. The report keeps only the latest 200,000 spans.
+
+`growth` is the slope of a line through the second half of the points, per join or per thousand
+job-steps. It's taken from the rank where the slope is largest. The exit code is 1 if any growth
+exceeds its bound. The exception is `--smoke`, which ends before the caches are full. With `--only`,
+just one part is measured, and the other part is kept from the file that `--json` names, if that
+file exists.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ def counted(world: Any, runner: Any) -> dict[str, int]:
         "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "communicators": sum(slot.comm is not None for slot in world._slots.values()),
+        "communicators": sum(each.comm is not None for each in world._group_comms.values()),
         "objects": objects - spans,
         "spans": spans,
     }

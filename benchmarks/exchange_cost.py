@@ -3,27 +3,35 @@
     python benchmarks/exchange_cost.py [--rate 500mbit] [--repeats 5] [--ways] [--wires]
         [--limits none,64k,1m,4m] [--settings]
 
-ResNet-50's 161 gradients are all-reduced as one program, with sums joined in the same way as the
-library joins them. There are two hosts with one core each and a real link:
-  alone        one exchange with nothing else running
-  beside       exchanges during ResNet-50's computation on the same core
-  computation  the same step without exchange, alone and during exchanges
-The options add variants. `--ways` repeats `beside` with a different scheduling of the exchange's
-thread: the default, time slices other than the 0.25 ms that `beside` requests, and those slices at
-niceness 5. At the end, all other threads run at niceness 1, 3 and 5. That comes last because a
-thread can't lower its niceness again. `--wires` repeats `alone` and `beside` over mpi4py instead of
-mpi4jax, once with MPI's blocking call and once with a non-blocking call that is tested between
-sleeps of 10 us to 1 ms. `--limits` repeats `alone` and `beside` with sums of up to these bytes
-joined (`none`: each sum is a separate message). `--settings` repeats the first three measurements
-under each of the MPI's own settings. These can only be changed with a new launch.
+We all-reduce ResNet-50's 161 gradients as one program, in which sums are joined in the same way as
+in the library. There are two hosts with one core each and a real link. We measure:
+  alone        one exchange while nothing else is running
+  beside       exchanges while ResNet-50 computes on the same core
+  computation  the same step without its exchange, alone and alongside exchanges
+Some options add variants:
+  --ways      Repeats `beside` with a different scheduling of the exchange's thread: the default;
+              time slices other than the 0.25 ms that `beside` requests; and those slices at
+              niceness 5. At the end, all other threads run at niceness 1, 3 and 5. This comes last
+              because a thread can't lower its niceness again.
+  --wires     Repeats `alone` and `beside` over mpi4py instead of mpi4jax: once with MPI's blocking
+              call, and once with a non-blocking call that is tested between sleeps of 10 us to 1
+              ms.
+  --limits    Repeats `alone` and `beside`, each time joining only sums of up to the given number of
+              bytes. With `none`, each sum is a separate message.
+  --settings  Repeats the first three measurements with each of several settings of the MPI library.
+              These settings can only be changed by starting the ranks again.
+All variants that a single run can have take turns. We report:
+  fill  the bytes on the wire over what the link can carry in the same time, as measured with plain
+        TCP
+  tax   an upper limit for the core seconds that an exchange takes from the computation: the CPU
+        time of its thread, plus the time that the kernel spends on packets
+We also report for how long the computation's threads had the core, including the packets that the
+kernel handles in the meantime. If these threads need more time during exchanges than alone, the
+difference is the cost of caches, memory and packets. The rest of the computation's slow-down is
+time that the exchange's thread had the core.
 
-Rivals alternate in one run. fill: bytes on the wire over what the link carries in that time, as
-measured with plain TCP. tax: the core seconds that an exchange takes from the computation, at most:
-its thread's CPU time plus the kernel's time for packets. We also report how long the computation's
-threads had the core, including packets that the kernel handles meanwhile. If they need more during
-exchanges than alone, the difference is the cost of caches, memory and packets. The rest of the
-computation's slowdown went to the exchange's thread. The MPI is that of the environment, so run the
-benchmark once in each environment.
+The benchmark uses the MPI of the environment that it runs in. To compare MPICH and Open MPI, run it
+once in an environment with each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of benchmarks/exchange_cost.py: measures what exchange and computation cost each other.
 
-That benchmark starts this script with its own arguments and `--worker FILE`. Rank 0 writes the
+The benchmark starts this script with its own arguments plus `--worker FILE`. Rank 0 writes the
 numbers to FILE.
 """
 
@@ -34,7 +34,7 @@ from rivals.serving import softirq_s  # noqa: E402
 from workloads import spread  # noqa: E402
 
 from jaxcross.wire import MpiWire, coalesce  # noqa: E402
-from jaxcross.wire.mpi_wire import Over  # noqa: E402
+from jaxcross.wire.mpi_wire import WireLibrary  # noqa: E402
 from jaxcross.world.sched_slice import ask_for_short_slices  # noqa: E402
 
 AXES = {"batch": 2}
@@ -97,7 +97,7 @@ class Ways:
         self,
         limit: int = coalesce.SMALL_BYTES,
         *,
-        over: Over = "mpi4jax",
+        over: WireLibrary = "mpi4jax",
         world: Any = WORLD,
     ) -> Any:
         """Returns all gradients' sums as one program, with sums of up to `limit` bytes joined."""

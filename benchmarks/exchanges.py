@@ -3,15 +3,21 @@
     python benchmarks/exchanges.py [--rate 500mbit] [--hosts 2] [--local 1] [--only NAME ...]
         [--json FILE] [--smoke]
 
-We exchange the gradients of ResNet-50 and of a small Transformer, with a real link between the
-hosts. By default there's one rank on each host. A step is only the exchange and SGD, without a
-forward or backward pass. The strategies take turns in one run, each from its initial state. total:
-a step including its computation. wire: the step's exchanges, without waiting for a rank that
-computes longer. We report both, and the bytes, relative to `mean` in the same repeat. A target is
-undecided if some repeats meet it and others miss it. If a strategy exchanges only every few steps,
-we measure a whole cycle and report the mean. A turn has two steps, or up to eight for a small
-model: as many as exchange about 20 million elements. `ParameterServer` is the real one. Its wire is
-`push_pull`, which includes the servers' updates and possibly waiting for other workers.
+We exchange the gradients of ResNet-50 and of a small Transformer over a real link between the
+hosts. By default, there's one rank on each host. A step consists only of the exchange and SGD,
+without a forward or backward pass. The strategies take turns in one run, and each of them starts
+from its initial state. We report for each strategy:
+  total  the seconds of a step, including its computation
+  wire   the seconds of the step's exchanges, not counting the time that a rank waits because
+         another rank computes for longer
+  bytes  the bytes of the step's exchanges
+All three are also given relative to `mean` in the same repeat. There are targets for some of these
+ratios. If only some of the repeats meet a target, it's `undecided`.
+
+If a strategy exchanges only every few steps, we measure a whole cycle and report the mean over its
+steps. A turn has two steps. For a small model it has up to eight, namely as many as exchange about
+20 million elements. `ParameterServer` is the real one. Its `wire` is the time of `push_pull`, which
+includes the servers' updates and may include waiting for other workers.
 """
 
 from __future__ import annotations

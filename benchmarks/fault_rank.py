@@ -1,9 +1,8 @@
 """Runs on each rank of faults.py: `fault_rank.py FAULT POINT FOLDER SILENCE_S WATCHDOG_S`.
 
-There are two jobs in crossover, which save a checkpoint in FOLDER after every step. The exception
-is a fault after which the runner itself is expected to save: then the jobs don't save. The fault is
-injected once, on the last rank and in job `b`. If FAULT is `none`, the jobs resume from their
-checkpoints.
+Two jobs run in crossover. They save a checkpoint in FOLDER after every step, unless the runner
+itself is expected to save after the fault. The fault is injected once, on the last rank and in job
+`b`. If FAULT is `none`, no fault is injected, and the jobs resume from their checkpoints.
 """
 
 from __future__ import annotations

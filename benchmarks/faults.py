@@ -2,12 +2,15 @@
 
     python benchmarks/faults.py [--json FILE] [--smoke] [--ranks N]
 
-We inject each fault at every kind of point in a step of one of two jobs (`fault_rank.py`), under
-`jaxcross launch`. The seconds run from the fault to the end of the command, including its
-post-mortem. If all ranks end, told_s is the time from the fault until the last of the other ranks
-has written its last words. Then we run the same command without the fault. It must resume from the
-existing checkpoints, which the fault mustn't have damaged, and reach the values of an undisturbed
-run. If a job left or all ranks stopped, it must resume from exactly that step.
+There are two jobs, started by `jaxcross launch`. We inject each fault at every kind of point in a
+step of one of them (see `fault_rank.py`). The seconds are measured from the fault to the end of the
+command, including its post-mortem. If the fault terminates all ranks, `told_s` is the time from the
+fault until all other ranks have written their last lines.
+
+Then we run the same command again, without the fault. It must resume from the checkpoints, so the
+fault must not have damaged them, and it must reach the same values as an undisturbed run. If the
+fault only ended one job, or stopped all ranks in an orderly way, the command must resume from
+exactly that step.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from typing import Any, Literal
 
 from workloads import parser, write_json
 
-from jaxcross.report.event_files import read
-from jaxcross.report.post_mortem import verdict
+from jaxcross.report.event_files import read_event_files
+from jaxcross.report.post_mortem import first_to_end
 
 POINTS = ("compile", "compute", "exchange", "vote", "checkpoint")
 DEADLINE_S = 180.0
@@ -156,8 +159,8 @@ def run_case(case: Case) -> Result:
         ended_s = time.time()
         hurt = folder / "hurt"
         hurt_s = float(hurt.read_text()) if hurt.exists() else float("nan")
-        records = read(folder / "events")
-        said = verdict(records)
+        records = read_event_files(folder / "events")
+        said = first_to_end(records)
         problems = list(check(case, code, output, said))
         told_s = None
         if case.outcome == "ends":

@@ -2,9 +2,10 @@
 
     mpirun -n 2 python benchmarks/flight.py [--json FILE] [--smoke]
 
-An event is one line, the start or the end of an activity. The best of many short runs is what an
-event costs; the median is what it costs on this machine right now. The thread's time is the CPU
-time that the kernel reports.
+An event is one line in a rank's event file, written when an activity starts or ends. We time many
+short runs. The best of them shows what an event costs by itself, and the median shows what it costs
+on this machine as it is right now. For the thread of the watchdog and the heartbeat, we report the
+CPU time that the kernel has counted.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python benchmarks/fuse.py [--rate 1000mbit] [--json FILE] [--smoke]
 
-The jobs share one step and run on two hosts with one core each and a real link. In one run, we
-alternate three ways: one after the other, in crossover, and fused, like
-`jaxcross.fuse(when="always")`. Seconds are those in which each job makes one step, on the slowest
-rank, without the first ten steps. Ratios are ratios of medians. `first_s` is the whole first run,
-including compilation. The final states of all ways must be identical bit for bit. `chosen` is the
-decision of `jaxcross.fuse`.
+All jobs have the same step, and they run on two hosts with one core each and a real link. In one
+run, we alternate between three ways to train them: one after the other, in crossover, and fused as
+with `jaxcross.fuse(when="always")`. The final states must be the same in all three, bit for bit.
+
+Seconds are the time in which each job makes one step, on the slowest rank, not counting the first
+ten steps. Ratios are ratios of medians. `first_s` is the time of the whole first run, including
+compilation. `chosen` is what `jaxcross.fuse` would decide by itself.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def worker(args: Any) -> int:
     import jax
     import numpy as np
 
+    from jaxcross.gains.fusion import fused_step
     from jaxcross.jobs.fused import FusedJob
-    from jaxcross.step.fuse import fused_step
 
     def agreed(value: float) -> float:
         """Returns the value of the slowest rank."""

@@ -2,31 +2,30 @@
 
     python benchmarks/gpu.py [--json FILE] [--smoke] [--stand-in] [--cases A,B]
 
-Cases:
-  ranks      Two ranks on the accelerator, with a real shaped link between them. k jobs run in
-             crossover, one after the other, and as k processes per rank. Without network
-             namespaces, the link is emulated and no speed-up is reported.
-  split      One rank and one job, with these rivals in turn: `jax.jit`; the step cut whole; the cut
-             that `cut="auto"` makes alongside other jobs, which is a piece per 25 MB of gradients
-             (a single rank exchanges with nobody, so it can't try cuts); and `copied`, the step cut
-             whole without pinned memory. As with several ranks, a cut step hands its gradients over
-             to the host and back.
-  depth      One rank and two jobs, with 1, 2 and 3 segments queued on the device. Does a hand-over
-             wait for segments that were queued before it? The best depth belongs in `depth_of`
+There are six cases:
+  ranks      Two ranks share the accelerator, with a real shaped link between them. We run k jobs in
+             crossover, one after the other, and as k processes per rank. If the machine doesn't
+             allow network namespaces, the link is emulated, and no speed-up is reported.
+  split      One rank runs one job in these ways, in turn: with `jax.jit`; with the step cut whole;
+             with the cut that `cut="auto"` uses alongside other jobs, which is one piece per 25 MB
+             of gradients; and `copied`, which is the step cut whole, but without pinned memory. A
+             single rank has nobody to exchange with, so `cut="auto"` can't try cuts here. As with
+             several ranks, a cut step copies its gradients to the host and back.
+  depth      One rank runs two jobs, with 1, 2 and 3 segments queued on the device. Does a copy wait
+             for segments that were queued before it? The best depth belongs in `depth_of`
              (jaxcross/interleave/compute_queue.py).
-  transfers  Which public calls hand arrays over fastest to the host's CPU device and back? We
-             measure arrays from 1 kB to 100 MB, and the model's leaves one by one, in one call, or
-             concatenated into one array.
-  memory     Two ranks: what k jobs book before their first steps, over what they need (see
-             memory.py).
+  transfers  Which public calls copy arrays fastest to the host's CPU device and back? We measure
+             arrays from 1 kB to 100 MB. We also measure the leaves of the model: one by one, in one
+             call, and concatenated into one array.
+  memory     Two ranks: the memory that is reserved for k jobs before their first steps, over the
+             memory that they need (see memory.py).
   profile    One, two and three jobs under `jax.profiler`, compared with a loop of plain `jax.jit`.
-             How much do copies of one job overlap with kernels of another? A job alone has no
-             overlap, because its copies and kernels depend on each other. And how long was the
-             device idle between segments that were ready? The target is less than 1% of the time.
-
+             How much do copies of one job overlap with kernels of another? A single job has no
+             overlap, because its copies and kernels depend on each other. And for how long was the
+             device idle although a segment was ready? The target is less than 1% of the time.
 With `--stand-in`, a second CPU device takes the place of the accelerator, so that you can check
-that everything runs. Its times say nothing about an accelerator. What only an accelerator's profile
-can show is then null, with the reason.
+that everything runs. The resulting times don't tell you anything about an accelerator. Numbers that
+only the profile of an accelerator can show are then null, and the reason is given.
 """
 
 from __future__ import annotations

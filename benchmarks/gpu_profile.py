@@ -1,7 +1,8 @@
 """Reads from a JAX profile what an accelerator did: kernels, copies, and the time between them.
 
-Nothing is inferred from host times. A profile without the accelerator's streams gives None. To
-align host spans with the profile, `record` adds marks whose names contain the host's clock.
+Everything comes from the profile, and nothing is inferred from the host's timing. If the profile
+has no streams of an accelerator, the result is None. So that the host's spans can be aligned with
+the profile, `record` adds marks to it whose names contain the time of the host's clock.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
-from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
+from jaxcross.report.intervals import Interval, intersect, measure, merge_intervals, subtract
 
 NO_STREAMS = "the profile has no stream of an accelerator"
 MARK = "jaxcross-clock "
@@ -41,7 +42,7 @@ class Recording(NamedTuple):
     activities: tuple[Activity, ...]
 
     def times(self, *kinds: str) -> list[Interval]:
-        return union(
+        return merge_intervals(
             (round(a.start_ns), round(a.end_ns)) for a in self.activities if a.kind in kinds
         )
 
@@ -138,7 +139,7 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
     length = (window[1] - window[0]) or 1
     idle = subtract([window], recording.times("kernel"))
     inside = intersect(idle, _inside(recording))
-    bubbles = measure(intersect(subtract(idle, inside), union(ready))) / length
+    bubbles = measure(intersect(subtract(idle, inside), merge_intervals(ready))) / length
     return {
         "window_s": length / 1e9,
         "idle_share": measure(idle) / length,
@@ -150,7 +151,7 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
 
 def _inside(recording: Recording) -> list[Interval]:
     kernels = [a for a in recording.activities if a.kind == "kernel"]
-    return union(
+    return merge_intervals(
         (round(a.start_ns), round(b.end_ns))
         for a, b in pairwise(kernels)
         if a.module and a.module == b.module

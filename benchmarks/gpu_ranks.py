@@ -1,9 +1,11 @@
 """The part of gpu.py with two ranks: k jobs in crossover, one after the other, and as k processes.
 
 All ranks share one accelerator. If the machine allows network namespaces, there's a real shaped
-link between the ranks. Otherwise, we use a plain `mpirun`, and measure jobs with an emulated link,
-and jobs and processes without any link. The latter shows what sharing the device costs. We don't
-compute a speed-up in this case. If you run this file as a script, it's a rank.
+link between the ranks. Otherwise, we start the ranks with a plain `mpirun` and don't compute a
+speed-up. In that case, jobs are measured with an emulated link, and both jobs and processes are
+measured without any link, which shows what sharing the device costs.
+
+If you run this file as a script, it acts as one rank.
 """
 
 from __future__ import annotations

@@ -2,9 +2,13 @@
 
     python benchmarks/hand_overs.py [--ranks 4] [--models mlp,resnet50] [--json FILE] [--smoke]
 
-We count this in the cut programs, so it needs neither an accelerator nor MPI, and nothing is timed.
-`apart`: work between two exchanges goes to the accelerator unless it's a single pass over memory,
-as on a CPU. `cut`: small work also stays on the host.
+With an accelerator, the arrays of an exchange have to be copied to the host and back. We count
+these copies in the cut programs, so the script needs neither an accelerator nor MPI, and nothing is
+timed. We count them for two cuts:
+  apart  work between two exchanges goes to the accelerator unless it's a single pass over memory,
+         as on a CPU
+  cut    small work between two exchanges stays on the host as well, which is what jaxcross does
+         with an accelerator
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ def _row(strategy: Strategy, params: Any, ranks: int) -> dict[str, dict[str, int
         ("apart", mock.patch.object(HostWork, "costs_less", return_value=False)),
         ("cut", nullcontext()),
     ):
-        with mock.patch.object(stages, "on_accelerator", return_value=True), patched:
+        accelerator = mock.patch("jaxcross.program.cut.on_accelerator", return_value=True)
+        with accelerator, patched:
             programs = [
                 _cut(traced, step) for step in strategy.begins(setting) or range(strategy.cycle)
             ]

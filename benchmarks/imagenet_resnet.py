@@ -4,24 +4,27 @@
         [...]
     jaxcross launch -n 2 benchmarks/imagenet_resnet.py --data-dir DATA [...]
 
-We measure images per second and the time to a given accuracy. The benchmark trains like
-`examples/imagenet_resnet.py` and takes that example's options (`--model`, `--job`, `--batch-size`,
-...). The records are read from disk. `--data-dir` names TFDS's imagenet2012 in ArrayRecord format.
-Without it, the benchmark writes a small synthetic set with learnable classes.
+We measure the images per second and the time to a given accuracy. The benchmark trains like
+`examples/imagenet_resnet.py` and accepts the options of that example (`--model`, `--job`,
+`--batch-size`, ...). The records are read from disk. `--data-dir` is the folder of TFDS's
+imagenet2012 in ArrayRecord format. Without it, the benchmark writes a small synthetic data set with
+classes that can be learned.
 
-Throughput: the two ways alternate, both with the records out of the page cache (`cold`) and in it
-(`warm`, as far as they fit into memory; `resident_share_before` says how much was in it). We report
-images per second in the steady state, by job and in total, and over the wall time of a run, without
-compilation. `input_wait_s` is how long a job waited for its next batch, per step, on the slowest
-rank. `input_lost_s` is what the input cost per round.
+Throughput: runs in crossover and runs with one job after the other alternate. We do this with the
+records out of the page cache (`cold`), and with the records in it as far as they fit into memory
+(`warm`; `resident_share_before` is the share that was in it). We report images per second for each
+job and in total, both in the steady state and over the wall time of a run without compilation.
+`input_wait_s` is how long a job waited for its next batch, per step, on the slowest rank.
+`input_lost_s` is how much longer a round took because of the input.
 
-Accuracy: the seconds from the start of a run until all of its jobs have reached `--accuracy` on the
-validation split, including evaluation and its reading. We report the median run. With `--eval-steps
-0`, accuracy isn't measured. In crossover, images are decoded once for all jobs, while one after the
-other each job decodes its own. This is part of the gain.
+Accuracy: we report the seconds from the start of a run until all of its jobs have reached
+`--accuracy` on the validation split, including evaluation and the reading of its images. The
+reported run is the median one. With `--eval-steps 0`, accuracy isn't measured. In crossover, images
+are decoded once for all jobs, whereas jobs that run one after the other each decode their own. So
+part of the gain comes from decoding less.
 
 If you run the script directly, it starts the ranks. They run on two hosts with a real link of
-`--rate` if the machine allows network namespaces, and otherwise with an emulated link, from which
+`--rate`, provided that the machine allows network namespaces. Otherwise the link is emulated, and
 no speed-up is computed.
 """
 

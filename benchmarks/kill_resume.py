@@ -3,12 +3,15 @@
     python benchmarks/kill_resume.py [--trials N] [--ranks N ...] [--seed N] [--json FILE]
         [--resume] [--smoke]
 
-Each trial disturbs one rank a few times. Either it kills the rank with SIGKILL: at a random step,
-fsync or deletion, or at a random moment of a write. Or it interrupts the rank at a step with
-SIGINT; then all ranks stop by themselves, so we count interrupts separately. The launcher
-terminates the other ranks, and we restart everything until the run completes. We compare states,
-steps, losses, best states and metrics files with those of a run that is never killed and keeps no
-checkpoints. FILE is written after each trial. `--resume` skips the trials that FILE already has.
+In each trial, we disturb one rank a few times, in one of two ways:
+  kill       SIGKILL, at a random step, fsync or deletion, or at a random moment while a checkpoint
+             is being written
+  interrupt  SIGINT, at a step; all ranks then stop in an orderly way, so interrupts are counted
+             separately
+After a kill, the launcher terminates the other ranks. We restart the whole run until it completes.
+Then we compare its states, steps, losses, best states and metrics files with those of a run that is
+never disturbed and saves no checkpoints. FILE is written after each trial. With `--resume`, the
+trials that FILE already has are skipped.
 """
 
 from __future__ import annotations

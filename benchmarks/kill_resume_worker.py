@@ -3,11 +3,16 @@
     KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python
         benchmarks/kill_resume_worker.py FOLDER
 
-All jobs keep checkpoints. The first job has rank-local residuals (top-k), reads Grain's iterator
-and stops early. The second has dropout and reads a generator. The third has a fragment of its model
-pending in almost every state (streaming DiLoCo, 8 bits). All jobs are evaluated and keep their best
-states. The process can be killed at a step, a save, an fsync, a deletion, or a moment inside
-orbax's writing.
+All jobs save checkpoints, are evaluated, and keep their best states. Each job has something that's
+difficult to restore:
+
+- The first job has rank-local residuals (top-k), reads Grain's iterator, and stops early.
+- The second job has dropout, and reads a generator.
+- The third job uses streaming DiLoCo with 8 bits, so in almost every state a fragment of its model
+  is still to be exchanged.
+
+The process can be killed at a step, a save, an fsync, a deletion, or a moment inside orbax's
+writing.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import optax
 
 import jaxcross
 from jaxcross import _files
-from jaxcross.checkpoint import arrays, layout
+from jaxcross.checkpoint import arrays, folders
 
 WORLD = jaxcross.initialize(stall_timeout_s=120)
 STEPS, EVERY, KEEP, EVALUATE = 24, 3, 2, 4
@@ -218,9 +223,9 @@ def main() -> None:
         )  # the first job stops after step 16
     ]
     with (
-        killer.around(layout, "sync", "sync"),
+        killer.around(folders, "sync", "sync"),
         killer.around(_files, "sync", "sync"),
-        killer.around(layout.Folders, "delete", "delete"),
+        killer.around(folders.Folders, "delete", "delete"),
         killer.around(arrays, "write", "write"),
     ):
         runner.run()

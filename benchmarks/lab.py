@@ -4,8 +4,8 @@
         python train.py
 
 Before the command runs, the script prints the rate that a plain TCP transfer reaches in each
-direction. Afterwards, it prints the megabytes that the ranks sent over the links. If the ranks
-communicated through shared memory, this is 0 MB.
+direction. Afterwards, it prints how many megabytes the ranks have sent over the links. If that's 0
+MB, the ranks communicated through shared memory instead.
 """
 
 from jaxcross.lab.__main__ import main

@@ -2,12 +2,15 @@
 
     python benchmarks/leaves.py [--json FILE] [--smoke] [--ranks N] [--repeats N]
 
-We compare jaxcross with `jax.jit` and mpi4jax. A step is gradient descent on n leaves of six small
-shapes, whose gradients are averaged over the ranks: with one `pmean` per leaf under `crossover`, or
-one `mpi4jax.allreduce` per leaf under `jax.jit`. Each measurement has separate ranks, and repeats
-alternate. We report the seconds of the first call on rank 0 (tracing, cutting, agreement,
-compilation and one step) and the milliseconds of later calls. power: the exponent p of the first
-call's time ~ n^p, from the two largest sizes; 1 is linear.
+We compare jaxcross with `jax.jit` and mpi4jax. The step is gradient descent on n leaves of six
+small shapes, whose gradients are averaged over the ranks. It does this with one `pmean` per leaf
+under `crossover`, and with one `mpi4jax.allreduce` per leaf under `jax.jit`. Each measurement
+starts new ranks, and repeats of the two alternate.
+
+We report the seconds of the first call on rank 0, which includes tracing, cutting, agreement,
+compilation and one step, and the milliseconds of later calls. `power` is the exponent p if the time
+of the first call grows as n^p, computed from the two largest sizes. A value of 1 means that it
+grows linearly.
 """
 
 from __future__ import annotations

@@ -3,13 +3,17 @@
     python benchmarks/link_loss.py [--rate 25mbit] [--task TASK]... [--only NAME]... [--resume]
         [--json FILE] [--png FILE] [--draw] [--smoke]
 
-We train on the tasks of `convergence.py` with their batch sizes and learning rates, and 3 seeds, on
-two hosts with one core each and a real link between them. Steps run in a plain loop under
-`crossover`. `seconds` is the training time up to each evaluation. It excludes evaluation and
-compilation, because we first rehearse the steps of two evaluations. An idle link passes 64 kB at
-full speed (`burst_kb`), which is a quarter of the model of `text`, and all of the model of
-`images`. `--resume` adds what FILE doesn't have yet. FILE is written after each strategy. `--draw`
-only draws FILE's rows.
+We train on the tasks of `convergence.py`, with the same batch sizes and learning rates and with 3
+seeds, but this time on two hosts with one core each and a real link between them. Steps run in a
+plain loop under `crossover`.
+
+`seconds` is the training time up to each evaluation. It includes neither the evaluations nor
+compilation, because we run the steps of two evaluations before we start to measure. Note that a
+link that has been idle passes 64 kB at full speed (`burst_kb`). That's a quarter of the model of
+`text`, and all of the model of `images`.
+
+FILE is written after each strategy. With `--resume`, only what FILE doesn't have yet is measured.
+`--draw` draws the rows of FILE without measuring anything.
 """
 
 from __future__ import annotations

@@ -3,14 +3,17 @@
     python benchmarks/memory.py [--jobs 1,2,4] [--image-size 224] [--json FILE] [--smoke]
     python benchmarks/memory.py --booked [--workload mlp] [--jobs 1,2,3,4] [--json FILE] [--smoke]
 
-There are two hosts and a shaped link, as in `race.py`. `crossover` has all jobs in one process per
-host. `fused-k` has one process per job, all running at once; we also run it without keeping memory
-in large pages as `jaxcross launch` does. Peak memory is that of the resident set while steps run
-that have already been compiled, summed over a host's processes. Compilations and their seconds are
-also per host. Identical jobs of one process compile only once.
+There are two hosts with a shaped link, as in `race.py`. `crossover` runs all jobs in one process
+per host. `fused-k` runs one process per job, all at the same time. We also run `fused-k` without
+the setting by which `jaxcross launch` keeps memory in large pages.
 
-`--booked` compares what the jobs of one process book before their first steps
-(`Runner(memory=...)`) with what they need, uncut and cut in four. The ratio should be 0.98 to 1.15.
+Peak memory is the largest resident set while steps run that have already been compiled, summed over
+the processes of a host. Compilations and their seconds are also counted per host. Identical jobs in
+one process compile only once.
+
+Before its first step, each job reserves the memory that it will need (`Runner(memory=...)`), which
+we call booking. `--booked` compares what the jobs of one process book with what they need, uncut
+and cut in four. The ratio should be 0.98 to 1.15.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The part of memory.py that compares what jobs book with what they need, on two ranks.
 
-"Booked" is what `Runner(memory=...)` counts before the first steps. "Needed" is the peak of the
-resident set during later steps of the same jobs, which have already been compiled, minus what the
-process held before they started. We take the rank that needs most. On an accelerator, it's the
-device's own count. If you run this file as a script, it's a rank.
+What jobs "book" is the memory that `Runner(memory=...)` reserves for them before their first steps.
+What they "need" is the peak of the resident set during later steps of the same jobs, which have
+already been compiled, minus what the process held before the jobs started. On an accelerator, we
+use the device's own count instead. We report the rank that needs most.
+
+If you run this file as a script, it acts as one rank.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
     python benchmarks/model_check.py [--json FILE] [--smoke]
 
-`explore` explores each case to its end: every move of every thread in every order, on real
-interleavers. If a rule is broken, ranks enter different slots, a rank gets stuck or a thread is
-left behind, it stops with the moves that lead there. We also fail if a case ends in an unexpected
-way. states: states of one rank. meetings: sets of states in which ranks enter a slot of the
-exchange lane together. joint: a lower bound on the states of all ranks together that these
-represent. We inject failures in every segment, at dispatch and later, on one rank, and in the loop.
+`explore` explores each case completely: every move of every thread in every order, on real
+interleavers. It stops if a rule is broken, if ranks enter different slots, if a rank gets stuck, or
+if a thread is left behind, and then prints the moves that led there. The benchmark also fails if a
+case ends in an unexpected way. We inject failures on one rank: in every segment, both at dispatch
+and later, and in the training loop. We report:
+  states    the states of one rank
+  meetings  the sets of states in which ranks enter a slot of the exchange lane together
+  joint     a lower bound on the number of states of all ranks together that these represent
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from workloads import parser, write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checker isn't part of the package
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Sync
+from jaxcross.interleave.simulator import Add, Batch, Call, Fail, Prepare, Sync
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from tests.model.explore import explore
@@ -56,9 +58,9 @@ INTERRUPT = ((m.StopRequested(),), (), (), ())  # on rank 0, at any moment
 Expected = set[str]  # how the jobs may end, in their order
 
 
-def step(graph: StepGraph, **fails: str) -> Step:
+def step(graph: StepGraph, **fails: str) -> Call:
     """One call. With `step(PLAIN, s2="complete")`, segment 2 fails on the device."""
-    return Step(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
+    return Call(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
 
 
 def fed(batches: int, graph: StepGraph) -> Script:

@@ -2,13 +2,18 @@
 
     python benchmarks/overhead.py [--json FILE] [--smoke] [--cores N]
 
-Times: we alternate short runs of the plain step, of the cut step, and of its compute segments under
-plain `jax.jit` (`by_hand`, which is what any splitting by hand would cost). We report the
-difference of the medians, and the median of the differences of neighbouring runs. Host time per
-segment: of calls that only dispatch. Memory: peak live bytes of the cut program (its hand-overs and
-XLA's buffer assignment) over XLA's own figure for the fused step.
+Times: we alternate short runs of the plain step, of the cut step, and of the cut step's compute
+segments under plain `jax.jit` (`by_hand`). The last shows what it would cost to split the step by
+hand in any way. We report the difference of the medians, and the median of the differences of
+neighbouring runs.
 
-A rank has one core, as if ranks shared a host. `--cores 0` uses all cores.
+Host time per segment: we time calls that only dispatch.
+
+Memory: the peak of live bytes of the cut program over the figure that XLA gives for the fused step.
+The peak counts the arrays that are passed between segments and XLA's buffer assignment.
+
+The process uses only one core, as if several ranks shared a host. With `--cores 0`, it uses all
+cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Inspects, drops and fills the page cache of a data set's files. Measures nothing itself.
 
-Only the named files are touched, so other programs' files stay cached. You don't need root.
+Only the named files are affected, so the files of other programs stay cached. You don't need to be
+root.
 """
 
 from __future__ import annotations

@@ -4,26 +4,35 @@
         [--rates 500,1000,2000] [--repeats 3] [--minutes 18] [--json FILE] [--png FILE] [--draw]
         [--smoke]
 
-There are two hosts with one core each and a real link. In each repeat, every kind of job runs
-alone, and then all cases of a part run, in a different order each time. A prediction is the twin's
-(`jaxcross.plan.predict`). Its inputs are the profiles of the solo runs, averaged over all repeats,
-and the contention of `jaxcross.plan.contention` at the rate. It uses no run of several jobs. T is
-the seconds per job-step from the moment at which all jobs have made their first step, because those
-steps get their memory from the kernel, to the end of the last span. A step in progress at that
-moment counts with the fraction of its time that comes after. `whole_s` has the predicted and
-measured seconds including the first steps. Parts:
-  equal      two and three equal jobs, and two different ones, at three rates; `jaxcross.estimate`
-             of the equal ones
-  unequal    a large job and a small one: whole steps, in pieces, in pieces with equal shares
+There are two hosts with one core each and a real link. In each repeat, every kind of job first runs
+alone, and then all cases of a part run, in a different order each time.
+
+The predictions are made by the twin (`jaxcross.plan.predict`), which simulates a run. Its inputs
+are the profiles of the solo runs, averaged over all repeats, and the contention that
+`jaxcross.plan.machine_contention` gives for the rate of the link. No run of several jobs enters a
+prediction.
+
+T is the seconds per job-step. It's measured from the moment when all jobs have made their first
+step, because a first step has to get its memory from the kernel, until the end of the last span. If
+a step is in progress at that moment, only the fraction of its time that comes afterwards is
+counted. `whole_s` has the predicted and measured seconds including the first steps. The parts are:
+  equal      two and three equal jobs, and two different ones, at three rates; for the equal ones
+             also `jaxcross.estimate`
+  unequal    a large job and a small one, run in three ways: with whole steps, in pieces, and in
+             pieces with equal shares
   pair       the same two jobs, with the pieces and shares that `jaxcross.plan.rates` chooses from
              solo runs
-  variants   two jobs with bfloat16 on the wire; two jobs cut in four
+  variants   two jobs with bfloat16 on the wire, and two jobs cut in four
   ResNet-50  two ResNet-50 jobs
-ratio: predicted T over achieved T, where the latter is the median of the repeats. interval: from 5%
-below to 10% above the prediction, widened on both sides by half of the difference between solo
-runs. attribution: by how much the round took longer than predicted, by cause, relative to the
-predicted round. A part that would start after `--minutes` is skipped. FILE is written after each
-part and keeps the rows of earlier runs that aren't measured again. `--draw` only draws FILE's rows.
+We report:
+  ratio        the predicted T over the achieved T, where the latter is the median of the repeats
+  interval     from 5% below to 10% above the prediction, widened on both sides by half of the
+               difference between solo runs
+  attribution  by how much the round took longer than predicted, by cause, relative to the predicted
+               round
+A part that would start after `--minutes` is skipped. FILE is written after each part, and keeps
+those rows of earlier runs that aren't measured again. `--draw` draws the rows of FILE without
+measuring anything.
 """
 
 from __future__ import annotations
@@ -47,11 +56,11 @@ from workloads import kept, parser, write_json
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan.contention import TWO_CORES
-from jaxcross.plan.profile import Profile
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.rates import choose_rates
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
+from jaxcross.step.profile import Profile
 
 PAIR_RATE = 500
 LEAST = 6

@@ -1,6 +1,6 @@
 """The kinds of jobs that `plan.py` predicts and runs, and which of them run together.
 
-Plain data. Imports no framework.
+This module has only data and doesn't import any framework.
 """
 
 from __future__ import annotations

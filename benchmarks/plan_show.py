@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross.interleave.instrument import Span
-from jaxcross.plan.contention import TWO_CORES
-from jaxcross.plan.profile import Profile
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
+from jaxcross.step.profile import Profile
 
 AGREE, WITHIN, ESTIMATE_WITHIN = 0.03, 0.05, 0.10
 """Largest spread of the repeats of a case that counts.

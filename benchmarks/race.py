@@ -4,34 +4,48 @@ do it today?
     python benchmarks/race.py [--cases two,mixed,three,one] [--rates network,balanced,compute]
     [--json FILE] [--png DIR]
 
-Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each:
-  fused, fused-k              `jax.jit` + mpi4jax leaf by leaf: one job after the other; k processes
-                              a host at once
-  gloo, gloo-k                JAX's own `shard_map` + `jax.distributed` with gloo
-  ddp, ddp-k, ddp-bf16(-k)    PyTorch DDP with gloo; left out, with one line, where PyTorch is not
-                              installed
-  sequential, crossover       jaxcross: one job after the other; in turn (`-mpi4py`: over mpi4py on
-                              host buffers, where all others are over mpi4jax; `-bf16`: gradients as
-                              bfloat16 on the wire; `-cut`: each job's backward pass in four pieces,
-                              too; `-shares`, of unlike jobs: that of the largest in four, which has
-                              four shares to each other job's one)
-  uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become
-                              ready
+All rivals (see `rivals/`) take turns in one run, on two hosts with one core each:
+  fused, fused-k            `jax.jit` with one mpi4jax call per leaf: one job after the other, or,
+                            with `-k`, all k jobs at once, each in its own processes
+  gloo, gloo-k              JAX's own `shard_map` and `jax.distributed` with gloo, in the same two
+                            ways
+  ddp, ddp-k, ddp-bf16(-k)  PyTorch DDP with gloo; if PyTorch isn't installed, these are left out
+                            and a line says so
+  sequential, crossover     jaxcross: one job after the other, or in crossover
+  uncut, wait-free          jaxcross with a single job: uncut, or with its backward pass cut where
+                            gradients become ready
+`crossover` has variants. With `-mpi4py`, it exchanges host buffers with mpi4py, whereas all others
+exchange with mpi4jax. With `-bf16`, gradients are sent as bfloat16. With `-cut`, the backward pass
+of each job is cut into four pieces. `-shares` is for jobs of different sizes: the backward pass of
+the largest job is cut into four pieces, and this job gets four times the share of each other job.
 
-Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2),
-or are given (`500mbit`). T is wall time from the command to the last rank's answer over the steps
-of all jobs; starting, compiling and the first steps, which get their memory from the kernel, are
-not in it, filling the pipeline is; `steady` is the period that jaxcross's report gives. bound =
-max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU
-time that the kernel charges an exchange on the row's wire on the core that computes: its thread's,
-and its own for packets. slow_down is what a step takes beside exchanges over one alone, caches and
-all. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
-repeat, c before and after every run, by the processes that run; a row's is that of its framework,
-over all of whose rivals in the repeat, and its own processes' is `own_c_s`. hidden_share is (c + m
-- T) / min(c, m), clipped to 0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s and
-wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host. A row names its run, of
-`runs`; `--resume` adds rivals in a run of their own, at rates found anew, with jaxcross's again to
-compare them with.
+A rate can be given as a number (`500mbit`) or as a name. Named rates are found by calibration:
+network-bound (sum m = 2 sum c), balanced (sum m = sum c) and compute-bound (sum m = sum c / 2),
+where c and m are the seconds per step that a job computes and exchanges. The rows of the result
+have these numbers:
+  T                  The wall time from the command to the last rank's answer, divided by the number
+                     of steps of all jobs. It doesn't include starting, compiling and the first
+                     steps, which get their memory from the kernel. It does include filling the
+                     pipeline.
+  steady             The period of a round according to jaxcross's report.
+  bound              max(sum c, sum m, max(c + m)) / k for k jobs. For rivals in which a job's
+                     computation and exchange can overlap, the term max(c + m) is left out.
+  with tax           The bound with sum c + sum tax in place of sum c. The tax is the CPU time that
+                     an exchange on the row's wire takes from the core that computes: that of its
+                     thread, plus the kernel's time for packets.
+  slow_down          How long a step takes alongside exchanges over how long it takes alone,
+                     including all effects of caches.
+  hidden_share       (c + m - T) / min(c, m), clipped to 0..1. `hidden_share_from_trace` is the same
+                     share according to jaxcross's trace.
+  cpu_s, wire_bytes  These are per job-step, summed over all ranks.
+  peak_rss_bytes     The memory of the host that uses more.
+m and tax are measured before every repeat. c is measured before and after every run, by the
+processes that run. Rivals of the same framework compute the same step, so a row's c is pooled over
+all rivals of its framework in the repeat. `own_c_s` is the c of the row's own processes alone.
+
+Each row has the number of its run, which is an index into `runs`. `--resume` measures rivals that
+have no row yet, in an additional run. It calibrates the rates again, and runs jaxcross again as
+well so that there's something to compare the new rows with.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
     python benchmarks/scale.py [--json FILE] [--smoke]
 
-decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow
-with 30 segments each, and with 3, as a step has that is cut whole; segments with two jobs. run: k
-jobs on one rank, each a step of small products and their means, which no other rank waits for,
-through the whole of the runner; wall time a segment, and the process's peak memory. Each size has a
-process of its own. slope: the exponent p of total time ~ n^p, fitted to the upper half of the
-sizes; 1 is linear.
+There are two measurements:
+  decision  The time that the interleaver takes to handle one event, in a simulation of two ranks.
+            We increase the number of jobs, with 30 segments each and with 3, which is what an uncut
+            step has. We also increase the number of segments, with two jobs.
+  run       k jobs go through the whole runner on a single rank, so no other rank waits for them.
+            Each step consists of small matrix products and their means. We report the wall time per
+            segment and the peak memory of the process. Each size is measured in a separate process.
+`slope` is the exponent p if the total time grows as n^p, fitted to the upper half of the sizes. A
+value of 1 means that it grows linearly.
 """
 
 from __future__ import annotations
@@ -26,8 +29,7 @@ from workloads import parser, spread, write_json
 
 from jaxcross.interleave.messages import Event
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.script import Step
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.program import stages
 
@@ -69,7 +71,7 @@ def decided(jobs: int, segments: int, steps: int) -> list[float]:
 
     def loop() -> Any:
         for _ in range(steps):
-            yield Step(plan, (1e-3,) * segments)
+            yield Call(plan, (1e-3,) * segments)
 
     simulation = Simulation(
         [[loop() for _ in range(jobs)] for _ in range(2)],

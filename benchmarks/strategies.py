@@ -1,6 +1,6 @@
 """Every exchange strategy around a given optimizer, with the bytes that a rank receives per step.
 
-Other benchmarks import this table. It measures nothing itself.
+Other benchmarks import this table. This module doesn't measure anything itself.
 """
 
 from __future__ import annotations

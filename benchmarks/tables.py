@@ -3,8 +3,9 @@ is copied by hand.
 
     python benchmarks/tables.py [--check] [--root FOLDER]
 
-A line `<!-- table NAME -->` in a page is followed by the table NAME, up to the next blank line; by
-nothing where its result is not kept yet.
+If a page has a line `<!-- table NAME -->`, the script writes the table NAME after it, in place of
+everything up to the next blank line. If the result for that table hasn't been stored yet, it writes
+nothing there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Two small training tasks on real data that Python packages ship. Measures nothing itself.
 
-`digits`: a small convolutional network on the 1,797 handwritten digits of scikit-learn (UCI's
-optical recognition set). `text`: a one-layer Transformer on English prose by the character, the
-topics of Python's own `help()`.
+`digits` is a small convolutional network on the 1,797 handwritten digits of scikit-learn (UCI's
+optical recognition set). `text` is a one-layer Transformer that predicts English prose character by
+character. The prose is the text of the topics in Python's own `help()`.
 """
 
 from __future__ import annotations

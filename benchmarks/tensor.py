@@ -3,20 +3,21 @@ model foresee it?
 
     python benchmarks/tensor.py [--rate 200mbit] [--json FILE] [--png FILE] [--smoke]
 
-Hosts of one rank each, joined by real links of that rate; beyond the machine's cores they share
-them. Three parts:
-  scaling    a small GPT's step on 4 and 8 ranks: strong (one batch) and weak (a batch that grows
-             with the ranks). Meshes alternate in one run. model: `tensor.step_cost` with alpha,
-             beta and operations a second that were fitted, in the same run, to steps of smaller
-             models and batches
-  crossover  two such jobs on two ranks with a core each, 1-D, one after the other and in turns, at
-             the rate at which exchange and computation take equally long. Both must end in the same
-             bits
-  unlike     the same of one 1-D job and of one that is data-parallel and cut into 32 pieces, at
-             that rate, by shares
-  far        the model alone, with the constants of four ranks: [4,4,4], [8,8,1] and 1-D on 64 ranks
-
-Over a slow link tensor parallelism is a matter of memory; nothing here is a claim that it is fast.
+We train small GPTs with tensor parallelism on 1-D, 2-D and 2.5-D meshes of ranks. Each rank has its
+own host, and the hosts are joined by real links of the given rate. If there are more hosts than
+cores, they share the cores. There are four parts:
+  scaling    A small GPT's step on 4 and 8 ranks, with strong scaling (one batch size) and weak
+             scaling (a batch that grows with the number of ranks). The meshes take turns in one
+             run. `model` is the prediction of `tensor.step_cost`. Its alpha, beta and operations
+             per second are fitted, in the same run, to steps of smaller models and batches.
+  crossover  Two 1-D jobs on two ranks with one core each, one after the other and in crossover, at
+             the rate at which exchange and computation take equally long. The final states must be
+             the same in both ways, bit for bit.
+  unlike     The same with one 1-D job and one data-parallel job that is cut into 32 pieces, at the
+             same rate, with weighted shares.
+  far        Only the model, with the constants of four ranks, for meshes that don't fit on this
+             machine: [4,4,4], [8,8,1], and 1-D on 64 ranks.
+Over a slow link, tensor parallelism is a way to save memory. We don't claim that it's fast.
 """
 
 from __future__ import annotations

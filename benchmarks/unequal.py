@@ -2,13 +2,17 @@
 
     python benchmarks/unequal.py [--rate 500mbit] [--json FILE] [--smoke]
 
-Two jobs on two hosts and a real slow link: ResNet-50, and a small Transformer whose step computes
-and exchanges about a tenth as long. Alone, and together in turns by whole steps, by pieces, and by
-pieces and equal shares, all in one run. relative: a job's steps a second over those it makes alone,
-uncut; progress: their sum, 1 where jobs run one after the other, 1.1 in lock step. ResNet-50 alone
-in pieces overlaps with itself: `relative` and `progress` over that are `over_pieces`. A job's rate
-is of its steps that end while both jobs run, without the first tenth of that time: their number
-less one, over the time from the first one's end to the last one's.
+There are two jobs on two hosts with a real slow link: ResNet-50, and a small Transformer whose step
+computes and exchanges for about a tenth as long. In one run, each job runs alone, and then both run
+together in three ways: with whole steps, in pieces, and in pieces with equal shares. We report:
+  relative     a job's steps per second over those that it makes alone and uncut
+  progress     the sum of both jobs' `relative`; it would be 1 if the jobs ran one after the other,
+               and 1.1 if they made their steps in lock step
+  over_pieces  `relative` and `progress` compared with ResNet-50 alone in pieces, where its own
+               computation and exchange overlap
+A job's rate is computed from those of its steps that end while both jobs are running, without the
+first tenth of that time. It's the number of these steps minus one, over the time from the end of
+the first of them to the end of the last one.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
     python benchmarks/wire_call.py [--ranks 2] [--json FILE] [--smoke]
 
-All-reduces of float32 between two ranks of one machine: of 4 bytes, 1 MB and 100 MB, and 20 small
-ones that depend on each other. The wires are `mpi4jax` (one executable) and `mpi4py` (the host
-exchanges between executables); `jit` is mpi4jax without this library. All three alternate in one
-run, which one is first changes by turns, and both ranks enter each call together. Times are those
-of the slower rank, from the call until the result is there, in microseconds.
+We time all-reduces of float32 between two ranks of one machine: of 4 bytes, of 1 MB, of 100 MB, and
+20 small ones that depend on each other. `mpi4jax` and `mpi4py` are jaxcross's two wires. With
+`mpi4jax`, the exchanges are part of one executable. With `mpi4py`, the host makes them between
+executables. `jit` is mpi4jax without jaxcross.
+
+All three alternate in one run, and each round starts with a different one. Both ranks enter each
+call together. Times are those of the slower rank, from the call until the result is available, in
+microseconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Train steps that the benchmarks share, and how they write their results. Measures nothing itself.
 
-A workload is `make(exchange)` -> `step(state, batch) -> (state, metrics)`, where `exchange` is
-applied to the gradients and metrics: `lax.pmean` for jaxcross, mpi4jax for its rival, nothing for a
-plain step.
+This module doesn't measure anything itself. A workload is `make(exchange)` ->
+`step(state, batch) -> (state, metrics)`. `exchange` is applied to the gradients and metrics: it's
+`lax.pmean` for jaxcross, an mpi4jax call for its rival, and the identity for a plain step.
 """
 
 from __future__ import annotations

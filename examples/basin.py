@@ -3,10 +3,10 @@
     mpirun -n 2 python -m mpi4py examples/basin.py
     mpirun -n 4 python -m mpi4py examples/basin.py --size 400 --steps 2000 --times
 
-Each rank holds a block of the basin. Ranks at a wall have fewer neighbours, so the mpi4jax calls
-differ from rank to rank. The example runs the step in three ways: under `jax.jit`, under
-`jaxcross.crossover`, and as a job of a runner alongside a training job that exchanges over a named
-axis. The results of all three are identical bit for bit.
+Each rank holds one block of the basin. Ranks at a wall have fewer neighbours, so the mpi4jax calls
+differ from rank to rank. The example runs the same step in three ways: under `jax.jit`, under
+`jaxcross.crossover`, and as a job in crossover with a training job that exchanges over a named
+axis. All three ways give the same result, bit for bit.
 """
 
 import argparse

@@ -7,9 +7,9 @@
     mpirun -n 4 python examples/gpt.py --mesh 2d --data FILE
 
 The model is the same on every mesh, and so is what it learns, up to rounding. The example trains
-two jobs with different learning rates, first one after the other and then in crossover. Both ways
-produce identical states bit for bit. Finally, the parameters are gathered and each job writes a few
-characters.
+two jobs with different learning rates, first one after the other and then in crossover, and both
+ways end in the same states, bit for bit. Finally, the parameters are gathered from all ranks, and
+each job writes a few characters of text.
 """
 
 import argparse

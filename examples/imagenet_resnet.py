@@ -5,9 +5,11 @@
         --job lr=0.1,seed=0 --job lr=0.4,seed=1 --policy compare
 
 The recipe follows Goyal et al. (2017): SGD with Nesterov momentum, weight decay on kernels only, a
-linear warm-up and a cosine decay. `--policy compare` trains the jobs one after the other and then
-again in crossover. It does so in two turns of half the steps each, so that if the machine is busy
-for a while, both ways are affected. It also checks that the final states are equal.
+linear warm-up, and a cosine decay.
+
+`--policy compare` trains the jobs one after the other and in crossover, and checks that the final
+states are equal. It does this in two turns, each with half of the steps. So if the machine is busy
+with something else for a while, both ways are affected.
 """
 
 from functools import partial, update_wrapper

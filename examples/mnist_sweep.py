@@ -3,8 +3,8 @@
     python examples/mnist_sweep.py
     jaxcross launch -n 2 examples/mnist_sweep.py
 
-The digits are the 1,797 images of 8x8 pixels that ship with scikit-learn. If you restart the sweep,
-it resumes where it left off.
+The digits are the 1,797 images of 8x8 pixels that ship with scikit-learn. If you interrupt the
+sweep and start it again, it continues where it left off.
 """
 
 import argparse

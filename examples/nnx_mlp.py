@@ -3,8 +3,9 @@
     python examples/nnx_mlp.py
     mpirun -n 2 python examples/nnx_mlp.py
 
-Each job is an ordinary loop around an ordinary step, with `jaxcross.crossover` in the place of
-`nnx.jit`. Both jobs learn the same parameters, bit for bit.
+Each job is an ordinary loop around an ordinary NNX step. The only difference is that the step is
+wrapped in `jaxcross.crossover` instead of `nnx.jit`. Both jobs learn the same parameters, bit for
+bit.
 """
 
 import argparse

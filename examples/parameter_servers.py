@@ -3,10 +3,11 @@
     mpirun -n 2 python examples/parameter_servers.py
     mpirun -n 2 python examples/parameter_servers.py --staleness 0 2
 
-Each rank is a worker, and also the server for its part of the parameters. A rank waits for another
-rank only if it's more than `--staleness` steps ahead. With `inf`, the default for both jobs,
-training is asynchronous. With 0, a job is reproducible bit for bit, and the example checks that
-crossover doesn't change its result.
+Each rank is a worker, and at the same time the server for its part of the parameters. A worker may
+be up to `--staleness` steps ahead of the slowest one before it has to wait. With `inf`, which is
+the default for both jobs, workers never wait for each other, so training is asynchronous. With 0, a
+job gives the same result every time, bit for bit, and the example checks that crossover doesn't
+change this result.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 """ResNet v1.5 in Linen with 18, 34, 50, 101, 152 or 200 layers (He et al., 2015).
 
-"v1.5" means that the stride is in the 3x3 convolution. The code follows Flax's ImageNet example.
-With `axis_name`, BatchNorm is synchronised over that axis. Parameters stay float32, whatever
-`dtype` the layers compute in. A block's last BatchNorm scale starts at zero, so that the block
-starts as the identity.
+"v1.5" means that the stride of a bottleneck block is in its 3x3 convolution rather than in its
+first 1x1 convolution. The code follows Flax's ImageNet example. If you pass `axis_name`, BatchNorm
+averages its statistics over that axis. Parameters are always float32, even if the layers compute in
+a different `dtype`. The scale of the last BatchNorm in each block starts at zero, so that the block
+initially computes the identity.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,9 +3,9 @@
     python examples/shard_map_mlp.py --devices 8 --save devices.npz
     mpirun -n 8 python examples/shard_map_mlp.py --save ranks.npz --compare devices.npz
 
-The step is a plain `jax.shard_map` without anything specific to jaxcross: JAX itself inserts the
-exchanges of its gradients. On ranks, the mesh is an abstract one. Both ways produce the same
-parameters, up to rounding.
+The step is a plain `jax.shard_map` and uses nothing from jaxcross; JAX itself inserts the exchanges
+of its gradients. On ranks, the mesh is an abstract one, since a rank doesn't have the other ranks'
+devices. Both ways give the same parameters, up to rounding.
 """
 
 import argparse

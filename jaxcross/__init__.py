@@ -23,9 +23,10 @@ While one job exchanges gradients, another one computes, so exchanges hide behin
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
 
 Folders: `step`, `program` and `wire` compile a step. `jobs`, `runtime` and `interleave` run the
-loops. `world` and `health` are below both. A step uses `exchange`, `tensor` and `server`; a run
-uses `data`, `checkpoint`, `report` and `plan`. The tools are in `commands` and `lab`. Private names
-of JAX are used only in `_jax_compat`. Each folder's docstring lists its files.
+loops. Both use `world`, `health`, `checkpoint` and `report`. These ten are the machine. The others
+are built on it: `exchange`, `tensor` and `server` for steps; `data`, `plan`, `gains` and `sweeps`
+for runs; the tools in `commands` and `lab`. Private names of JAX are used only in `_jax_compat`.
+Each folder's docstring lists its files, and its `__init__` the names that other folders use.
 """
 
 from typing import TYPE_CHECKING
@@ -51,29 +52,30 @@ if TYPE_CHECKING:  # the only list of public names
     from jaxcross.errors import ExchangeError as ExchangeError
     from jaxcross.errors import JobError as JobError
     from jaxcross.errors import MissingExtraError as MissingExtraError
-    from jaxcross.interleave.instrument import Instrument as Instrument
-    from jaxcross.interleave.instrument import Span as Span
-    from jaxcross.interleave.policy import Policy as Policy
-    from jaxcross.interleave.policy import RoundRobin as RoundRobin
-    from jaxcross.interleave.policy import Sequential as Sequential
-    from jaxcross.interleave.policy import Turns as Turns
-    from jaxcross.interleave.policy import Weighted as Weighted
-    from jaxcross.jobs.context import JobContext as JobContext
-    from jaxcross.jobs.fused import Fusion as Fusion
-    from jaxcross.jobs.plain_job import Job as Job
-    from jaxcross.jobs.plain_loop import run as run
-    from jaxcross.jobs.runner import Runner as Runner
-    from jaxcross.report.sweep import SweepResult as SweepResult
+    from jaxcross.gains import estimate as estimate
+    from jaxcross.gains import fuse as fuse
+    from jaxcross.interleave import Instrument as Instrument
+    from jaxcross.interleave import Policy as Policy
+    from jaxcross.interleave import RoundRobin as RoundRobin
+    from jaxcross.interleave import Sequential as Sequential
+    from jaxcross.interleave import Span as Span
+    from jaxcross.interleave import Turns as Turns
+    from jaxcross.interleave import Weighted as Weighted
+    from jaxcross.jobs import Fusion as Fusion
+    from jaxcross.jobs import Job as Job
+    from jaxcross.jobs import JobContext as JobContext
+    from jaxcross.jobs import Runner as Runner
+    from jaxcross.jobs import run as run
+    from jaxcross.report import SweepResult as SweepResult
     from jaxcross.server import ParameterServer as ParameterServer
-    from jaxcross.step.crossover import Step as Step
-    from jaxcross.step.crossover import crossover as crossover
-    from jaxcross.step.estimate import estimate as estimate
-    from jaxcross.step.fuse import fuse as fuse
-    from jaxcross.sweeps.search import Choices as Choices
-    from jaxcross.sweeps.search import Draws as Draws
-    from jaxcross.sweeps.search import Grid as Grid
-    from jaxcross.sweeps.search import Optuna as Optuna
-    from jaxcross.sweeps.sweep import sweep as sweep
+    from jaxcross.step import Step as Step
+    from jaxcross.step import crossover as crossover
+    from jaxcross.sweeps import Choices as Choices
+    from jaxcross.sweeps import Draws as Draws
+    from jaxcross.sweeps import Grid as Grid
+    from jaxcross.sweeps import Optuna as Optuna
+    from jaxcross.sweeps import sweep as sweep
+    from jaxcross.world import Control as Control
     from jaxcross.world import World as World
     from jaxcross.world import current_world as current_world
     from jaxcross.world import initialize as initialize

@@ -8,15 +8,43 @@ here it counts from a call's last positional argument.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
+from types import NoneType, UnionType
 from typing import Any, TypeGuard, get_args
+
+from jaxcross.errors import quoted
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
     """Whether `value` is a whole number of Python or NumPy. Booleans aren't."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_type(value: object, kind: type | UnionType, what: str) -> None:
+    """Checks that `value` is of this kind. Booleans don't count as numbers.
+
+    Raises:
+        TypeError: It isn't; the message names `what`.
+    """
+    if isinstance(value, bool) or not isinstance(value, kind):
+        words = " or ".join(_KINDS.get(each) or f"a `{each.__name__}`" for each in _each(kind))
+        raise TypeError(f"{what} must be {words}, got {value!r:.60}")
+
+
+_KINDS = {
+    str: "a text",
+    Integral: "a whole number",
+    Real: "a number",
+    Iterable: "an iterable",
+    Mapping: "a mapping",
+    NoneType: "None",
+}
+
+
+def _each(kind: type | UnionType) -> tuple[type, ...]:
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
 
 
 def check_choice(value: object, choices: object, what: str) -> None:
@@ -197,7 +225,7 @@ def _check_names(
                 f"give its number by `{option.replace('names', 'nums')}`."
             )
         if kind not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds.values():
-            takes = ", ".join(f"`{each}`" for each, kind in kinds.items() if kind in by_name)
+            takes = quoted(each for each, kind in kinds.items() if kind in by_name)
             raise ValueError(
                 f"`{option}` of `{name}` names `{word}`, but `{name}` has no such argument. It "
                 f"takes {takes or 'none by name'}."

@@ -117,9 +117,13 @@ def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """Returns a leaf as a NumPy array; for a random key, its words. Waits until it's computed."""
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
+    """Waits for a leaf and returns it as a contiguous NumPy array; for a random key, its words."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf, order="C")
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a random key."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def digest(form: Form, array: np.ndarray) -> str:
@@ -165,11 +169,16 @@ def rebuild(target: Any, forms: Mapping[str, Form], arrays: Mapping[str, np.ndar
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def _paths(state: Any) -> list[tuple[str, Any]]:
-    pairs = [
+def leaves_with_paths(state: PyTree) -> list[tuple[str, Any]]:
+    """Returns the path and the value of each leaf."""
+    return [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     ]
+
+
+def _paths(state: Any) -> list[tuple[str, Any]]:
+    pairs = leaves_with_paths(state)
     names = [path for path, _ in pairs]
     if len(set(names)) < len(names):
         twice = next(path for n, path in enumerate(names) if path in names[:n])
@@ -181,7 +190,7 @@ def _paths(state: Any) -> list[tuple[str, Any]]:
 
 def _form(path: str, leaf: Any) -> Form:
     if isinstance(leaf, jax.Array):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             words = jax.eval_shape(jax.random.key_data, leaf)
             return Form(
                 kind="key",
@@ -200,6 +209,12 @@ def _form(path: str, leaf: Any) -> Form:
         f"`{path or 'state'}` of the state is of type `{name}`: a checkpoint holds arrays and "
         "numbers. Leave texts and other objects out of the state."
     )
+
+
+def shape_and_type(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns the shape and type that JAX gives a leaf. Raises `TypeError` for, e.g., a text."""
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype
 
 
 def numeric(dtype: np.dtype) -> bool:

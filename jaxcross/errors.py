@@ -5,9 +5,16 @@ Bad arguments raise Python's own `TypeError` and `ValueError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 
+__all__ = ["CutError", "ExchangeError", "InternalError", "JobError", "MissingExtraError"]
+
 _CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
 
 
 class CutError(Exception):
@@ -53,9 +60,14 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtraError(
-            f"{what} needs {', '.join(f'`{name}`' for name in missing)}, not installed here. "
+            f"{what} needs {quoted(missing)}, not installed here. "
             f"Remedy: `pip install 'jaxcross[{extra}]'`."
         )
+
+
+def quoted(names: Iterable[object]) -> str:
+    """Returns names in backticks, separated by commas; "" if there are none."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def clause(text: str) -> str:

@@ -21,18 +21,27 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
+from jaxcross._pytree import is_key
 from jaxcross._tracing import tracing
 from jaxcross.errors import ExchangeError
-from jaxcross.program.ir import Exchange, Program, Segment
-from jaxcross.program.lowered import Traceable
-from jaxcross.program.trace import Traced
-from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
-from jaxcross.wire.recognise import LOCAL, group_of, names_axis, recognise
+from jaxcross.program import Exchange, Program, Segment, Traceable, Traced
+from jaxcross.wire import (
+    LOCAL_PRIMITIVES,
+    RankGrid,
+    group_of,
+    make_rank_grid,
+    names_axis,
+    recognise,
+)
 
 __all__ = ["LocalRanks", "over_ranks", "run_program", "vmap_oracle"]
 
 _CALLS = INLINED | {"shard_map"}
-_NO_OPS = LOCAL | {"pcast"}
+_NO_OPS = LOCAL_PRIMITIVES | {"pcast"}
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
 
 
 @final
@@ -125,14 +134,14 @@ def over_ranks(
     compiled = jax.jit(vmapped(step, axes))
 
     def grid(*parts: Any) -> Any:
-        if jnp.issubdtype(jnp.result_type(parts[0]), jax.dtypes.prng_key):
+        if is_key(parts[0]):
             return jnp.stack(parts).reshape(*sizes, *parts[0].shape)
         return np.stack([np.asarray(jnp.asarray(p)) for p in parts]).reshape(
             *sizes, *np.shape(parts[0])
         )
 
     def one(x: Any, place: tuple[Any, ...]) -> Any:
-        return x[place] if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)[place]
+        return x[place] if is_key(x) else np.asarray(x)[place]
 
     def call(args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
         out = compiled(*jax.tree.map(grid, *args_per_rank))

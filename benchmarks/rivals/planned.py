@@ -21,7 +21,7 @@ import jax  # isort: skip
 from plan_cases import kind_of
 
 import jaxcross
-from jaxcross.plan.profile import Profile
+from jaxcross.step.profile import Profile
 from rivals import jax_work
 from rivals.cases import Spec
 from rivals.serving import arguments, serve

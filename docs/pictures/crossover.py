@@ -17,7 +17,7 @@ from pathlib import Path
 from style import target
 
 from jaxcross.report import Comparison, Report
-from jaxcross.report.gantt import draw
+from jaxcross.report.gantt import draw_gantt
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 WAYS = ("sequential", "crossover")
@@ -41,7 +41,8 @@ def reports() -> list[list[Report]]:
 def main() -> int:
     ways = reports()
     comparison = Comparison.of(*ways)
-    draw(ways[1][-1], target("crossover.png"), compare=ways[0][-1], headline=comparison.headline)
+    picture = target("crossover.png")
+    draw_gantt(ways[1][-1], picture, compare=ways[0][-1], headline=comparison.headline)
     print(comparison)
     return 0
 

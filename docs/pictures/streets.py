@@ -1,4 +1,6 @@
-"""Draws `docs/images/streets.png`, the package's folders along the path of a step and of a loop.
+"""Draws `docs/images/streets.png`, the package's folders in two rings.
+
+The inner ring has the path of a step and that of a loop; the outer ring is built on it.
 
     python docs/pictures/streets.py [FILE]
 
@@ -26,21 +28,22 @@ FOLDERS = {
     "server": "parameter servers",
     "data": "records and batches",
     "checkpoint": "save and restore",
-    "report": "tables, pictures, bounds",
+    "report": "tables, pictures,\nbounds",
     "plan": "decisions before a run",
+    "gains": "what sharing would gain",
     "sweeps": "trials of one function",
     "commands": "`jaxcross launch`, `demo`,\n`doctor`, ...",
     "lab": "hosts and links to test on",
 }
+BELOW = ("world", "health", "checkpoint", "report")  # both streets use these
 GROUPS = {
-    "ground": ("world", "health"),
     "inside a step": ("exchange", "tensor", "server"),
-    "around a run": ("data", "checkpoint", "report", "plan", "sweeps"),
+    "around a run": ("data", "plan", "gains", "sweeps"),
     "tools": ("commands", "lab"),
 }
 
 
-WIDTH, GROUP_WIDTH = 2.8, 3.15
+WIDTH, GROUP_WIDTH = 2.8, 4.2
 COLUMNS = (2.6, 6.3, 10.0)
 
 
@@ -83,37 +86,48 @@ def draw_street(
         end = x + WIDTH + 0.07
 
 
+def draw_folder(axes: Axes, folder: str, x: float, y: float, width: float, height: float) -> None:
+    """Draws a folder off the streets."""
+    rounded(axes, x, y, width, height, "#aaaaaa", fill=PALE)
+    axes.text(x + 0.12, y + height / 2, f"{folder}/", va="center", fontsize=9.5, weight="bold")
+    axes.text(x + 1.45, y + height / 2, FOLDERS[folder], va="center", fontsize=7.8, color=DARK)
+
+
 def draw_group(axes: Axes, x: float, title: str, folders: tuple[str, ...]) -> None:
-    """Draws the folders that the streets depend on, one below the other."""
+    """Draws folders of the outer ring, one below the other."""
     axes.text(
-        x + GROUP_WIDTH / 2, 2.4, title, ha="center", fontsize=9.5, color=GREY, style="italic"
+        x + GROUP_WIDTH / 2, 2.0, title, ha="center", fontsize=9.5, color=GREY, style="italic"
     )
-    height = 2.2 / len(folders)
+    height = 1.85 / len(folders)
     for number, folder in enumerate(folders):
-        y = 2.2 - (number + 1) * height
-        rounded(axes, x, y + 0.06, GROUP_WIDTH, height - 0.12, "#aaaaaa", fill=PALE)
-        axes.text(x + 0.12, y + height / 2, f"{folder}/", va="center", fontsize=9.5, weight="bold")
-        axes.text(x + 1.32, y + height / 2, FOLDERS[folder], va="center", fontsize=7.8, color=DARK)
+        y = 1.85 - (number + 1) * height
+        draw_folder(axes, folder, x, y + 0.05, GROUP_WIDTH, height - 0.1)
 
 
 def draw() -> Figure:
     """Returns the figure. Needs no display."""
-    figure, axes = canvas(11, 5.6, right=13.3, top=6.8)
+    figure, axes = canvas(11, 6.6, right=13.3, top=8.1)
     title(
         axes,
-        6.55,
-        "Where does a line of code live?  On the street that compiles a step, or on the one that "
-        "runs a loop",
+        7.85,
+        "Where does a line of code live?  In the machine, on one of its two streets, or in what is "
+        "built on it",
     )
-    draw_street(axes, 4.9, "your step", "compile street", BLUE, ("step", "program", "wire"))
-    draw_street(axes, 3.05, "your loop", "run street", ORANGE, ("jobs", "runtime", "interleave"))
+    axes.set_xlim(-0.35, 13.35)
+    rounded(axes, -0.2, 2.8, 13.35, 4.75, GREY, fill="white", dashed=True)
+    draw_street(axes, 6.15, "your step", "compile street", BLUE, ("step", "program", "wire"))
+    draw_street(axes, 4.3, "your loop", "run street", ORANGE, ("jobs", "runtime", "interleave"))
     middle = COLUMNS[1] + WIDTH / 2
-    arrow(axes, (middle, 4.83), (middle, 4.12), GREY)
+    arrow(axes, (middle, 6.08), (middle, 5.37), GREY)
     axes.text(
-        middle + 0.15, 4.47, "executables for the lanes", fontsize=8.5, color=GREY, va="center"
+        middle + 0.15, 5.72, "executables for the lanes", fontsize=8.5, color=GREY, va="center"
     )
+    width = 12.95 / len(BELOW)
+    for number, folder in enumerate(BELOW):
+        draw_folder(axes, folder, number * width, 3.05, width - 0.15, 0.8)
+    axes.text(12.8, 7.32, "the machine", ha="right", fontsize=9.5, color=GREY, style="italic")
     for number, (group, folders) in enumerate(GROUPS.items()):
-        draw_group(axes, number * (GROUP_WIDTH + 0.2), group, folders)
+        draw_group(axes, number * (GROUP_WIDTH + 0.25), group, folders)
     return figure
 
 

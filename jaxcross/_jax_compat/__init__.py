@@ -2,7 +2,8 @@
 
 jaxcross supports jax 0.10 to 0.12. From 0.11 on, `ClosedJaxpr is Jaxpr`; before that, a closed
 jaxpr wraps an open one. So that no other code needs to distinguish the two, all other modules build
-and read jaxprs with the functions below and never check for a class.
+and read jaxprs with the functions below and never check for a class. `shard_map.py` has what
+`jax.shard_map` needs.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
+from jaxcross._lazy import on_first_use
 from jaxcross._versions import unsupported_jax
 
 if _reason := unsupported_jax(jax.__version__):
@@ -432,3 +434,19 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(len, eqn.params["ft_in"].unpack())  # from 0.12
     return consts, carry
+
+
+if TYPE_CHECKING:  # also from `shard_map.py`, which builds on the names above
+    from jaxcross._jax_compat.shard_map import (
+        begins_under_vmap,
+        checks_varying,
+        first_shard_map,
+        vary_over,
+        with_input_shapes,
+        without_mesh,
+    )
+    from jaxcross._jax_compat.shard_map import (
+        is_cast_outside_of_shard_map as is_cast_outside_of_shard_map,
+    )
+else:
+    __getattr__, *_ = on_first_use(__name__)

@@ -16,24 +16,26 @@ job names them as rank-local. All others are written by every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import Form, Leaf, PyTree, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.layout import Folders, Mark, checkpoint_name, step_of
+from jaxcross.checkpoint.folders import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, SavedLeaf
-from jaxcross.checkpoint.rank_gather import JobLog, RankGather, RunOnAllRanks
+from jaxcross.checkpoint.rank_gather import JobLog, RankGather
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
-from jaxcross.checkpoint.writer import Writer
-from jaxcross.world import World
+from jaxcross.world import RunOnAllRanks, World
+
+_LOOK_S = 0.2  # how often a waiting thread checks whether the disk still gets work done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SavedProgress:
     """A job's progress apart from its state. Identical on every rank except for `places`' texts.
 
     Attributes:
@@ -51,6 +53,54 @@ class Progress:
     cuts: Mapping[str, int]
     notes: Mapping[str, str]
     best_step: int | None
+
+
+class Writer:
+    """One thread for all jobs, because the cores and the disk that it uses are lost to the jobs."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "jaxcross-checkpoint")
+        self._done = 0  # amount of work finished; grows on a slow disk, but not on one that hangs
+
+    def submit(self, write: Callable[[], None]) -> Future[None]:
+        """Runs `write` after everything submitted before. Doesn't wait."""
+
+        def run() -> None:
+            try:
+                write()
+            finally:
+                self._done += 1
+
+        return self._pool.submit(run)
+
+    def wait_for(
+        self, written: Future[None], world: World, *, job: str, step: int, missing: str
+    ) -> None:
+        """Waits until `written` is done, and raises any error from it.
+
+        If the disk hangs, the watchdog reports what is `missing`. As long as earlier work still
+        gets done, the disk is merely slow, so the watchdog's timer restarts.
+        """
+        late = {world.rank: f"its disk has not taken {missing}"}
+        watch = world.monitor(
+            job=job,
+            step=step,
+            segment=-1,
+            what="checkpoint",
+            local=True,
+            waiting_for=lambda _: late,
+        )
+        with watch:
+            done = self._done
+            while wait([written], _LOOK_S).not_done:
+                if self._done != done:
+                    done = self._done
+                    watch.renew()
+            written.result()
+
+    def close(self) -> None:
+        """Ends the thread once its work is done. Waits."""
+        self._pool.shutdown()
 
 
 class JobCheckpointer:
@@ -113,7 +163,7 @@ class JobCheckpointer:
         *,
         local: bool = False,
         named: Collection[str] = (),
-    ) -> tuple[PyTree, Progress] | None:
+    ) -> tuple[PyTree, SavedProgress] | None:
         """Returns the newest state that is complete on all ranks, or None. Waits for all ranks.
 
         The state has the structure of `target`.
@@ -173,7 +223,7 @@ class JobCheckpointer:
         self._record(
             found.name, any_ranks=not (part.rank_local or named or rank_local_leaves(target))
         )
-        return rebuild(target, part.forms, found.arrays), Progress(
+        return rebuild(target, part.forms, found.arrays), SavedProgress(
             step=part.step,
             places=part.places,
             cuts=part.cuts,
@@ -210,7 +260,7 @@ class JobCheckpointer:
             cause = error
 
         def forget(gathered: Sequence[tuple[str, bool, str]]) -> None:
-            if done and not any(status == "stopped" or text for status, _, text in gathered):
+            if done and not any(how == JobStatus.STOPPED or text for how, _, text in gathered):
                 self._mark("left", None)
 
         ranks = RankGather(self._log, run_on_all_ranks)
@@ -220,7 +270,7 @@ class JobCheckpointer:
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
         # One rank's mark is enough, because the run may have been killed between the writes of two
         # ranks.
-        is_stopped = any(status == "stopped" for status, *_ in gathered)
+        is_stopped = any(status == JobStatus.STOPPED for status, *_ in gathered)
         is_paused = any(mark for _, mark, _ in gathered) and not is_stopped
         if is_stopped:
             marks = self._folders.path / "left-*"
@@ -231,7 +281,7 @@ class JobCheckpointer:
             self._log.warn("is paused, as in an earlier run, until it is resumed")
         return is_stopped, is_paused
 
-    def mark_done(self, status: str) -> None:
+    def mark_done(self, status: JobStatus) -> None:
         """Marks that the job itself has finished, rather than just the run. Doesn't wait.
 
         The mark is on disk before any later checkpoint.
@@ -261,7 +311,7 @@ class JobCheckpointer:
     def save(
         self,
         state: PyTree,
-        progress: Progress,
+        progress: SavedProgress,
         run_on_all_ranks: RunOnAllRanks,
         *,
         unsavable_reason: str = "",
@@ -399,7 +449,7 @@ class JobCheckpointer:
         name: str,
         leaves: Mapping[str, Leaf],
         common: set[str],
-        progress: Progress,
+        progress: SavedProgress,
         any_ranks: bool,
     ) -> None:
         held = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross.checkpoint.part import UnusableError
-from jaxcross.health.process import ProcessId
+from jaxcross.health import ProcessId
 
 MAX_BYTES = 2**24
 

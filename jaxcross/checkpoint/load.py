@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxcross._pytree import forms_of, narrowed, rebuild, unlike
-from jaxcross.checkpoint.layout import Folders, folder_name, step_of
+from jaxcross.checkpoint.folders import Folders, folder_name, step_of
 from jaxcross.checkpoint.part import Part, UnknownFormatError, UnusableError
 from jaxcross.checkpoint.rank_gather import JobLog
 from jaxcross.checkpoint.restore import read_arrays

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxcross._pytree import KINDS, Form, numeric
+from jaxcross._schema import Count, record
 
 FORMAT = 2
 MAX_BYTES = 64 * 2**20  # maximum size of a part's text, enough for half a million leaves
@@ -59,7 +60,7 @@ class Part:
         leaves: All leaves of this rank's state, by path.
         files: Size in bytes and digest of each file that holds arrays, by path in the part's
             folder.
-        places: Positions in this rank's data; see `jaxcross.jobs.data_position`.
+        places: Positions in this rank's data; see `jaxcross.jobs.prefetch`.
         cuts: The cut that was found to be fastest, by program.
         environment: Everything else that affects the last bits of results: versions, device,
             threads.
@@ -69,16 +70,16 @@ class Part:
     """
 
     job: str
-    step: int
-    rank: int
-    ranks: int
+    step: Count
+    rank: Count
+    ranks: Count
     leaves: Mapping[str, SavedLeaf]
-    files: Mapping[str, tuple[int, str]]
-    places: tuple[tuple[int, str | None], ...]
-    cuts: Mapping[str, int]
+    files: Mapping[str, tuple[Count, str]]
+    places: tuple[tuple[Count, str | None], ...]
+    cuts: Mapping[str, Count]
     environment: Mapping[str, str]
     notes: Mapping[str, str]
-    best_step: int | None
+    best_step: Count | None
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -124,58 +125,34 @@ def _digest(body: object) -> str:
 
 
 def _part(body: dict[str, Any]) -> Part:
-    if set(body) != {field.name for field in fields(Part)}:
-        raise ValueError(f"it has the fields {sorted(body)}")
-    step, rank, ranks = (_count(body[name]) for name in ("step", "rank", "ranks"))
-    if rank >= ranks:
-        raise ValueError(f"rank {rank} of {ranks}")
-    return Part(
-        job=_text(body["job"]),
-        step=step,
-        rank=rank,
-        ranks=ranks,
-        leaves={_text(path): _saved(**saved) for path, saved in body["leaves"].items()},
-        files={
-            _text(path): (_count(size), _text(digest))
-            for path, (size, digest) in body["files"].items()
-        },
-        places=tuple(
-            (_count(taken), None if state is None else _text(state))
-            for taken, state in body["places"]
-        ),
-        cuts={_text(key): _count(pieces) for key, pieces in body["cuts"].items()},
-        environment={_text(key): _text(value) for key, value in body["environment"].items()},
-        notes={_text(key): _text(value) for key, value in body["notes"].items()},
-        best_step=None if body["best_step"] is None else _count(body["best_step"]),
-    )
+    _check_fields(body, Part)
+    part = record(body, Part)
+    if part.rank >= part.ranks:
+        raise ValueError(f"rank {part.rank} of {part.ranks}")
+    for saved in body["leaves"].values():
+        _check_fields(saved, SavedLeaf)
+        _check_fields(saved["form"], Form)
+    for form in part.forms.values():
+        _check_form(form)
+    return part
 
 
-def _saved(*, form: dict[str, Any], digest: object, common: object) -> SavedLeaf:
-    return SavedLeaf(form=_form(**form), digest=_text(digest), common=_flag(common))
+def _check_fields(data: Mapping[str, Any], kind: type[Part | SavedLeaf | Form]) -> None:
+    """Checks that no field is missing, even one that has a default, and that there are no more."""
+    if set(data) != {field.name for field in fields(kind)}:
+        raise ValueError(f"it has the fields {sorted(data)}")
 
 
-def _form(*, kind: str, dtype: str, shape: list[object], weak: object, impl: object) -> Form:
-    if kind not in KINDS or not _TYPE.fullmatch(dtype) or not numeric(np.dtype(dtype)):
-        raise ValueError(f"a leaf of kind {kind!r} and type {dtype!r}")
-    sizes = tuple(_count(size) for size in shape)
-    if len(sizes) > 64 or math.prod(size or 1 for size in sizes) > _MAX_ELEMENTS:
-        raise ValueError(f"a leaf of shape {sizes}")
-    return Form(kind=kind, dtype=dtype, shape=sizes, weak=_flag(weak), impl=_text(impl))
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _text(value: object) -> str:
-    if type(value) is not str:
-        raise ValueError(f"{value!r} is not a text")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
+def _check_form(form: Form) -> None:
+    if (
+        form.kind not in KINDS
+        or not _TYPE.fullmatch(form.dtype)
+        or not numeric(np.dtype(form.dtype))
+    ):
+        raise ValueError(f"a leaf of kind {form.kind!r} and type {form.dtype!r}")
+    if (
+        len(form.shape) > 64
+        or min(form.shape, default=0) < 0
+        or math.prod(size or 1 for size in form.shape) > _MAX_ELEMENTS
+    ):
+        raise ValueError(f"a leaf of shape {form.shape}")

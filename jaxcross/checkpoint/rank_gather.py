@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcross.errors import JobError, clause
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world import Control, RunOnAllRanks, gather
 
 _log = logging.getLogger("jaxcross")
-RunOnAllRanks = Callable[[str, Callable[[Any], Any]], Any]
-"""`(label, work)` -> `work(control)`, run on all ranks in the same slot of the exchange lane."""
 
 
 @dataclass(frozen=True, slots=True)

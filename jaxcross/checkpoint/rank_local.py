@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,11 +16,50 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
-from jaxcross import exchange
-from jaxcross.exchange.per_rank import RankLocal
+from jaxcross.errors import quoted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLocal:
+    """The rank-local fields of a strategy's state, as an attribute `rank_local` of its class.
+
+    The class is a `NamedTuple`. Without an annotation, the attribute isn't one of its fields:
+
+        class MyState(NamedTuple):
+            step: jax.Array
+            residual: PyTree
+
+            rank_local = RankLocal(unsent=("residual",))
+
+    Attributes:
+        unsent: Fields whose contents only this rank has, such as residuals. They would be lost if
+            the number of ranks changed.
+        model: Fields that belong to a rank-local model. If there are any, parameters are rank-local
+            as well.
+        passing: Fields that differ only for a few steps, so one rank's checkpoint may be copied to
+            several ranks.
+        maybe_empty: Fields that hold no arrays under some arguments. If any other field is empty,
+            the declaration doesn't count. NNX turns the state into a dict, which is then recognised
+            by its other fields.
+    """
+
+    unsent: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    passing: tuple[str, ...] = ()
+    maybe_empty: tuple[str, ...] = ()
+
+
+def declared(kind: type[Any]) -> RankLocal | None:
+    """Returns what the class of a state declares, or None if it isn't a strategy's."""
+    found = getattr(kind, "rank_local", None)
+    return found if isinstance(found, RankLocal) and issubclass(kind, tuple) else None
+
 
 _STATISTICS = "batch_stats"
 """Flax's name for the statistics of normalisation layers."""
+_MULTI_STEPS = RankLocal(
+    passing=("acc_grads",), maybe_empty=("acc_grads", "inner_opt_state", "skip_state")
+)
 
 
 def rank_local_leaves(state: Any) -> list[str]:
@@ -53,9 +90,8 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
             found[name].append(keystr(path))
     unknown = [name for name, leaves in found.items() if not leaves]
     if unknown:
-        listed = ", ".join(f"`{keystr(path)}`" for path in paths[:5]) + (
-            ", ..." if len(paths) > 5 else ""
-        )
+        more = ", ..." if len(paths) > 5 else ""
+        listed = quoted(keystr(path) for path in paths[:5]) + more
         raise ValueError(
             f"`rank_local` names {unknown[0]!r}, which is in the path of no leaf. Name a key or an "
             "attribute of a path, or the beginning of a path. The state's leaves are "
@@ -93,23 +129,21 @@ def common_leaves(state: Any) -> list[str]:
     return [keystr(path) for path, leaf in found if common(path, leaf)]
 
 
-@cache
-def _declared() -> Mapping[type[Any], RankLocal]:
-    """Returns what the classes of the strategies' states declare."""
-    modules = (
-        import_module(f"{exchange.__name__}.{found.name}")
-        for found in iter_modules(exchange.__path__)
-    )
-    classes = {
-        each for module in modules for each in vars(module).values() if isinstance(each, type)
-    }
-    ours = {
-        each: each.rank_local
-        for each in classes
-        if isinstance(getattr(each, "rank_local", None), RankLocal)
-    }
-    optional = ("acc_grads", "inner_opt_state", "skip_state")
-    return {**ours, optax.MultiStepsState: RankLocal(passing=("acc_grads",), maybe_empty=optional)}
+def _declared(kind: type[Any]) -> RankLocal | None:
+    return _MULTI_STEPS if kind is optax.MultiStepsState else declared(kind)
+
+
+def _is_declared(node: Any) -> bool:
+    return _declared(type(node)) is not None
+
+
+def _classes() -> dict[type[Any], RankLocal]:
+    """Returns the classes of all strategies' states that are defined now, with what they declare.
+
+    Named tuples derive from `tuple` directly, so no list of strategies is needed.
+    """
+    found = {kind: _declared(kind) for kind in tuple.__subclasses__()}
+    return {kind: local for kind, local in found.items() if local is not None}
 
 
 _Strategies = Mapping[KeyPath, Collection[RankLocal]]
@@ -121,24 +155,21 @@ def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
     NNX turns such states into dicts. So below a key `opt_state`, we also recognise them by the
     names of all their fields. Any other dict is the user's.
     """
-    declared = _declared()
     found: dict[KeyPath, set[RankLocal]] = {}
-    for path, node in _nodes(state, tuple(declared)):
-        kind = type(node)
-        if _is(
-            kind,
-            declared[kind],
-            {name for name in node._fields if jax.tree.leaves(getattr(node, name))},
-        ):
-            found[path] = {declared[kind]}
+    for path, node in _nodes(state, _is_declared):
+        local = _declared(type(node))
+        held = {name for name in node._fields if jax.tree.leaves(getattr(node, name))}
+        if local is not None and _is(type(node), local, held):
+            found[path] = {local}
     below: dict[KeyPath, set[str]] = {}
     for path in paths:
         names = [_name(key) for key in path]
         if "opt_state" in names:
             for depth in range(names.index("opt_state") + 1, len(path)):
                 below.setdefault(path[:depth], set()).add(names[depth])
+    classes = _classes() if below else {}
     for path, fields in below.items():
-        like = {local for kind, local in declared.items() if _is(kind, local, fields)}
+        like = {local for kind, local in classes.items() if _is(kind, local, fields)}
         if like:
             found.setdefault(path, like)
     return found
@@ -151,17 +182,17 @@ def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
 
 
 def _nodes(
-    tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath = ()
+    tree: Any, wanted: Callable[[Any], bool], above: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the nodes of a tree that are of some classes, even nested ones, with their paths."""
-    if isinstance(tree, kinds):
+    """Yields the nodes of a tree that are `wanted`, even nested ones, with their paths."""
+    if wanted(tree):
         yield above, tree
     inside = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda part: part is not tree and isinstance(part, kinds)
+        tree, is_leaf=lambda part: part is not tree and wanted(part)
     )
     for path, part in inside:
-        if path and isinstance(part, kinds):
-            yield from _nodes(part, kinds, (*above, *path))
+        if path and wanted(part):
+            yield from _nodes(part, wanted, (*above, *path))
 
 
 def _owned(
@@ -202,4 +233,4 @@ def _nnx_statistics(state: Any) -> set[KeyPath]:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return set()
-    return {path for path, _ in _nodes(state, nnx.BatchStat)}
+    return {path for path, _ in _nodes(state, lambda node: isinstance(node, nnx.BatchStat))}

@@ -3,7 +3,7 @@
 All ranks must resume from the same checkpoint, though each sees only its own disk, so every
 decision here follows from texts that were gathered from all ranks:
 
-1. Each rank surveys the parts on its disk, without reading arrays. From these, `select` finds the
+1. Each rank surveys the parts on its disk, without reading arrays. From these, `_select` finds the
    checkpoints that are complete on all ranks.
 2. The ranks try them from the newest to the oldest. A rank reads its arrays and compares them with
    their digests. If a rank finds damage, all ranks pass over that checkpoint.
@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxcross._pytree import Form, PyTree, digest, narrowed, snapshot, unlike
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.layout import ABSENT, Folders
+from jaxcross.checkpoint.folders import ABSENT, Folders
 from jaxcross.checkpoint.part import (
     AbsentError,
     Part,
@@ -38,8 +38,7 @@ from jaxcross.checkpoint.part import (
 )
 from jaxcross.checkpoint.rank_gather import JobLog, RankGather
 from jaxcross.checkpoint.rank_local import rank_local_leaves
-from jaxcross.checkpoint.select import select, to_offer
-from jaxcross.errors import JobError, clause, first_line
+from jaxcross.errors import JobError, clause, first_line, quoted
 from jaxcross.world import World
 
 UNREADABLE = (
@@ -64,6 +63,30 @@ class Found:
     part: Part
     arrays: dict[str, np.ndarray]
     complete: list[str]
+
+
+_Offer = Mapping[str, tuple[int, bool]]
+"""For each checkpoint, the number of ranks that wrote it, and whether all its leaves are common."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The checkpoints of all ranks. The same on every rank.
+
+    Attributes:
+        complete: Names of the checkpoints that all ranks can resume from, oldest first.
+        foreign: Checkpoints with rank-local leaves that a different number of ranks wrote: that
+            number, by the checkpoint's name.
+    """
+
+    complete: list[str]
+    foreign: dict[str, int]
+
+    @property
+    def refused(self) -> str | None:
+        """The newest checkpoint, if this number of ranks can't resume from it; otherwise None."""
+        newest = max((*self.complete, *self.foreign), default=None)
+        return newest if newest in self.foreign else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +138,17 @@ def find(
     """
     seen = _survey(folders, ranks)
     parts = seen.parts
-    selection = select(ranks.gather("what is there", to_offer(parts)))
+    candidates = _select(ranks.gather("what is there", _to_offer(parts)))
     for name, fault in seen.faults.items():
         # A missing part isn't needed if rank 0 stores everything, or if the checkpoint isn't used
         # at all.
-        if name not in seen.absent or name not in {*selection.complete, *selection.foreign}:
+        if name not in seen.absent or name not in {*candidates.complete, *candidates.foreign}:
             ranks.log.warn(f"checkpoint `{name}` is not whole: {fault}")
     damaged: dict[str, str] = {}
-    complete = selection.complete
+    complete = candidates.complete
     # Go from the newest to the oldest, and pass over any checkpoint whose files turn out to be
     # damaged. Every decision in this loop follows from gathered texts, so all ranks decide alike.
-    while complete and selection.refused is None:
+    while complete and candidates.refused is None:
         name = complete[-1]
         # All ranks use rank 0's description: if the leaves are identical on all ranks, only rank 0
         # is sure to have a part.
@@ -147,15 +170,15 @@ def find(
         )
         ranks.log.warn(f"checkpoint `{name}` is damaged, and passed over: {damaged[name]}")
         complete.pop()
-    if selection.refused is not None:
-        name = selection.refused
-        leaves = _listed(parts[name].rank_local) if world.rank == 0 else ""
+    if candidates.refused is not None:
+        name = candidates.refused
+        leaves = quoted(parts[name].rank_local[:3]) if world.rank == 0 else ""
         leaves = ranks.gather_text("which leaves", leaves)[0]
         raise _refusal(
             ranks.log,
             f"{folders.path / name}",
             leaves,
-            saved_on=selection.foreign[name],
+            saved_on=candidates.foreign[name],
             ranks=world.size,
         )
     # There's nothing to resume from. Before we start from scratch, rule out that this would hide a
@@ -167,6 +190,28 @@ def find(
     _refuse_misplaced(ranks.log, [each["holders"] for each in found], world.size)
     _refuse_lost(ranks.log, found, damaged, f"{folders.path}")
     return None
+
+
+def _to_offer(parts: Mapping[str, Part]) -> _Offer:
+    """Summarises one rank's parts for `_select`."""
+    return {name: (part.ranks, not part.rank_local) for name, part in parts.items()}
+
+
+def _select(offers: Sequence[_Offer]) -> _Candidates:
+    """Selects checkpoints, given every rank's `_to_offer`, by rank.
+
+    Rank 0 stores the leaves that are identical on all ranks. If that's all of them, its part is
+    enough for any number of ranks. Otherwise each rank needs its own part, so the number of ranks
+    must be the same.
+    """
+    complete: list[str] = []
+    foreign: dict[str, int] = {}
+    for name, (ranks, common) in sorted(offers[0].items()):
+        if common or (ranks == len(offers) and all(name in offer for offer in offers)):
+            complete.append(name)
+        elif ranks != len(offers):
+            foreign[name] = ranks
+    return _Candidates(complete, foreign)
 
 
 def _check_fit(
@@ -190,7 +235,9 @@ def _check_fit(
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
         # These leaves weren't named when they were saved, and happened to be equal on all ranks.
-        raise _refusal(ranks.log, f"{path}", _listed(own), saved_on=first.ranks, ranks=world.size)
+        raise _refusal(
+            ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size
+        )
     if first.ranks == 1 < world.size:
         # A single rank has no other rank to compare its leaves with, so its part declares all of
         # them common.
@@ -375,7 +422,7 @@ def _refuse_copies(
         if any(leaf in local or leaf not in d or d[leaf] != first[leaf] for local, d in initial)
     ]
     if own:
-        raise _refusal(log, path, _listed(own), saved_on=1, ranks=len(initial))
+        raise _refusal(log, path, quoted(own[:3]), saved_on=1, ranks=len(initial))
 
 
 def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) -> JobError:
@@ -385,10 +432,6 @@ def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) 
         "model, leaves that `rank_local` names) belong to that number of ranks. Start "
         f"{_ranks(saved_on)}, or name another directory."
     )
-
-
-def _listed(leaves: Sequence[str]) -> str:
-    return ", ".join(f"`{leaf}`" for leaf in leaves[:3])
 
 
 def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:

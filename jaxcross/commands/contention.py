@@ -114,8 +114,8 @@ def _finish(
     args: argparse.Namespace, known: MachineContention | None, found: Mapping[str, Any]
 ) -> int:
     """Prints the table and adds the measured rate to the file."""
-    from jaxcross._files.whole import write_whole
-    from jaxcross.interleave.contention import Contention
+    from jaxcross._files import write_whole
+    from jaxcross.interleave import Contention
     from jaxcross.plan import MachineContention
 
     rounds = found["rounds"]
@@ -162,7 +162,7 @@ def _table(
     found: Mapping[str, Any], ratios: Mapping[str, Sequence[float]], reached: float
 ) -> list[str]:
     """Returns the lines of the table of measured times."""
-    from jaxcross.report.units import seconds
+    from jaxcross.report import seconds
 
     ranks = found["ranks"]
     local = found["local_ranks"]

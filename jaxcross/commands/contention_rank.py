@@ -20,8 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.world import World
-from jaxcross.world.control_plane import gather
+from jaxcross.world import World, gather
 
 ROUNDS = 5
 _PARTS = 20  # windows in the requested seconds: 3 to 4 per round, plus the warm-up
@@ -34,7 +33,7 @@ _LEAST_STEPS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class MeasuredRound:
     """The seconds of one round, on the slowest rank.
 
     Attributes:
@@ -75,7 +74,7 @@ class Measurement:
             3, math.ceil(max(window_s, _LEAST_STEPS * self._compute_s) / self._exchange_s)
         )
 
-    def round(self) -> Round:
+    def round(self) -> MeasuredRound:
         """Returns the seconds of one round, identical across ranks."""
         self._meet()
         compute_s = self._compute(max(2, math.ceil(self._window_s / self._compute_s)))
@@ -89,7 +88,7 @@ class Measurement:
         kept = took[:-1] or took
         own = (compute_s, exchange_s, math.fsum(kept) / len(kept), exchanging.result())
         slowest = [max(times) for times in zip(*gather(self._world.control, own), strict=True)]
-        return Round(**dict(zip(Round.__dataclass_fields__, slowest, strict=True)))
+        return MeasuredRound(**dict(zip(MeasuredRound.__dataclass_fields__, slowest, strict=True)))
 
     def _compute_of(self, side: int) -> float:
         """Chooses the size of the computation. Returns the seconds per step on the slowest rank."""
@@ -223,7 +222,7 @@ def main(seconds: float, file: Path) -> None:
             "MPI; `jaxcross doctor` says which."
         )
     measurement = Measurement(world, seconds / _PARTS)
-    rounds: list[Round] = []
+    rounds: list[MeasuredRound] = []
     measurement.round()  # warm-up
     round_s = math.nan
     for number in range(1, ROUNDS + 1):

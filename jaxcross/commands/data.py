@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def _synth(args: argparse.Namespace, console: Console) -> None:
     from rich.progress import Progress
 
-    from jaxcross.data.synth import synthesise
+    from jaxcross.data import synthesise
 
     width, height = args.size
     with Progress(console=console, transient=True) as bar:
@@ -99,8 +99,8 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
 
 
 def _info(args: argparse.Namespace, console: Console) -> None:
-    from jaxcross.data.cache.info import is_cache  # first, because it names a missing extra
-    from jaxcross.data.records import find_folder, open_records
+    # First, because it names a missing extra.
+    from jaxcross.data import find_folder, is_cache, open_records
 
     import tensorflow_datasets as tfds  # isort: skip
 
@@ -118,8 +118,8 @@ def _cache_info(folder: Path) -> None:
     from rich.console import Group
     from rich.table import Table
 
-    from jaxcross.data.cache.info import cache_info
-    from jaxcross.report.table import printed
+    from jaxcross.data import cache_info
+    from jaxcross.report import printed_text
 
     table = Table("level", box=None, pad_edge=False)
     for column in (
@@ -144,7 +144,7 @@ def _cache_info(folder: Path) -> None:
         times = f"{given.seconds:.1f}", f"{given.waited_s:.1f}"
         hits = str(given.records), f"{given.records / every:.1%}"
         table.add_row(level.name, *sizes, *hits, _mb(given.nbytes), *times)
-    print(printed(Group(table)))
+    print(printed_text(Group(table)))
 
 
 def _mb(nbytes: int) -> str:

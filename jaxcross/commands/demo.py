@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxcross.commands.run_end import terminable
+from jaxcross.commands.launch import terminable
 from jaxcross.errors import MissingExtraError, require_extra
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class RanksCommand:
     """The command that starts the ranks.
 
     Attributes:
@@ -189,7 +189,7 @@ def _write_data(args: argparse.Namespace) -> Path:
     from rich.console import Console
     from rich.progress import Progress
 
-    from jaxcross.data.synth import synthesise
+    from jaxcross.data import synthesise
 
     folder = args.output / "data"
     wanted = max(64, args.steps * args.batch_size * args.ranks)
@@ -221,7 +221,7 @@ def _launch(
     lab: Lab | None,
     *,
     slow: bool,
-) -> Launch:
+) -> RanksCommand:
     from jaxcross.commands.launch import mpirun_command, printed, python_program
     from jaxcross.world import xla_pool
 
@@ -242,7 +242,7 @@ def _launch(
         extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environ = {**os.environ, **extra}
     if lab is None:
-        return Launch(line=line, shown=printed(line, extra), environ=environ, link=link)
+        return RanksCommand(line=line, shown=printed(line, extra), environ=environ, link=link)
     by_hand = [
         sys.executable,
         "-m",
@@ -254,7 +254,7 @@ def _launch(
         "--",
         *line,
     ]
-    return Launch(
+    return RanksCommand(
         line=lab.wrap(line),
         shown=printed(by_hand, extra),
         environ=lab.environment(environ),
@@ -287,7 +287,7 @@ def _options(args: argparse.Namespace, data: Path, *, emulate: bool) -> list[str
     return options
 
 
-def _train(launch: Launch) -> None:
+def _train(launch: RanksCommand) -> None:
     """Runs the ranks on this terminal. Waits for them to end, even if it is interrupted."""
     process = subprocess.Popen(launch.line, env=launch.environ)
     try:
@@ -312,9 +312,8 @@ def _train(launch: Launch) -> None:
         )
 
 
-def _finish(args: argparse.Namespace, launch: Launch) -> int:
-    from jaxcross.report import Comparison
-    from jaxcross.report.gantt import draw
+def _finish(args: argparse.Namespace, launch: RanksCommand) -> int:
+    from jaxcross.report import Comparison, draw_gantt
 
     _print("Drawing ...")
     turns = min(2, args.steps)
@@ -322,7 +321,7 @@ def _finish(args: argparse.Namespace, launch: Launch) -> int:
     comparison = Comparison.of(*ways.values())
     last = {name: reports[-1] for name, reports in ways.items()}
     trace = args.output / ("crossover-2.trace.json" if turns > 1 else "crossover.trace.json")
-    gantt = draw(
+    gantt = draw_gantt(
         last["crossover"],
         args.output / "gantt.png",
         compare=last["sequential"],

@@ -41,7 +41,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class MachineFacts:
     """Findings on this machine, before they are judged.
 
     Attributes:
@@ -96,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
     `--hosts` it checks other machines.
     """
     if args.post_mortem is not None:
-        from jaxcross.commands import post_mortem
+        from jaxcross.commands import post_mortem_table
 
-        return post_mortem.run(args.post_mortem)
+        return post_mortem_table.run(args.post_mortem)
     if args.hosts is not None:
         from jaxcross.commands import doctor_hosts
 
@@ -141,7 +141,7 @@ def exit_code(checks: Sequence[Check]) -> int:
     return int(any(check.fatal for check in checks))
 
 
-def look() -> Findings:
+def look() -> MachineFacts:
     """Queries the machine. Each query runs in its own process, with a time limit."""
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.lab import available as no_lab
@@ -159,7 +159,7 @@ def look() -> Findings:
             environ=os.environ,
         )
         exchange = ask(line, extra).get("exchange", {"error": "no answer"})
-    return Findings(
+    return MachineFacts(
         probe=ask([sys.executable, "-m", "jaxcross.world.probe"], {}),
         exchange=exchange,
         versions=_versions("jax", "jaxlib", "mpi4jax"),
@@ -187,7 +187,7 @@ def libraries_of(mpirun: str) -> str | None:
     return next((str(folder) for folder in folders if any(folder.glob("libmpi.so*"))), None)
 
 
-def judge(found: Findings) -> list[Check]:
+def judge(found: MachineFacts) -> list[Check]:
     """Judges the findings. If one check explains others, only that one has a remedy. Pure."""
     mpi, mpi4jax, jax = (
         found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax")
@@ -231,7 +231,7 @@ _NO_MPI = (
 )
 
 
-def _judge_mpi(mpi: Mapping[str, Any], found: Findings) -> Check:
+def _judge_mpi(mpi: Mapping[str, Any], found: MachineFacts) -> Check:
     if "error" not in mpi:
         return Check(name="MPI", found=f"{mpi['library']} (MPI {mpi['standard']})")
     error = first_line(str(mpi["error"]))
@@ -257,7 +257,7 @@ def _judge_threads(mpi: Mapping[str, Any]) -> Check:
     return Check(name="thread level", found=level, remedy=remedy if wrong else "", fatal=wrong)
 
 
-def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: Findings) -> Check:
+def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: MachineFacts) -> Check:
     if "mpi4jax" not in findings.versions:
         return Check(
             name="mpi4jax",
@@ -327,7 +327,7 @@ def _is_correct(exchange: Mapping[str, Any]) -> bool:
     return bool(exchange.get("correct")) and exchange.get("ranks") == 2
 
 
-def _judge_pool(found: Findings) -> Check:
+def _judge_pool(found: MachineFacts) -> Check:
     small = found.pool < 2
     remedy = "Unset `NPROC` and `PJRT_NPROC`: a waiting exchange would hold the only thread."
     return Check(
@@ -338,7 +338,7 @@ def _judge_pool(found: Findings) -> Check:
     )
 
 
-def _judge_binding(found: Findings) -> Check:
+def _judge_binding(found: MachineFacts) -> Check:
     bound = found.cores == 1 and found.machine_cores > 1
     remedy = "This shell is bound to one core; compute and exchange will share it."
     return Check(

@@ -22,8 +22,8 @@ from typing import Any
 
 from jaxcross.commands.doctor import Check, ask, exit_code, show
 from jaxcross.commands.hosts import agent_of, is_here, missing_hosts, parse_hosts
-from jaxcross.errors import first_line
-from jaxcross.lab.transfer import Transfer, measure_transfer
+from jaxcross.errors import first_line, quoted
+from jaxcross.lab import Transfer, measure_transfer
 from jaxcross.world import probe
 
 _FACTS_S = 60.0
@@ -261,17 +261,13 @@ def judge(found: Survey) -> list[Check]:
     return checks
 
 
-def _names(hosts: Sequence[str]) -> str:
-    return ", ".join(f"`{host}`" for host in hosts)
-
-
 def _judge_ssh(found: Survey) -> Check:
     if not found.missing:
-        return Check(name="ssh", found=f"{_names(found.hosts)} answer")
+        return Check(name="ssh", found=f"{quoted(found.hosts)} answer")
     line = " ".join([*found.agent, found.missing[0], "true"])
     return Check(
         name="ssh",
-        found=f"{_names(found.missing)} did not answer `{line}`",
+        found=f"{quoted(found.missing)} did not answer `{line}`",
         remedy=(
             "That command must work here, and without a password. Log in once by `ssh "
             f"{found.missing[0]}`, which shows what is wrong with the name or the network and "
@@ -286,19 +282,19 @@ def _judge_there(found: Survey, name: str, path: str, without: Sequence[str]) ->
     if not found.facts:
         return Check(name=name, found="cannot be checked before ssh", cause="ssh")
     if not without:
-        return Check(name=name, found=f"{path} on {_names(tuple(found.facts))}")
+        return Check(name=name, found=f"{path} on {quoted(tuple(found.facts))}")
     remedies = {
         "Python": (
-            f"Install the same environment at the same path on {_names(without)}: in a folder that "
+            f"Install the same environment at the same path on {quoted(without)}: in a folder that "
             "all hosts mount, or as a copy. A virtual environment cannot be moved to another path."
         ),
         "folder": (
-            f"Make it on {_names(without)}, with the script and its data: ranks start in the "
+            f"Make it on {quoted(without)}, with the script and its data: ranks start in the "
             "folder in which `jaxcross launch` is called."
         ),
     }
     return Check(
-        name=name, found=f"no `{path}` on {_names(without)}", remedy=remedies[name], fatal=True
+        name=name, found=f"no `{path}` on {quoted(without)}", remedy=remedies[name], fatal=True
     )
 
 
@@ -310,7 +306,7 @@ def _judge_versions(found: Survey) -> list[Check]:
     silent = [host for host, facts in able.items() if not facts.versions]
     if silent:
         why = "; ".join(f"`{host}`: {first_line(able[host].error)}" for host in silent)
-        remedy = f"`{found.python}` must run on {_names(silent)}; try it there by hand."
+        remedy = f"`{found.python}` must run on {quoted(silent)}; try it there by hand."
         return [Check(name="versions", found=why, remedy=remedy, fatal=True)]
     return [
         _judge_version(name, {host: facts.versions for host, facts in able.items()})
@@ -330,7 +326,7 @@ def _judge_version(name: str, versions: Mapping[str, Mapping[str, str | None]]) 
     if first is not None and not others:
         return Check(name=name, found=first)
     parts = [
-        f"{'none' if value is None else value} on {_names(hosts)}"
+        f"{'none' if value is None else value} on {quoted(hosts)}"
         for value, hosts in by_value.items()
     ]
     parts += [

@@ -144,7 +144,7 @@ def _above_zero(text: str) -> float:
 
 
 def _size(text: str) -> str:
-    from jaxcross.plan.memory import as_bytes
+    from jaxcross.jobs import as_bytes
 
     try:
         as_bytes(text)

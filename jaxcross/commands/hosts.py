@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from jaxcross.errors import quoted
+
 ANSWER_S = 15.0
 POLL_S = 5.0
 LINE_S = 60.0
@@ -91,7 +93,7 @@ def start_text(
         checks: What to check if all hosts answer.
     """
     if missing:
-        names = ", ".join(f"`{host}`" for host in missing)
+        names = quoted(missing)
         return f"no rank has joined: {names} did not answer `{' '.join(agent)} {missing[0]} true`"
     return (
         f"no rank on {', '.join(hosts)} has joined. If the lines above are MPI's: "

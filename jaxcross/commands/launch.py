@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
@@ -24,7 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxcross.commands import end_with, run_end
+from jaxcross._processes import related
+from jaxcross.commands import end_with
 from jaxcross.commands.hosts import (
     agent_of,
     is_here,
@@ -33,12 +34,15 @@ from jaxcross.commands.hosts import (
     start_text,
     unreachable_hosts,
 )
-from jaxcross.commands.relaunch import Ended, RunFiles, latest_run, run_until_over
+from jaxcross.commands.restart_decision import is_explained, stop_text
+from jaxcross.commands.restart_loop import Ended, RunFiles, latest_run, run_until_over
+from jaxcross.errors import quoted
 
 if TYPE_CHECKING:
     from jaxcross.commands.live_table import LaunchTable
+    from jaxcross.report import RankRecord
 
-SUPERVISE = Path(__file__).with_name("supervise.py")
+SUPERVISOR = Path(__file__).with_name("rank_supervisor.py")
 RANK = "jaxcross.commands.rank"
 HOLD_S = 40
 """Seconds for which a dead rank's supervisor stays. The other ranks need 3 s to report the rank as
@@ -124,7 +128,7 @@ def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) ->
     """Prints the real command, runs it, and returns its exit code. If it fails, prints a
     post-mortem of the ranks.
 
-    With `--max-restarts`, it is restarted as `jaxcross.commands.restart` decides.
+    With `--max-restarts`, it is restarted as `jaxcross.commands.restart_decision` decides.
 
     Args:
         args: The command line.
@@ -157,7 +161,7 @@ def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], in
     starts_once = not args.dry_run and args.max_restarts == 0
     missing = unreachable_hosts(hosts, os.environ) if starts_once else []
     if missing:
-        names = ", ".join(f"`{host}`" for host in missing)
+        names = quoted(missing)
         remedy = (
             f"Check the name and the network: `{' '.join(agent_of(os.environ))} {missing[0]} true` "
             "must work here."
@@ -189,7 +193,7 @@ def _start(
         )
 
     made = folder is None and not args.dry_run
-    with run_end.terminable():
+    with terminable():
         try:
             if made:
                 events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
@@ -202,6 +206,20 @@ def _start(
     if made and (ended.code == 0 or ended.explained or not ended.records):
         shutil.rmtree(events, ignore_errors=True)
     return ended.code
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Turns SIGTERM into an exception, so that processes are ended and temporary files removed."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(_BY_SIGNAL + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...]:
@@ -278,9 +296,8 @@ def _run_once(
     `hosts` may be fewer than `--hosts` names.
     """
     from jaxcross.commands import live_table
-    from jaxcross.report.table import screen_width
-    from jaxcross.world import xla_pool
-    from jaxcross.world.start_limit import CHECKS
+    from jaxcross.report import screen_width
+    from jaxcross.world import START_CHECKS, xla_pool
 
     notes = {"JAXCROSS_EVENTS": str(events), **variables}
     if "PYTHONFAULTHANDLER" not in os.environ:
@@ -316,19 +333,40 @@ def _run_once(
         with live_table.LaunchTable(console, events, ranks) as table:
             code, stops = _run(line, environ, mpirun.vendor, table, files=files)
     records = files.read() if code else []
-    text = run_end.stop_text(code, stops, records)
+    text = stop_text(code, stops, records)
     if text:
         print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
     elif code and hosts and not records:
         agent = agent_of(os.environ)
         text = start_text(
-            hosts, missing_hosts([h for h in hosts if not is_here(h)], agent), agent, CHECKS
+            hosts, missing_hosts([h for h in hosts if not is_here(h)], agent), agent, START_CHECKS
         )
         print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
-    explained = bool(text) or run_end.is_explained(code, records)
+    explained = bool(text) or is_explained(code, records)
     if not explained:
-        run_end.explain(records, events)
+        _explain(records, events)
     return Ended(code=code, stopped=stops > 0, records=records, explained=explained)
+
+
+def _explain(records: Sequence[RankRecord], events: Path) -> None:
+    """Prints the post-mortem, and where the event files are."""
+    from jaxcross.commands.post_mortem_table import show
+    from jaxcross.report import read_event_files
+
+    if not records:
+        with suppress(OSError):
+            events.rmdir()  # fails unless it is empty
+        return
+    skipped: dict[int, str] = {}
+    with suppress(OSError, ValueError):
+        read_event_files(events, skipped=skipped)
+    show(records, sys.stderr, skipped)
+    print(
+        "The events stay, since no rank has said why it ended. This table again: jaxcross doctor "
+        f"--post-mortem {shlex.quote(str(events))}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _run(
@@ -417,19 +455,6 @@ def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
     return process.wait()
 
 
-def related(pid: int, *, group: bool = False) -> list[int]:
-    """Returns the processes that this one started, or with `group`, the others of the group that it
-    leads. Returns none if there is no /proc.
-    """
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended in the meantime
-            _, parent, leader, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
-            if int(leader if group else parent) == pid:
-                found.append(int(stat.parent.name))
-    return [other for other in found if other != pid]
-
-
 def python_program(program: Sequence[str]) -> list[str]:
     """Returns the rank's own command. It uses mpi4py's runner, so that `sys.exit(1)` on one rank
     becomes the exit code of the whole run.
@@ -443,7 +468,7 @@ def supervised(program: Sequence[str]) -> list[str]:
     """
     if sys.platform != "linux":
         return list(program)
-    return [sys.executable, "-I", "-S", str(SUPERVISE), str(HOLD_S), *program]
+    return [sys.executable, "-I", "-S", str(SUPERVISOR), str(HOLD_S), *program]
 
 
 def mpirun_command(
@@ -467,8 +492,7 @@ def mpirun_command(
         environ: The environment. Variables that the user has set there are kept.
         hosts: Hosts of the ranks, in their order; empty for this machine.
     """
-    from jaxcross.world import malloc, xla_pool
-    from jaxcross.world.launch_env import MPI_SETTINGS
+    from jaxcross.world import MPI_SETTINGS, malloc, xla_pool
 
     line = [mpirun.path, "-n", str(ranks)]
     extra: dict[str, str] = {}

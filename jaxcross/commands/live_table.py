@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Self, TextIO, cast, final
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from jaxcross.report.progress import RunProgress
+    from jaxcross.report import RunProgress
 
 _DRAIN_S = 2.0
 _REFRESHES = 2
@@ -79,13 +79,13 @@ class _Terminal:
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
     """Logs that ranks are starting, after 5 s, 10 s, 20 s, ..., until one has joined. A context."""
-    from jaxcross.world.start_notice import FIRST_S, no_progress_wanted
+    from jaxcross.world import FIRST_NOTICE_S, no_progress_wanted
 
     over = threading.Event()
     started_s = time.time()
 
     def watch() -> None:
-        next_s = FIRST_S
+        next_s = FIRST_NOTICE_S
         while not over.wait(started_s + next_s - time.time()):
             with suppress(OSError, ValueError):  # a file is being replaced, or the log is closed
                 if any(
@@ -115,7 +115,7 @@ def table_of(run: RunProgress, console: Console, *, state: str = "") -> Renderab
 
     The table leaves room above it for a few lines that ranks print.
     """
-    from jaxcross.report.progress_text import duration, run_table
+    from jaxcross.report import duration, run_table
 
     title = f"{_ranks(run.ranks)}, {'the run ended after ' * run.over}{duration(run.run_s)}{state}"
     return run_table(run, width=console.width, most_jobs=max(3, console.height - 8), title=title)
@@ -211,8 +211,7 @@ class LaunchTable:
         from rich.console import Group
         from rich.text import Text
 
-        from jaxcross.report.progress_text import duration
-        from jaxcross.report.run_state import read_run
+        from jaxcross.report import duration, read_run
 
         run = None
         with suppress(OSError, ValueError):

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxcross.plan import MachineContention, Plan
-    from jaxcross.plan.jobs_file import JobsFile
+    from jaxcross.plan import JobsFile, MachineContention, Plan
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -160,8 +159,7 @@ def _write_profile(report: Path, job: str, file: Path, mbps: float | None) -> in
 
 def _plan(args: argparse.Namespace) -> int:
     from jaxcross.commands.plan_launch import check_script, write_launch_files
-    from jaxcross.plan import make
-    from jaxcross.plan.jobs_file import read_jobs
+    from jaxcross.plan import make, read_jobs
 
     with _reading("the file of jobs", "`jaxcross plan --help` shows one."):
         jobs = read_jobs(args.jobs, profiles=args.profiles)
@@ -206,7 +204,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _contention(name: str | None) -> MachineContention | None:
-    from jaxcross.plan.contention import TWO_CORES, MachineContention
+    from jaxcross.plan import TWO_CORES, MachineContention
 
     if name is None or name == "two-cores":
         return TWO_CORES if name else None

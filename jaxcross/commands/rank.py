@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 
-from jaxcross.health.gc_safe_signals import install_interrupt
+from jaxcross.health import install_interrupt
 
 INTERRUPTED = 130
 
@@ -24,7 +24,7 @@ def main() -> None:
     """
     install_interrupt()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by `supervise`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by `rank_supervisor`
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross.commands import launch
-from jaxcross.errors import clause
+from jaxcross.errors import clause, quoted
 
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _WORDS = {"true": True, "false": False, "null": None}
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("metric", "mode", "concurrent", "trials", "seed", "prune")
     }
     task = json.dumps({"grid": grid, "folder": str(args.folder), **options})
-    args.module = ["jaxcross.sweeps.script", str(args.script), task]
+    args.module = ["jaxcross.sweeps.sweep_rank", str(args.script), task]
     args.program = []
     return launch.run(args)
 
@@ -189,7 +189,7 @@ def check_script(script: Path, names: list[str]) -> None:
         for alias in each.names
     }
     if "train" not in {*defined, *bound, *imported}:
-        names_there = ", ".join(f"`{name}`" for name in defined) or "none"
+        names_there = quoted(defined) or "none"
         raise ValueError(
             f"`{script}` has no function `train`. Define `def train(job, {', '.join(names)}): ...` "
             f"at its top level; its functions are: {names_there}."
@@ -201,7 +201,7 @@ def check_script(script: Path, names: list[str]) -> None:
     keywords = [each.arg for each in train.args.kwonlyargs]
     unknown = [name for name in names if name not in (*positional, *keywords)]
     if unknown and train.args.kwarg is None:
-        known = ", ".join(f"`{name}`" for name in (*positional, *keywords)) or "none"
+        known = quoted((*positional, *keywords)) or "none"
         raise ValueError(
             f"`train` in `{script}` has no parameter `{unknown[0]}`. Its parameters are: {known}."
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from jaxcross.report.run_state import RunState
+    from jaxcross.report import RunState
 
 _LOOK_S = 0.5
 _MOST_RANKS = 8
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from jaxcross.report.run_state import read_state
+    from jaxcross.report import read_state
 
     def look() -> RunState:
         return read_state(args.dir, time.time())

@@ -1,15 +1,19 @@
 """Turns ImageNet records into batches without TensorFlow, sharded by the world's ranks.
 
-    records.py   a TFDS folder -> records (JPEG bytes and label)
+    records.py   a TFDS folder or URL -> records (JPEG bytes and label)
     augment.py   a JPEG -> one normalised image
     batches.py   records -> seeded, resumable iterator of batches
     shared.py    decodes each batch once for several jobs
-    cache/       levels of memory and disk between slow storage and everything above
+    cache/       levels of memory and disk between slow storage and everything above;
+                 `next_use.py` decides which records a level keeps
     synth.py     a small data set in the real format, for machines without ImageNet
 
 Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
 """
 
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
 from jaxcross.errors import require_extra
 
 require_extra(
@@ -22,6 +26,12 @@ from jaxcross.data.records import open_records
 from jaxcross.data.shared import SharedDecode
 from jaxcross.data.synth import synthesise
 
+if TYPE_CHECKING:  # not public, for jaxcross's other folders
+    from jaxcross.data.cache.info import cache_info, is_cache
+    from jaxcross.data.records import find_folder
+else:
+    __getattr__, *_ = on_first_use(__name__)
+
 __all__ = [
     "Batches",
     "Cache",
@@ -31,3 +41,7 @@ __all__ = [
     "synthesise",
     "train_batches",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -27,7 +27,7 @@ class StreamPosition(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class BatchStream:
     """Everything that determines a rank's batches. Threads, time and other processes don't.
 
     Attributes:
@@ -143,7 +143,7 @@ class Batches(Iterator[Batch]):
         step: Number of batches taken so far, counted from step 0 (rather than from `start_step`).
     """
 
-    def __init__(self, stream: Stream, *, threads: int, start_step: int = 0) -> None:
+    def __init__(self, stream: BatchStream, *, threads: int, start_step: int = 0) -> None:
         self._stream = stream
         self._threads = threads
         self._iterator: grain.DatasetIterator | None = None
@@ -239,7 +239,7 @@ class Batches(Iterator[Batch]):
         self.step = step
 
 
-def _batches(stream: Stream, *, epochs: int | None, threads: int, start_step: int) -> Batches:
+def _batches(stream: BatchStream, *, epochs: int | None, threads: int, start_step: int) -> Batches:
     positive = {
         "batch_size": stream.batch_size,
         "image_size": stream.image_size,
@@ -308,7 +308,7 @@ def train_batches(
         ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format with this split, or it
             has less than one batch per rank.
     """
-    stream = Stream(
+    stream = BatchStream(
         records=open_records(data_dir, split, cache=cache),
         batch_size=batch_size,
         image_size=image_size,
@@ -344,7 +344,7 @@ def eval_batches(
         ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format with this split, or it
             has less than one batch per rank.
     """
-    stream = Stream(
+    stream = BatchStream(
         records=open_records(data_dir, split, cache=cache),
         batch_size=batch_size,
         image_size=image_size,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import fsspec
 import tensorflow_datasets as tfds
 
+from jaxcross._files import write_whole
 from jaxcross.data.cache.cache import Cache
-from jaxcross.data.cache.origin import LocalOrigin, Origin, RemoteOrigin, Shard
-from jaxcross.data.cache.remote import RemoteFolder, is_url, open_remote
-from jaxcross.data.cache.small_files import FooterFiles
+from jaxcross.data.cache.origin import FooterFiles, LocalOrigin, Origin, RemoteOrigin, Shard
 from jaxcross.data.cache.split import CachedSplit
 
 NAME = "imagenet2012"
@@ -23,6 +25,9 @@ REMEDY = (
     "imagenet2012 --file_format=array_record --data_dir=DIR --manual_dir=FOLDER_OF_THE_TAR_FILES`, "
     "and pass DIR."
 )
+# The metadata of a data set at a URL: small files, copied into the cache for TFDS to read.
+_REQUIRED = (INFO_FILE, "features.json")
+_OPTIONAL = ("label.labels.txt", "metadata.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,22 @@ class Records:
         """Reads one record, and returns its JPEG bytes and its label. Waits for the disk."""
         example = self.source[record]
         return example["image"], int(example["label"])
+
+
+class _RemoteFolder(NamedTuple):
+    """A data set on a file system of fsspec.
+
+    Attributes:
+        fs: The file system.
+        path: The data set's folder there.
+        metadata: A local folder with copies of the small files.
+        identity: Text that differs if the URL or the small files differ.
+    """
+
+    fs: Any
+    path: str
+    metadata: Path
+    identity: str
 
 
 def find_folder(data_dir: str | Path) -> Path:
@@ -103,13 +124,13 @@ def open_records(
             is inside the data set's.
     """
     remote = None
-    if is_url(data_dir):
+    if _is_url(data_dir):
         if cache is None:
             raise ValueError(
                 f"`{data_dir}` is a URL, which is read through a cache: pass `cache=Cache(FOLDER, "
                 "...)`."
             )
-        remote = open_remote(str(data_dir), cache)
+        remote = _open_remote(str(data_dir), cache)
     folder = remote.metadata if remote else find_folder(data_dir)
     where = str(data_dir) if remote else str(folder)
     builder: Any  # its methods are decorated, so a type checker can't read their signatures
@@ -156,7 +177,48 @@ def open_records(
     return Records(**known, source=cached, cached=cached)
 
 
-def _remote_origin(remote: RemoteFolder, builder: Any, split: str, cache: Cache) -> Origin:
+def _is_url(data_dir: str | Path) -> bool:
+    """Returns whether `data_dir` is on a file system of fsspec, such as `https://` or `s3://`."""
+    return isinstance(data_dir, str) and "://" in data_dir
+
+
+def _open_remote(url: str, cache: Cache) -> _RemoteFolder:
+    """Reads the metadata of the data set at `url`, a versioned TFDS folder. Waits for the storage.
+
+    Raises:
+        FileNotFoundError: There is no data set at `url`.
+        ImportError: The file system needs a package that isn't installed; fsspec names it.
+        OSError: The storage doesn't answer.
+        ValueError: fsspec doesn't know this file system.
+    """
+    fs, path = fsspec.core.url_to_fs(url.rstrip("/"), **cache.storage_options)
+    contents: dict[str, bytes] = {}
+    for name in _REQUIRED + _OPTIONAL:
+        try:
+            contents[name] = fs.cat_file(f"{path}/{name}")
+        except FileNotFoundError as error:
+            if name in _REQUIRED:
+                raise FileNotFoundError(
+                    f"There is no `{name}` in `{url}`. Name the versioned folder of a data set "
+                    "that TFDS prepared with `--file_format=array_record`, for example "
+                    "`s3://bucket/imagenet2012/5.1.0`."
+                ) from error
+        except Exception as error:  # each file system of fsspec raises errors of its own
+            raise OSError(
+                f"`{url}/{name}` cannot be read: {type(error).__name__}: {error}"
+            ) from error
+    digest = hashlib.sha256(repr((url, sorted(contents.items()))).encode()).hexdigest()[:32]
+    folder = cache.folder / "origins" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        with suppress(FileNotFoundError):
+            if (folder / name).read_bytes() == content:
+                continue
+        write_whole(folder / name, content, shared=True)
+    return _RemoteFolder(fs, path, folder, digest)
+
+
+def _remote_origin(remote: _RemoteFolder, builder: Any, split: str, cache: Cache) -> Origin:
     shards = [
         each._replace(path=f"{remote.path}/{Path(each.path).name}")
         for each in _shards(builder, split)

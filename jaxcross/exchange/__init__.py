@@ -2,8 +2,11 @@
 
 Creating a strategy and calling its `init` never communicate. Only `update` does, in some strategies
 only every so many steps, so all ranks must call `update` on the same step. Every strategy raises a
-`ValueError` before the first exchange if an axis is named twice, if you name several axes for a
-strategy that works over one, or if a leaf would be exchanged twice over the same axis.
+`ValueError` before the first exchange if an axis is named twice, or if you name several axes for a
+strategy that works over one. While jaxcross traces a step, a strategy also raises if it's given a
+leaf that another one has already exchanged over the same axis. `lars`, `lamb` and
+`scale_by_trust_ratio` are exempt from that check, because they only exchange trust ratios and must
+come after an exchange.
 
 `axes` is the name of an axis or a tuple of names. If a strategy's two axes have different roles
 (nodes, and the ranks within a node), the outer axis comes first: `adasum(("node", "local"))`.
@@ -13,19 +16,23 @@ Each strategy has a file of its own name, except that `bounded_stale` and `async
 `staleness`, and `lars` and `lamb` in `parallel_norms`. The other files are helpers:
 
 collectives     sums, rings and trees of hops over one axis
-select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed
-                size
-chunks          leaves as equal chunks, and messages of the largest elements of each chunk
-bits            signs and small integers as bits; `integers`: vectors as 4- or 8-bit integers
-blocks          trees as even parts; `fragments`: even parts in turn; `flat`: trees as one vector
-rounds          local steps, and the merge at the end of a round
-finish          the model of a job that ended in the middle of a round
-per_rank        state that differs between ranks, declared by its type
-exchange_once   an error if a leaf would be exchanged twice
+layouts         leaves as even blocks, vectors, fragments or chunks
+select          the k largest elements without sorting
+sparse          (value, index) messages of a fixed size, of leaves or of their chunks
+bits            signs and small integers as bits; vectors as 4- or 8-bit integers
+local_rounds    local steps and the merge at the end of a round; the model of a job that ended in
+                the middle of one (`finish`)
+per_rank        an optimizer whose whole state is rank-local; other states declare their rank-local
+                fields by `RankLocal` of checkpoint/rank_local.py
+exchange_once   the error if a leaf would be exchanged twice
 elementwise     whether an optimizer works element by element
-validation      argument checks
+arithmetic      means over trees, weights, moves of parameters, products in full float32
+validation      checks of arguments, states and leaves
 """
 
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
 from jaxcross.exchange.decoupled_momentum import decoupled_momentum
@@ -33,9 +40,9 @@ from jaxcross.exchange.delayed_mean import delayed_mean
 from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
-from jaxcross.exchange.finish import finish
 from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.local_rounds import finish
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.no_loco import no_loco
@@ -49,6 +56,13 @@ from jaxcross.exchange.sparse_loco import sparse_loco
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
 from jaxcross.exchange.streaming_diloco import streaming_diloco
 from jaxcross.exchange.top_k import top_k
+
+if TYPE_CHECKING:  # not public, for jaxcross's other folders
+    from jaxcross.exchange import collectives
+    from jaxcross.exchange.elementwise import check_elementwise
+    from jaxcross.exchange.validation import whole_number
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = [
     "accumulate",
@@ -78,3 +92,7 @@ __all__ = [
     "streaming_diloco",
     "top_k",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -10,10 +10,10 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import next_in_round
-from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, typed_like, whole_number
-from jaxcross.exchange.weights import as_weight, divided, weighed
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange.arithmetic import accumulation_dtype, as_weight, divided, typed_like, weighed
+from jaxcross.exchange.local_rounds import next_in_round
+from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class AccumulateState(NamedTuple):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcross.exchange import blocks, collectives
+from jaxcross.exchange import collectives, layouts
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import per_rank
 from jaxcross.exchange.validation import check_real, optimizer_in
@@ -119,19 +119,19 @@ def _exchange(
         count *= jax.lax.axis_size(name)
     shapes = [x.shape for x in leaves]
     size = chunk(shapes, count)
-    x = blocks.to_blocks(leaves, count, jnp.result_type(jnp.float32, *leaves), size)
+    x = layouts.to_blocks(leaves, count, jnp.result_type(jnp.float32, *leaves), size)
     columns = x.shape[1]
     for name in inner:
         x = collectives.sum_scatter(x.reshape(-1), name) / jax.lax.axis_size(name)
     x = _over_ranks(
         x.reshape(base, -1, size),
-        [blocks.width(s, count, size) // size for s in shapes],
+        [layouts.block_width(s, count, size) // size for s in shapes],
         axis,
         inner,
     )
     for name in reversed(inner):
         x = collectives.gather(x, name)
-    return blocks.from_blocks(x.reshape(count, columns), shapes, size)
+    return layouts.from_blocks(x.reshape(count, columns), shapes, size)
 
 
 def _over_ranks(

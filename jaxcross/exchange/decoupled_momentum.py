@@ -19,17 +19,12 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import chunks, collectives, sparse
-from jaxcross.exchange.chunks import Chunks
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange import collectives, sparse
+from jaxcross.exchange.arithmetic import mean_of, product
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.validation import (
-    check_float32,
-    check_state,
-    mean_of,
-    part_kept,
-    whole_number,
-)
+from jaxcross.exchange.layouts import Chunks, chunk_length
+from jaxcross.exchange.validation import check_float32, check_state, part_kept, whole_number
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -107,10 +102,7 @@ def decoupled_momentum(
     density = sparse.check_density(density)
     kept = part_kept(decay, "`decoupled_momentum`", "momentum")
     chunk = whole_number(chunk, "chunk", "`decoupled_momentum`")
-    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
-        raise ValueError(
-            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: values need a floating-point type."
-        )
+    sparse.check_wire_dtype(wire_dtype)
     names = collectives.axis_names(axes)
 
     def init(params: optax.Params) -> DecoupledMomentumState:
@@ -186,7 +178,7 @@ class _Tiles:
         padding = [(0, -rows % high), (0, -columns % wide)]
         matrix = jnp.pad(leaf.reshape(self.shape).astype(jnp.float32), padding)
         tiles = matrix.reshape(matrix.shape[0] // high, high, -1, wide).swapaxes(1, 2)
-        return _product(_product(dct_matrix(high), tiles), dct_matrix(wide).T).reshape(
+        return product(product(dct_matrix(high), tiles), dct_matrix(wide).T).reshape(
             self.chunks.rows, -1
         )
 
@@ -194,18 +186,18 @@ class _Tiles:
         """Transforms coefficients back to a leaf with the shape and type of `like`."""
         (rows, columns), (high, wide) = self.shape, self.tile
         tiles = coefficients.reshape(-(-rows // high), -1, high, wide)
-        tiles = _product(_product(dct_matrix(high).T, tiles), dct_matrix(wide))
+        tiles = product(product(dct_matrix(high).T, tiles), dct_matrix(wide))
         matrix = tiles.swapaxes(1, 2).reshape(tiles.shape[0] * high, -1)[:rows, :columns]
         return collectives.saturate(matrix, like.dtype).reshape(like.shape).astype(like.dtype)
 
 
 def _tiles(leaf: jax.typing.ArrayLike, chunk: int, density: float) -> _Tiles:
-    chunks.check_size(jnp.size(leaf), "`decoupled_momentum`")
+    sparse.check_size(jnp.size(leaf), "`decoupled_momentum`")
     shape = (math.prod(jnp.shape(leaf)[:-1]), jnp.shape(leaf)[-1]) if jnp.ndim(leaf) else (1, 1)
-    high, wide = (chunks.length(side, chunk) for side in shape)
+    high, wide = (chunk_length(side, chunk) for side in shape)
     number = -(-shape[0] // high) * -(-shape[1] // wide)
     return _Tiles(
-        shape=shape, tile=(high, wide), chunks=chunks.chunked(number, high * wide, density)
+        shape=shape, tile=(high, wide), chunks=sparse.chunked(number, high * wide, density)
     )
 
 
@@ -225,20 +217,15 @@ def _exchange(
     wire_dtype: DTypeLike | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the mean over ranks of what was sent, and the rest of this rank's momenta."""
-    pairs = [chunks.largest(x, lay) for x, lay in zip(momenta, layouts, strict=True)]
+    pairs = [sparse.largest_of_chunks(x, lay) for x, lay in zip(momenta, layouts, strict=True)]
     sent = [
         (v if wire_dtype is None else sparse.rounded(v, wire_dtype), columns)
         for v, columns in pairs
     ]
-    rests = [chunks.without(x, *pair) for x, pair in zip(momenta, sent, strict=True)]
-    return chunks.mean_over_ranks(sent, layouts, names), rests
+    rests = [sparse.residual_of_chunks(x, *pair) for x, pair in zip(momenta, sent, strict=True)]
+    return sparse.mean_of_chunks(sent, layouts, names), rests
 
 
 def _sign(x: jax.Array) -> jax.Array:
     # The sign of infinity is 1, which would hide an overflow.
     return jnp.where(jnp.isfinite(x), jnp.sign(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-
-def _product(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
-    # By default, GPUs round the factors to ten bits, and the transform would not be orthonormal.
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

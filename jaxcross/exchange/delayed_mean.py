@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import optimizer_in
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.collectives import Axes, axis_names
-from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import (
+from jaxcross.exchange.local_rounds import (
+    Round,
     copied,
-    end_round,
+    local_rounds,
     model_of,
-    next_in_round,
     outer_step,
     pseudo_gradient,
+    to_merged,
 )
-from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, whole_number
+from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class DiLoCoState(NamedTuple):
@@ -102,23 +103,12 @@ def diloco(
             jnp.zeros((), jnp.int32), copied(params), beyond.init(params), local.init(params)
         )
 
-    def merge(
-        mine: optax.Params, state: tuple[optax.Params, optax.OptState]
-    ) -> tuple[optax.Params, tuple[optax.Params, optax.OptState]]:
-        anchor, outer_state = state
-        gradient = mean_of(pseudo_gradient(anchor, mine), names)
-        anchor, outer_state = outer_step(beyond, gradient, anchor, outer_state)
-        return anchor, (anchor, outer_state)
+    def merge(mine: optax.Params, state: DiLoCoState) -> tuple[optax.Params, DiLoCoState]:
+        gradient = mean_of(pseudo_gradient(state.anchor, mine), names)
+        anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
+        return anchor, state._replace(anchor=anchor, outer=outer_state)
 
-    def update(
-        updates: optax.Updates, state: DiLoCoState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, DiLoCoState]:
-        params = require_params(params, "`diloco`")
-        updates, inner_state = local.update(updates, state.inner, params, **extra)
-        since = next_in_round(state.since, every)
-        updates, (anchor, outer_state) = end_round(
-            since, every, merge, updates, params, (state.anchor, state.outer)
-        )
-        return updates, DiLoCoState(since, anchor, outer_state, inner_state)
-
-    return exchange_once("diloco", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    merges = [to_merged(merge)]
+    return local_rounds(
+        "diloco", names, local, every=every, init=init, begin=lambda *_: Round(merges=merges)
+    )

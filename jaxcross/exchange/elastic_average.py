@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange.arithmetic import add_moves, sum_of
 from jaxcross.exchange.collectives import Axes, axis_names
-from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import next_in_round
-from jaxcross.exchange.validation import (
-    add_moves,
-    as_number,
-    optimizer_in,
-    require_params,
-    sum_of,
-    whole_number,
-)
+from jaxcross.exchange.local_rounds import Round, copied, local_rounds
+from jaxcross.exchange.validation import as_number, optimizer_in, whole_number
 
 
 class ElasticAverageState(NamedTuple):
@@ -95,47 +88,27 @@ def elastic_average(
     inner = optimizer_in(optimizer, "`elastic_average`")
 
     def init(params: optax.Params) -> ElasticAverageState:
-        # A copy: an array that is both parameter and centre could not be donated.
-        centre = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
-        return ElasticAverageState(jnp.zeros((), jnp.int32), centre, inner.init(params))
+        return ElasticAverageState(jnp.zeros((), jnp.int32), copied(params), inner.init(params))
 
-    def update(
-        updates: optax.Updates,
-        state: ElasticAverageState,
-        params: optax.Params | None = None,
-        **extra: Any,
+    def merge(
+        updates: optax.Updates, params: optax.Params, state: ElasticAverageState
     ) -> tuple[optax.Updates, ElasticAverageState]:
-        params = require_params(params, "`elastic_average`")
+        away = jax.tree.map(jnp.subtract, params, state.centre)
+        total = sum_of(away, names)
+        # Skip a factor of 0, because 0 times NaN would be NaN.
+        pulled, centre = updates, state.centre
+        if alpha:
+            pulled = add_moves(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
+        if pull:
+            centre = add_moves(centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
+        return pulled, state._replace(centre=centre)
+
+    def begin(state: ElasticAverageState, params: optax.Params) -> Round:
+        del state, params
         _check(alpha, pull, jax.lax.psum(1, names))
-        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        return Round(merges=[merge])
 
-        def exchange() -> tuple[optax.Updates, optax.Params]:
-            away = jax.tree.map(jnp.subtract, params, state.centre)
-            total = sum_of(away, names)
-            # Skip a factor of 0, because 0 times NaN would be NaN.
-            pulled, centre = updates, state.centre
-            if alpha:
-                pulled = add_moves(
-                    updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away)
-                )
-            if pull:
-                centre = add_moves(
-                    centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total)
-                )
-            return pulled, centre
-
-        since = next_in_round(state.since, every)
-        if every == 1:
-            updates, centre = exchange()
-        else:
-            updates, centre = jax.lax.cond(since == 0, exchange, lambda: (updates, state.centre))
-        return updates, ElasticAverageState(since, centre, inner_state)
-
-    return exchange_once(
-        "elastic_average",
-        names,
-        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
-    )
+    return local_rounds("elastic_average", names, inner, every=every, init=init, begin=begin)
 
 
 def _check(alpha: float, pull: float, ranks: int) -> None:

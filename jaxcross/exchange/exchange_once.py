@@ -12,6 +12,7 @@ import jax
 import optax
 
 from jaxcross._tracing import Tracing, current_tracing
+from jaxcross.errors import quoted
 from jaxcross.exchange import collectives
 
 
@@ -77,7 +78,8 @@ def _check_outer(trace: Tracing, by: str, axes: frozenset[Hashable]) -> None:
         if theirs <= axes:
             raise ValueError(
                 f"`{by}` is inside the optimizer of `{outer}`, and both exchange over "
-                f"{_names(theirs)}. A leaf is exchanged once: leave one of the two out."
+                f"{quoted(sorted(theirs, key=str))}. A leaf is exchanged once: leave one of the "
+                "two out."
             )
 
 
@@ -89,10 +91,7 @@ def _check_leaves(
         if earlier is not None and (shared := earlier.axes & axes):
             raise ValueError(
                 f"`{by}` is given the leaf `{jax.tree_util.keystr(path)}`, which `{earlier.by}` "
-                f"has exchanged over {_names(shared)} already. A leaf is exchanged once: let the "
-                "masks of `optax.masked` not overlap, or leave one of the two out."
+                f"has exchanged over {quoted(sorted(shared, key=str))} already. A leaf is "
+                "exchanged once: let the masks of `optax.masked` not overlap, or leave one of the "
+                "two out."
             )
-
-
-def _names(axes: frozenset[Hashable]) -> str:
-    return ", ".join(f"`{axis}`" for axis in sorted(axes, key=str))

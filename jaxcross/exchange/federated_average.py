@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
-from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import next_in_round
-from jaxcross.exchange.validation import (
-    accumulation_dtype,
-    as_number,
-    optimizer_in,
-    require_params,
-    sum_of,
-    updates_towards,
-    whole_number,
-)
+from jaxcross.exchange.arithmetic import accumulation_dtype, sum_of
+from jaxcross.exchange.local_rounds import Round, local_rounds, to_merged
+from jaxcross.exchange.validation import as_number, optimizer_in, whole_number
 
 
 class FederatedAverageState(NamedTuple):
@@ -55,6 +47,9 @@ def federated_average(
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the participants' parameters at the end of each round, weighted by their data.
+
+    With `x` a participant's parameters and `n` its weight: `x <- sum_over_participants(n x) /
+    sum_over_participants(n)`, on every rank.
 
     A rank that isn't chosen for a round pauses: its updates are zero and its optimizer's state
     doesn't change. At the end of the round it takes the participants' average like every other
@@ -106,45 +101,24 @@ def federated_average(
         zero = jnp.zeros((), jnp.int32)
         return FederatedAverageState(zero, jnp.zeros_like(zero), inner.init(params))
 
-    def update(
-        updates: optax.Updates,
-        state: FederatedAverageState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, FederatedAverageState]:
-        params = require_params(params, "`federated_average`")
+    def begin(state: FederatedAverageState, params: optax.Params) -> Round:
+        del params
         shares = _shares(state.round, jax.lax.axis_size(axis), share_of_ranks, samples, seed)
         share = shares[jax.lax.axis_index(axis)]
-        updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        if share_of_ranks < 1:
-            updates = jax.tree.map(lambda u: jnp.where(share > 0, u, jnp.zeros_like(u)), updates)
-            inner_state = jax.tree.map(
-                lambda new, old: jnp.where(share > 0, new, old), inner_state, state.inner
-            )
+        return Round(
+            merges=[to_merged(lambda mine, state: (average(mine, share), state))],
+            taking_part=share > 0 if share_of_ranks < 1 else None,
+        )
 
-        def exchange() -> optax.Updates:
-            # Stay in float32 until everything is summed. If all ranks hold the same value, terms
-            # rounded to 16 bits would no longer sum to it.
-            mine = jax.tree.map(
-                lambda x: (x * share).astype(accumulation_dtype(x.dtype)),
-                optax.apply_updates(params, updates),
-            )
-            if share_of_ranks < 1:  # 0 times NaN is NaN, which would spoil the average
-                mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
-            targets = jax.tree.map(
-                lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params
-            )
-            return updates_towards(updates, params, targets)
+    def average(params: optax.Params, share: jax.Array) -> optax.Params:
+        # Stay in float32 until everything is summed. If all ranks hold the same value, terms
+        # rounded to 16 bits would no longer sum to it.
+        mine = jax.tree.map(lambda x: (x * share).astype(accumulation_dtype(x.dtype)), params)
+        if share_of_ranks < 1:  # 0 times NaN is NaN, which would spoil the average
+            mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
+        return jax.tree.map(lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params)
 
-        since = next_in_round(state.since, every)
-        updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
-        return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
-
-    return exchange_once(
-        "federated_average",
-        axes,
-        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
-    )
+    return local_rounds("federated_average", axes, inner, every=every, init=init, begin=begin)
 
 
 def _positive(weights: object) -> list[float]:

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
+from jaxcross.exchange.arithmetic import add_moves
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.validation import add_moves, optimizer_in, ravel_floats, require_params
+from jaxcross.exchange.layouts import ravel_floats
+from jaxcross.exchange.validation import optimizer_in, require_params
 
 Topology = Literal["ring", "torus", "exponential", "complete"]
 _TOPOLOGIES = ("ring", "torus", "exponential", "complete")

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.select import Selection, check_selection, select
 from jaxcross.exchange.validation import check_float32, check_state
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange.arithmetic import mean_of
 from jaxcross.exchange.collectives import Axes, axis_names
-from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import end_round, next_in_round
-from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, whole_number
+from jaxcross.exchange.local_rounds import Round, local_rounds, to_merged
+from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class LocalSGDState(NamedTuple):
@@ -33,6 +33,8 @@ def local_sgd(
     optimizer: optax.GradientTransformation, axes: Axes, *, every: int
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the *parameters* over `axes` on every `every`-th step, and exchanges nothing else.
+
+    With `x` a rank's parameters after its local step: `x <- mean_over_ranks(x)`.
 
     Parameters differ between ranks from one exchange to the next, and by one rounding right after
     an exchange (not even that if `every` is 1 and all ranks started from the same parameters: then
@@ -69,19 +71,10 @@ def local_sgd(
     def init(params: optax.Params) -> LocalSGDState:
         return LocalSGDState(jnp.zeros((), jnp.int32), inner.init(params))
 
-    def update(
-        updates: optax.Updates,
-        state: LocalSGDState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, LocalSGDState]:
-        params = require_params(params, "`local_sgd`")
-        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+    def average(mine: optax.Params, state: LocalSGDState) -> tuple[optax.Params, LocalSGDState]:
+        return mean_of(mine, names), state
 
-        since = next_in_round(state.since, every)
-        updates, _ = end_round(
-            since, every, lambda mine, nothing: (mean_of(mine, names), nothing), updates, params, ()
-        )
-        return updates, LocalSGDState(since, inner_state)
-
-    return exchange_once("local_sgd", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    merges = [to_merged(average)]
+    return local_rounds(
+        "local_sgd", names, inner, every=every, init=init, begin=lambda *_: Round(merges=merges)
+    )

@@ -11,9 +11,9 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross.exchange import collectives
+from jaxcross.exchange.arithmetic import as_weight, divided, is_float, weighed
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.validation import is_float, ravel_floats
-from jaxcross.exchange.weights import as_weight, divided, weighed
+from jaxcross.exchange.layouts import ravel_floats
 
 Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 

@@ -9,23 +9,20 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
-from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import copied, next_in_round
+from jaxcross.exchange.layouts import ravel_floats
+from jaxcross.exchange.local_rounds import Round, copied, local_rounds, to_merged
 from jaxcross.exchange.validation import (
     as_number,
     optimizer_in,
-    ravel_floats,
-    require_params,
-    updates_towards,
     whole_number,
 )
 
@@ -122,33 +119,21 @@ def no_loco(
         velocity = jax.tree.map(jnp.zeros_like, params)
         return NoLoCoState(zero, jnp.zeros_like(zero), copied(params), velocity, inner.init(params))
 
-    def update(
-        updates: optax.Updates, state: NoLoCoState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, NoLoCoState]:
-        params = require_params(params, "`no_loco`")
-        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+    def merge(
+        partners: Sequence[int], mine: optax.Params, state: NoLoCoState
+    ) -> tuple[optax.Params, NoLoCoState]:
+        anchor, velocity = outer.make(mine, state.anchor, state.velocity, axis, partners)
+        return anchor, state._replace(anchor=anchor, velocity=velocity)
+
+    def begin(state: NoLoCoState, params: optax.Params) -> Round:
+        del params
         meetings = pairings(jax.lax.axis_size(axis))
-
-        def exchange(partners: Sequence[int]) -> tuple[optax.Updates, optax.Params, optax.Params]:
-            mine = optax.apply_updates(params, updates)
-            anchor, velocity = outer.make(mine, state.anchor, state.velocity, axis, partners)
-            return updates_towards(updates, params, anchor), anchor, velocity
-
-        since = next_in_round(state.since, every)
-        # A single switch decides both whether to exchange and with whom, so that the host knows the
-        # branch and only one rank's parameters are sent.
-        drawn = draw(first, state.round, len(meetings))
-        branches = [
-            lambda: (updates, state.anchor, state.velocity),
-            *(partial(exchange, each) for each in meetings),
-        ]
-        chosen = jnp.where(since == 0, drawn + 1, 0)
-        updates, anchor, velocity = jax.lax.switch(chosen, branches)
-        return updates, NoLoCoState(
-            since, state.round + (since == 0), anchor, velocity, inner_state
+        return Round(
+            merges=[to_merged(partial(merge, partners)) for partners in meetings],
+            chosen=draw(first, state.round, len(meetings)),
         )
 
-    return exchange_once("no_loco", axes, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return local_rounds("no_loco", axes, inner, every=every, init=init, begin=begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import bits, collectives
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.flat import Layout, layout
-from jaxcross.exchange.per_rank import RankLocal
+from jaxcross.exchange.layouts import VectorLayout, vector_layout
 from jaxcross.exchange.validation import as_number, check_real, check_state, whole_number
 
 
@@ -218,8 +218,8 @@ def _sign_step(
     return state.nu_steps, mu, state.nu, lay.unravel(rest), server_rest
 
 
-def _layout(tree: PyTree, ranks: int, block: int) -> Layout:
-    return layout(tree, multiple=ranks * block, dtype=jnp.float32)
+def _layout(tree: PyTree, ranks: int, block: int) -> VectorLayout:
+    return vector_layout(tree, multiple=ranks * block, dtype=jnp.float32)
 
 
 def _counts(size: int, part: jax.Array, blocks: int, block: int) -> jax.Array:

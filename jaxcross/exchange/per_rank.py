@@ -1,36 +1,12 @@
-"""Declares state that differs between ranks, by its type.
-
-A state's class lists its rank-local fields in an attribute `rank_local`. `per_rank` wraps an
-optimizer whose whole state is rank-local.
-"""
+"""State of an optimizer that is rank-local as a whole."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optax
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLocal:
-    """The rank-local fields of a strategy's state, as an attribute `rank_local` of its class.
-
-    Attributes:
-        unsent: Fields whose contents only this rank has, such as residuals. They would be lost if
-            the number of ranks changed.
-        model: Fields that belong to a rank-local model. If there are any, parameters are rank-local
-            as well.
-        passing: Fields that differ only for a few steps, so one rank's checkpoint may be copied to
-            several ranks.
-        maybe_empty: Fields that hold no arrays under some arguments. NNX turns the state into a
-            dict, which is then recognised by its other fields.
-    """
-
-    unsent: tuple[str, ...] = ()
-    model: tuple[str, ...] = ()
-    passing: tuple[str, ...] = ()
-    maybe_empty: tuple[str, ...] = ()
+from jaxcross.checkpoint import RankLocal
 
 
 class PerRankState(NamedTuple):

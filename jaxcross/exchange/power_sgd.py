@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
+from jaxcross.exchange.arithmetic import product
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
 # If projecting out earlier columns leaves less than this fraction of a column, the column is a
@@ -159,25 +160,19 @@ def _exchange(
         leaf: Gradient; the update gets its shape and type.
         names: Axes of the exchange.
     """
-    p = _orthogonalised(jax.lax.pmean(_product(matrix, q), names))
-    own = _product(matrix.T, p)
+    p = _orthogonalised(jax.lax.pmean(product(matrix, q), names))
+    own = product(matrix.T, p)
     factor = jax.lax.pmean(own, names)
-    found = _product(p, factor.T)
+    found = product(p, factor.T)
     sent = collectives.saturate(found, leaf.dtype)
     update = sent.reshape(leaf.shape).astype(leaf.dtype)
     # Subtract this rank's own product rather than the mean's: averaged over ranks, what remains is
     # exactly what the update leaves out.
-    residual = matrix - _product(p, own.T)
+    residual = matrix - product(p, own.T)
     # In bfloat16, which has float32's range, nothing was clipped.
     if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:
         residual += found - sent
     return update, factor, residual
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # By default, GPUs round the factors to ten bits, and residual and update would be rounded
-    # differently.
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _directions(factors: PyTree, seed: int) -> PyTree:
@@ -221,7 +216,7 @@ def _orthogonalised(p: jax.Array) -> jax.Array:
         before = jnp.linalg.norm(column)
         for _ in range(2):  # a single pass leaves rounding errors of large projections
             for other in columns:
-                column = column - _product(other, column) * other
+                column = column - product(other, column) * other
         length = jnp.linalg.norm(column)
         columns.append(jnp.where(length <= _EPSILON * before, 0, column / length))
     return jnp.stack(columns, axis=1)

@@ -15,17 +15,12 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
-from jaxcross.exchange import blocks, collectives
+from jaxcross.exchange import collectives, layouts
+from jaxcross.exchange.arithmetic import accumulation_dtype
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import PerRankState
-from jaxcross.exchange.validation import (
-    accumulation_dtype,
-    check_state,
-    group_by_dtype,
-    optimizer_in,
-    whole_number,
-)
+from jaxcross.exchange.validation import check_state, optimizer_in, whole_number
 
 
 def sharded_optimizer(
@@ -127,7 +122,7 @@ def sharded_optimizer(
 
 
 def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(blocks.split(leaf, size), rank, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(layouts.leaf_blocks(leaf, size), rank, keepdims=False)
 
 
 def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
@@ -137,9 +132,9 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
     """
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
-    for dtype, members in group_by_dtype(leaves).items():
+    for dtype, members in layouts.group_by_dtype(leaves).items():
         rows = (
-            blocks.to_blocks([leaves[i] for i in members], size, dtype)
+            layouts.to_blocks([leaves[i] for i in members], size, dtype)
             .reshape(-1)
             .astype(accumulation_dtype(dtype))
         )
@@ -147,7 +142,9 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
             jnp.result_type(dtype, float)
         )
         for i, x in zip(
-            members, blocks.columns(mine, [leaves[i].shape for i in members], size), strict=True
+            members,
+            layouts.block_columns(mine, [leaves[i].shape for i in members], size),
+            strict=True,
         ):
             out[i] = x
     return out
@@ -158,10 +155,10 @@ def _gather(
 ) -> list[jax.Array]:
     """Returns the whole leaves of these shapes, by one all-gather per element type."""
     out: list[Any] = [None] * len(parts)
-    for members in group_by_dtype(parts).values():
+    for members in layouts.group_by_dtype(parts).values():
         rows = collectives.gather(jnp.concatenate([parts[i] for i in members]), axis)
         for i, x in zip(
-            members, blocks.from_blocks(rows, [shapes[i] for i in members]), strict=True
+            members, layouts.from_blocks(rows, [shapes[i] for i in members]), strict=True
         ):
             out[i] = x
     return out

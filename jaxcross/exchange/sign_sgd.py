@@ -8,7 +8,7 @@ import optax
 
 from jaxcross.exchange import bits, collectives
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.flat import layout
+from jaxcross.exchange.layouts import vector_layout
 from jaxcross.exchange.validation import check_real
 
 
@@ -45,7 +45,7 @@ def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
         check_real(updates, "the votes of `sign_sgd`")
         leaves, treedef = jax.tree.flatten(updates)
         size = jax.lax.axis_size(axis)
-        where = layout(updates, multiple=8 * size, dtype=bool)
+        where = vector_layout(updates, multiple=8 * size, dtype=bool)
         if where.size == 0:
             return updates
         ballots = bits.pack(where.ravel(jax.tree.map(lambda x: x >= 0, updates)).reshape(size, -1))

@@ -1,10 +1,15 @@
-"""Sparse messages of a fixed size: (value, index) pairs. An empty slot has value 0, index D."""
+"""Sparse messages of a fixed size: (value, index) pairs. An empty slot has value 0, index D.
+
+The pairs are the largest elements of a whole leaf, or those of each of its chunks
+(`layouts.Chunks`).
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +19,12 @@ from jax.typing import DTypeLike
 
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import collectives
+from jaxcross.exchange import bits, collectives
+from jaxcross.exchange.layouts import Chunks
 from jaxcross.exchange.validation import as_number
 
 Skip = Callable[[str, Any], bool]
+_LARGEST = (1 << 31) - 1
 
 # Matches the end of a path in the format of `jax.tree_util.keystr`: a dict key or an attribute, in
 # NNX followed by the variable's value.
@@ -49,6 +56,14 @@ def check_density(density: object, name: str = "density") -> float:
             "`jaxcross.exchange.mean`."
         )
     return share
+
+
+def check_wire_dtype(dtype: DTypeLike | None) -> None:
+    """Raises a ValueError if values can't travel as this type; None stands for their own."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"`wire_dtype` is {jnp.dtype(dtype).name}: values need a floating-point type."
+        )
 
 
 def slots(density: float, size: int) -> int:
@@ -126,3 +141,97 @@ def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
     # take for a value that is identical on every rank.
     first = add(jnp.int32(0), jnp.zeros(size, jnp.float32))
     return jax.lax.fori_loop(1, values.shape[0], add, first)
+
+
+def check_size(size: int, what: str) -> None:
+    """Raises a ValueError for a leaf of 2^31 elements or more."""
+    if size > _LARGEST:
+        raise ValueError(
+            f"{what} was given a leaf of {size} elements, which int32 indices cannot name. Let "
+            "`skip` name it."
+        )
+
+
+def chunked(rows: int, width: int, density: float) -> Chunks:
+    """Returns the layout of `rows` chunks that each send a fraction `density`, but at least one."""
+    return Chunks(rows=rows, width=width, sent=slots(density, width))
+
+
+def largest_of_chunks(x: jax.Array, layout: Chunks) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest elements by absolute value of each row, and their int32 columns.
+
+    `x` is `[rows, width]`, and both results are `[rows, sent]`. NaN counts as infinity. Does not
+    communicate.
+    """
+    size = jnp.abs(x)
+    _, columns = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), layout.sent)
+    return jnp.take_along_axis(x, columns, axis=1), columns.astype(jnp.int32)
+
+
+def residual_of_chunks(x: jax.Array, values: jax.Array, columns: jax.Array) -> jax.Array:
+    """Returns what is left of `[rows, width]` after sending `values` at `columns` of each row."""
+    return x.at[jnp.arange(x.shape[0])[:, None], columns].add(-values.astype(x.dtype))
+
+
+def sum_of_chunks(values: jax.Array, columns: jax.Array, layout: Chunks) -> jax.Array:
+    """Sums all ranks' elements into `[rows, width]` float32.
+
+    Adds rank after rank, so the result is bitwise identical everywhere.
+
+    Args:
+        values: Elements of each rank, `[P, count]`.
+        columns: Their columns, `[P, count]`, row after row.
+        layout: Layout of the chunks.
+    """
+    starts = jnp.repeat(jnp.arange(layout.rows, dtype=jnp.int32) * layout.width, layout.sent)
+    flat = sum_of_pairs(values, columns + starts, layout.rows * layout.width)
+    return flat.reshape(layout.rows, layout.width)
+
+
+def mean_of_chunks(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    layouts: Sequence[Chunks],
+    names: tuple[Hashable, ...],
+) -> list[jax.Array]:
+    """Exchanges values and columns of all leaves; returns each leaf's mean over ranks.
+
+    A mean is `[rows, width]` float32. All values are one message and all columns another, because
+    small leaves would otherwise mostly wait for latency.
+    """
+    ends = list(itertools.accumulate(lay.count for lay in layouts))[:-1]
+    own = jnp.concatenate([values.reshape(-1) for values, _ in pairs])
+    values = jnp.split(collectives.gather(own, names), ends, axis=1)
+    packed = pack_columns([columns for _, columns in pairs], layouts)
+    columns = unpack_columns(collectives.gather(packed, names), layouts)
+    ranks = jax.lax.psum(1, names)
+    return [
+        sum_of_chunks(v, c, lay) / ranks for v, c, lay in zip(values, columns, layouts, strict=True)
+    ]
+
+
+def pack_columns(
+    numbers: Sequence[jax.Array], layouts: Sequence[Chunks], extra_bits: int = 0
+) -> jax.Array:
+    """Packs the columns of all leaves into one vector of bytes.
+
+    Each number may have `extra_bits` above those of its column.
+    """
+    packed = [
+        bits.pack_integers(x.reshape(-1), lay.index_bits + extra_bits)
+        for x, lay in zip(numbers, layouts, strict=True)
+    ]
+    return jnp.concatenate(packed)
+
+
+def unpack_columns(
+    packed: jax.Array, layouts: Sequence[Chunks], extra_bits: int = 0
+) -> list[jax.Array]:
+    """Returns each leaf's numbers, `[P, count]` int32, from every rank's bytes, `[P, bytes]`."""
+    found: list[jax.Array] = []
+    start = 0
+    for lay in layouts:
+        width = lay.index_bits + extra_bits
+        end = start + bits.packed_bytes(width, lay.count)
+        found.append(bits.unpack_integers(packed[:, start:end], width, lay.count))
+        start = end
+    return found

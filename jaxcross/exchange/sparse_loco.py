@@ -12,25 +12,24 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import chunks, collectives, sparse
-from jaxcross.exchange.chunks import Chunks
-from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import (
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange import collectives, sparse
+from jaxcross.exchange.arithmetic import mean_of
+from jaxcross.exchange.layouts import Chunks, chunk_length, leaf_blocks
+from jaxcross.exchange.local_rounds import (
+    Round,
     copied,
-    end_round,
+    local_rounds,
     model_of,
-    next_in_round,
     outer_step,
     pseudo_gradient,
+    to_merged,
 )
 from jaxcross.exchange.validation import (
     check_float32,
     check_state,
-    mean_of,
     optimizer_in,
     part_kept,
-    require_params,
     whole_number,
 )
 
@@ -137,7 +136,7 @@ def sparse_loco(
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
         raise ValueError(f"`bits` of `sparse_loco` is `{bits!r}`: a value travels in 2 or 32 bits.")
-    settings = _Settings(
+    deltas = _SparseExchange(
         names=collectives.axis_names(axes),
         density=sparse.check_density(density),
         decay=part_kept(decay, "`sparse_loco`", "residual"),
@@ -150,45 +149,25 @@ def sparse_loco(
     def init(params: optax.Params) -> SparseLoCoState:
         sparse.warn_if_none(params, skip, "`sparse_loco`")
         zero = jnp.zeros((), jnp.int32)
-        residual = settings.residual(params)
+        residual = deltas.residual(params)
         return SparseLoCoState(
             zero, copied(params), residual, beyond.init(params), local.init(params)
         )
 
-    def merge(mine: optax.Params, state: _Merged) -> tuple[optax.Params, _Merged]:
-        anchor, residual, outer_state = state
-        gradient, residual = settings.exchange(pseudo_gradient(anchor, mine), residual)
-        anchor, outer_state = outer_step(beyond, gradient, anchor, outer_state)
-        return anchor, (anchor, residual, outer_state)
+    def merge(mine: optax.Params, state: SparseLoCoState) -> tuple[optax.Params, SparseLoCoState]:
+        gradient, residual = deltas.exchange(pseudo_gradient(state.anchor, mine), state.residual)
+        anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
+        return anchor, state._replace(anchor=anchor, residual=residual, outer=outer_state)
 
-    def update(
-        updates: optax.Updates,
-        state: SparseLoCoState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, SparseLoCoState]:
-        params = require_params(params, "`sparse_loco`")
+    def begin(state: SparseLoCoState, params: optax.Params) -> Round:
         check_state(state, init, params, "`sparse_loco`")
-        updates, inner_state = local.update(updates, state.inner, params, **extra)
-        since = next_in_round(state.since, every)
-        merged = (state.anchor, state.residual, state.outer)
-        updates, (anchor, residual, outer_state) = end_round(
-            since, every, merge, updates, params, merged
-        )
-        return updates, SparseLoCoState(since, anchor, residual, outer_state, inner_state)
+        return Round(merges=[to_merged(merge)])
 
-    return exchange_once(
-        "sparse_loco",
-        settings.names,
-        optax.GradientTransformationExtraArgs(init, update),  # pyright: ignore[reportArgumentType]
-    )
-
-
-_Merged = tuple[optax.Params, PyTree, optax.OptState]
+    return local_rounds("sparse_loco", deltas.names, local, every=every, init=init, begin=begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class _SparseExchange:
     """Settings of the exchange at the end of a round, as in `sparse_loco`."""
 
     names: tuple[Hashable, ...]
@@ -222,7 +201,7 @@ class _Settings:
         used = [lay for lay in layouts if lay]
         if used:
             grown = [
-                self.decay * rests[i] + _rows(out[i], lay)
+                self.decay * rests[i] + leaf_blocks(out[i].astype(jnp.float32), lay.rows)
                 for i, lay in zip(where, used, strict=True)
             ]
             means, left = self._send(grown, used)
@@ -237,22 +216,22 @@ class _Settings:
         sizes = [jnp.size(leaf) for _, leaf in found]
         for size, compressed in zip(sizes, chosen, strict=True):
             if compressed:
-                chunks.check_size(size, "`sparse_loco`")
+                sparse.check_size(size, "`sparse_loco`")
         widths = [
-            chunks.length(size, self.chunk) if c else 0
+            chunk_length(size, self.chunk) if c else 0
             for size, c in zip(sizes, chosen, strict=True)
         ]
         return [
-            chunks.chunked(-(-size // width), width, self.density) if width else None
+            sparse.chunked(-(-size // width), width, self.density) if width else None
             for size, width in zip(sizes, widths, strict=True)
         ]
 
     def _send(
         self, grown: list[jax.Array], layouts: list[Chunks]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        pairs = [chunks.largest(x, lay) for x, lay in zip(grown, layouts, strict=True)]
+        pairs = [sparse.largest_of_chunks(x, lay) for x, lay in zip(grown, layouts, strict=True)]
         if self.bits == 32:
-            means = chunks.mean_over_ranks(pairs, layouts, self.names)
+            means = sparse.mean_of_chunks(pairs, layouts, self.names)
             sent = [values for values, _ in pairs]
         else:
             coded = [_coded(values) for values, _ in pairs]
@@ -262,8 +241,10 @@ class _Settings:
                 c + (codes << lay.index_bits)
                 for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
             ]
-            packed = chunks.pack(both, layouts, _CODE_BITS)
-            every = chunks.unpack(collectives.gather(packed, self.names), layouts, _CODE_BITS)
+            packed = sparse.pack_columns(both, layouts, _CODE_BITS)
+            every = sparse.unpack_columns(
+                collectives.gather(packed, self.names), layouts, _CODE_BITS
+            )
             levels = collectives.gather(
                 jnp.stack([levels for _, levels in coded]), self.names
             )  # [P, leaves, 2]
@@ -271,18 +252,11 @@ class _Settings:
             for leaf, (number, lay) in enumerate(zip(every, layouts, strict=True)):
                 values = _decoded(number >> lay.index_bits, levels[:, leaf, None])
                 columns = number & ((1 << lay.index_bits) - 1)
-                means.append(chunks.sum_of_ranks(values, columns, lay) / values.shape[0])
+                means.append(sparse.sum_of_chunks(values, columns, lay) / values.shape[0])
         return means, [
-            chunks.without(x, v, c) for x, v, (_, c) in zip(grown, sent, pairs, strict=True)
+            sparse.residual_of_chunks(x, v, c)
+            for x, v, (_, c) in zip(grown, sent, pairs, strict=True)
         ]
-
-
-def _rows(leaf: jax.Array, layout: Chunks) -> jax.Array:
-    """Returns a leaf as `[rows, width]` float32, padded with zeros."""
-    flat = leaf.reshape(-1).astype(jnp.float32)
-    return jnp.pad(flat, (0, layout.rows * layout.width - flat.size)).reshape(
-        layout.rows, layout.width
-    )
 
 
 def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:

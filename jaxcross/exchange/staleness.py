@@ -16,10 +16,11 @@ import numpy as np
 import optax
 
 from jaxcross._pytree import PyTree
+from jaxcross.checkpoint import RankLocal
 from jaxcross.exchange import collectives
+from jaxcross.exchange.arithmetic import accumulation_dtype
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
+from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class StaleState(NamedTuple):

@@ -20,10 +20,10 @@ the step's gradient, so its exchange is carried: it's in flight while the step c
 Jumping to the new anchor would discard that progress in this fragment, so the rank moves to a mix
 of the anchor and its own parameters.
 
-What a step does is a function of the clock in the state (`Turns`). The host knows the clock, so it
-runs the right program for each step, and a step without an exchange sends nothing. With 8 or 4
-bits, pseudo-gradients travel as integers with a shared unit per block (`integers`), while the paper
-uses 4-bit floats.
+What a step does is a function of the clock in the state (`FragmentTurns`). The host knows the
+clock, so it runs the right program for each step, and a step without an exchange sends nothing.
+With 8 or 4 bits, pseudo-gradients travel as integers with a shared unit per block
+(`bits.quantise`), while the paper uses 4-bit floats.
 
 How much of the speed of computation is left is measured in benchmarks/results/carried.md.
 """
@@ -40,25 +40,43 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import fragments as cuts
-from jaxcross.exchange import integers
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange.arithmetic import is_float, typed_like, varying_like
+from jaxcross.exchange.bits import BLOCK, quantise, quantised_mean
 from jaxcross.exchange.collectives import Axes, axis_names
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
-from jaxcross.exchange.rounds import outer_step
-from jaxcross.exchange.turns import Clock, Turn, Turns
+from jaxcross.exchange.layouts import Fragments, cut_fragments
+from jaxcross.exchange.local_rounds import outer_step
 from jaxcross.exchange.validation import (
     as_number,
     check_real,
-    is_float,
     optimizer_in,
     require_params,
-    typed_like,
-    varying_like,
+    whole_number,
 )
 
 _WHAT = "`streaming_diloco`"
+
+
+class Clock(NamedTuple):
+    """A step's position in the schedule.
+
+    It doesn't contain the length of a round, because a restart may change that.
+
+    Attributes:
+        turn: The turn, int32. Turn 0 is the first one, in which nothing is pending. After that,
+            turns count from 1 to `fragments`, again and again.
+        place: The step within the turn, int32.
+    """
+
+    turn: jax.Array
+    place: jax.Array
+
+    @classmethod
+    def begin(cls) -> Clock:
+        """Returns the clock of the first step."""
+        return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 class StreamingDiLoCoState(NamedTuple):
@@ -89,7 +107,7 @@ class StreamingDiLoCoState(NamedTuple):
 
     def model(self, params: optax.Params) -> optax.Params:
         """Returns the model to evaluate: the anchor as a tree like `params`."""
-        cut = cuts.cut(params, len(self.anchor))
+        cut = cut_fragments(params, len(self.anchor))
         for fragment, vector in enumerate(self.anchor):
             params = cut.put(params, fragment, cut.split(vector, fragment))
         return params
@@ -172,7 +190,7 @@ def streaming_diloco(
     Source: Douillard et al., arXiv 2501.18512, algorithm 2. Even parts instead of layers, slices
     instead of one message in flight, and integers instead of 4-bit floats are ours.
     """
-    turns = Turns.checked(every, fragments, delay, _WHAT)
+    turns = FragmentTurns.checked(every, fragments, delay, _WHAT)
     own_part = _part(mix, turns.delay)
     if not is_whole(bits) or bits not in (32, 8, 4):
         raise ValueError(f"`bits` of {_WHAT} is `{bits!r}`: an element travels in 32, 8 or 4 bits.")
@@ -226,6 +244,98 @@ def streaming_diloco(
     )
 
 
+class Turn(NamedTuple):
+    """What a step does. Each field is None or the number of a slice or fragment.
+
+    Attributes:
+        slice: Slice to exchange.
+        applied: Fragment whose outer step is taken.
+        captured: Fragment whose pseudo-gradient is captured.
+    """
+
+    slice: int | None = None
+    applied: int | None = None
+    captured: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentTurns:
+    """The schedule of a round: in which steps each fragment is captured, exchanged and applied.
+
+    Everything is computed from a clock in the state, in integer arithmetic that the host can
+    follow, so the host knows what each step exchanges.
+
+    Attributes:
+        every: Steps per round.
+        fragments: Number of fragments.
+        delay: Steps from a capture to its outer step.
+        period: Steps per turn. At the end of a turn's last step, a fragment is captured.
+    """
+
+    every: int
+    fragments: int
+    delay: int
+    period: int
+
+    @classmethod
+    def checked(cls, every: object, fragments: object, delay: object, what: str) -> FragmentTurns:
+        """Returns the schedule, or raises a ValueError if these numbers don't make one."""
+        n_every, n_fragments = (
+            whole_number(every, "every", what),
+            whole_number(fragments, "fragments", what),
+        )
+        n_delay = whole_number(delay, "delay", what, least=0)
+        if n_every % n_fragments:
+            raise ValueError(
+                f"`every` of {what} is {n_every} and `fragments` {n_fragments}: each fragment has "
+                f"an equal part of the round. Take a multiple of {n_fragments} steps, or a divisor "
+                f"of {n_every}."
+            )
+        period = n_every // n_fragments
+        if n_delay > period:
+            raise ValueError(
+                f"`delay` of {what} is {n_delay}, but the next fragment's turn comes after every / "
+                f"fragments = {period} steps, and one is pending at a time. Take a delay of at "
+                f"most {period}, or fewer fragments."
+            )
+        return cls(every=n_every, fragments=n_fragments, delay=n_delay, period=period)
+
+    def kinds(self) -> list[Turn]:
+        """Returns everything a step can do; `kind` is an index into this list."""
+        captures = [Turn(captured=f) for f in range(self.fragments)]
+        if self.delay == 0:
+            return [Turn(), *captures]
+        last = self.delay - 1
+        # Whether a fragment's last slice is in the same step as the next capture.
+        full = self.delay == self.period
+        ends = [
+            Turn(slice=last, applied=f, captured=(f + 1) % self.fragments if full else None)
+            for f in range(self.fragments)
+        ]
+        return [Turn(), *(Turn(slice=n) for n in range(last)), *ends, *captures]
+
+    def kind(self, clock: Clock) -> jax.Array:
+        """Returns the index of this step's turn in `kinds`.
+
+        If a restart has shortened the rounds, `place` may be beyond the period.
+        """
+        turn, place = clock
+        captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
+        if self.delay == 0:
+            return captures
+        ends, pending = self.delay, (turn + self.fragments - 1) % self.fragments
+        captures = jnp.where(captures > 0, captures - 1 + ends + self.fragments, 0)
+        exchanges = jnp.where(place == self.delay - 1, ends + pending, 1 + place)
+        # In the first turn nothing is pending.
+        return jnp.where((turn > 0) & (place < self.delay), exchanges, captures)
+
+    def after(self, clock: Clock) -> Clock:
+        """Returns the next step's clock. Turn 0 is not repeated."""
+        ends = clock.place + 1 >= self.period
+        turn = jnp.where(clock.turn < self.fragments, clock.turn + 1, 1)
+        return Clock(jnp.where(ends, turn, clock.turn), jnp.where(ends, 0, clock.place + 1))
+
+
 class _Moving(NamedTuple):
     """The values that a step's turn may change."""
 
@@ -248,18 +358,18 @@ class _Work:
         bits: Bits per element on the wire.
     """
 
-    turns: Turns
+    turns: FragmentTurns
     names: tuple[Any, ...]
     outer: optax.GradientTransformationExtraArgs
     own_part: float
     bits: int
 
-    def cut(self, params: optax.Params) -> cuts.Fragments:
+    def cut(self, params: optax.Params) -> Fragments:
         slices = max(self.turns.delay, 1)
-        return cuts.cut(
+        return cut_fragments(
             params,
             self.turns.fragments,
-            multiple=slices * (integers.BLOCK if self.bits < 32 else 1),
+            multiple=slices * (BLOCK if self.bits < 32 else 1),
         )
 
     def sent(self, vector: jax.Array) -> tuple[PyTree, ...]:
@@ -267,8 +377,7 @@ class _Work:
         slices = max(self.turns.delay, 1)
         parts = vector.reshape(slices, vector.size // slices)
         return tuple(
-            parts[n] if self.bits == 32 else integers.pack(parts[n], self.bits)
-            for n in range(slices)
+            parts[n] if self.bits == 32 else quantise(parts[n], self.bits) for n in range(slices)
         )
 
     def exchange(self, part: PyTree) -> jax.Array:
@@ -276,7 +385,7 @@ class _Work:
         return (
             jax.lax.pmean(part, self.names)
             if self.bits == 32
-            else integers.mean(part, self.bits, self.names)
+            else quantised_mean(part, self.bits, self.names)
         )
 
     def arrive(self, n: int, moving: _Moving) -> _Moving:

@@ -42,9 +42,9 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import blocks, collectives, sparse
+from jaxcross.checkpoint import RankLocal
+from jaxcross.exchange import collectives, layouts, sparse
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.per_rank import RankLocal
 from jaxcross.exchange.select import Selection, check_selection, select
 from jaxcross.exchange.validation import check_float32, check_state, whole_number
 
@@ -134,10 +134,7 @@ def top_k(
     density = sparse.check_density(density)
     check_selection(selection)
     stages = _stages(density, warm_up)
-    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
-        raise ValueError(
-            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: values need a floating-point type."
-        )
+    sparse.check_wire_dtype(wire_dtype)
     names = collectives.axis_names(axes)
     _check_pattern(pattern, axes, inner_ranks)
     hierarchical = pattern == "hierarchical"
@@ -155,7 +152,7 @@ def top_k(
     def init(params: optax.Params) -> TopKState:
         sparse.warn_if_none(params, skip, "`top_k`")
         keep = (
-            sparse.residuals(params, skip, lambda size: blocks.width((size,), inner))
+            sparse.residuals(params, skip, lambda size: layouts.block_width((size,), inner))
             if error_feedback
             else None
         )
@@ -235,9 +232,9 @@ def _exchange(
     vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
     if inner > 1:
         rows = collectives.sum_scatter(
-            blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1]
+            layouts.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1]
         )
-        vectors = blocks.columns(rows, shapes, inner)
+        vectors = layouts.block_columns(rows, shapes, inner)
     if settings.error_feedback:
         vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
     bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
@@ -272,7 +269,7 @@ def _exchange(
             [whole[0][a:b] for a, b in itertools.pairwise(bounds)] for whole in (sums, rests)
         )
     if inner > 1:
-        sums = blocks.from_blocks(
+        sums = layouts.from_blocks(
             collectives.gather(jnp.concatenate(sums), settings.names[1]), shapes
         )
     # Rounding up in `wire_dtype` may have exceeded the update's type.

@@ -1,22 +1,18 @@
-"""Argument checks, and the arithmetic that exchanges of parameters share."""
+"""Checks of arguments, states and leaves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from jaxcross._arguments import is_whole
 from jaxcross._jax_compat import Tracer
-from jaxcross._pytree import PyTree
-from jaxcross.exchange import flat
-from jaxcross.exchange.collectives import Axes
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
@@ -137,98 +133,3 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
                 f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: "
                 f"{what} need real floating-point leaves. Take the others out with `optax.masked`."
             )
-
-
-def updates_towards(
-    updates: optax.Updates, params: optax.Params, targets: optax.Params
-) -> optax.Updates:
-    """Returns updates that lead from `params` to `targets`, to rounding; integers keep theirs."""
-
-    def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
-        return (target - p).astype(u.dtype) if is_float(p) else u
-
-    return jax.tree.map(one, updates, params, targets)
-
-
-def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
-    """Returns updates plus `moves`, a tree like the parameters; only floats change."""
-    return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if is_float(m) else u, updates, moves)
-
-
-def ravel_floats(
-    tree: PyTree, *, multiple: int = 1
-) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Returns the floating-point leaves as one vector per type, and a function to undo that.
-
-    The function puts such vectors back into the tree. With one message per type instead of one per
-    leaf, hops between neighbours take less time, because they are mostly latency. Vectors are
-    padded with zeros to a multiple of `multiple`. Types without any elements get no vector.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    groups = [
-        members
-        for members in group_by_dtype(leaves).values()
-        if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
-    ]
-    layouts = [flat.layout([leaves[i] for i in members], multiple=multiple) for members in groups]
-    vectors = [
-        lay.ravel([leaves[i] for i in members])
-        for lay, members in zip(layouts, groups, strict=True)
-    ]
-
-    def back(changed: Sequence[jax.Array]) -> PyTree:
-        out = list(leaves)
-        for vector, lay, members in zip(changed, layouts, groups, strict=True):
-            for i, leaf in zip(members, lay.unravel(vector), strict=True):
-                out[i] = leaf
-        return jax.tree.unflatten(treedef, out)
-
-    return vectors, back
-
-
-def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Returns the type for sums: float32 at least for floats, any other type unchanged."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
-    """Returns the positions of the leaves of each element type."""
-    found: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        found.setdefault(jnp.result_type(leaf), []).append(i)
-    return found
-
-
-def mean_of(tree: PyTree, axes: Axes) -> PyTree:
-    """Averages each floating-point leaf over `axes`; other leaves are unchanged."""
-    return jax.tree.map(lambda x: jax.lax.pmean(x, axes) if is_float(x) else x, tree)
-
-
-def sum_of(tree: PyTree, axes: Axes) -> PyTree:
-    """Sums each floating-point leaf over `axes`; other leaves are unchanged."""
-    return jax.tree.map(lambda x: jax.lax.psum(x, axes) if is_float(x) else x, tree)
-
-
-def is_float(x: jax.typing.ArrayLike) -> bool:
-    """Whether training changes a leaf, i.e. it is floating-point or complex."""
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
-
-
-def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """Casts a new leaf of a state to the old one's type, since branches of a `cond` must match."""
-    return (
-        new
-        if jnp.result_type(new) == jnp.result_type(old)
-        else jnp.asarray(new, jnp.result_type(old))
-    )
-
-
-def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns a leaf marked as varying over all axes that `old` varies over.
-
-    `shard_map(check_vma=True)` tracks these axes. A mean over ranks doesn't vary, so it must be
-    marked before it replaces a rank's own values in a state. Without that check, this is a no-op.
-    """
-    before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
-    axes = () if before is None or after is None else tuple(before.varying - after.varying)
-    return jax.lax.pcast(new, axes, to="varying") if axes else new

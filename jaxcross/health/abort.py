@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, final
 
+from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line, shortened
 from jaxcross.health.tracebacks import ends_run, trim
 
@@ -36,15 +37,18 @@ class AbortReason:
 
     Attributes:
         text: One sentence, which the other ranks repeat.
-        kind: `failed`, `interrupted`, `terminated`, or `reported` (a failure of other ranks).
+        kind: How this rank ends: `FAILED`, `INTERRUPTED`, `TERMINATED`, or `REPORTED`.
         code: The exit code of all ranks.
         lost: The ranks that are reported.
+        script_raised: Whether the script raised an exception, so that a restarted run would raise
+            it as well. MPI's own exceptions don't count, because they may come from a lost rank.
     """
 
     text: str
-    kind: str = "failed"
+    kind: ExitKind = ExitKind.FAILED
     code: int = 1
     lost: tuple[int, ...] = ()
+    script_raised: bool = False
 
 
 Notify = Callable[[AbortReason], None]
@@ -193,7 +197,10 @@ class ExceptionHooks:
         if issubclass(kind, KeyboardInterrupt):
             stop = stop_reason(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {stop.text}; all {size} ranks end.", stop, self.notify)
-        failure = AbortReason(text=f"rank {rank} failed with {_short(kind, value)}")
+        failure = AbortReason(
+            text=f"rank {rank} failed with {_short(kind, value)}",
+            script_raised=not _is_of_mpi(kind),
+        )
         if size == 1:
             if self.notify is not None:
                 with suppress(Exception):
@@ -244,7 +251,8 @@ class ExceptionHooks:
             f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks "
             "end.",
             AbortReason(
-                text=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, error)}"
+                text=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, error)}",
+                script_raised=not _is_of_mpi(args.exc_type),
             ),
             self.notify,
         )
@@ -258,9 +266,16 @@ def stop_reason(rank: int, *, terminated: bool) -> AbortReason:
     """Returns the reason of a termination that a person or a batch system has requested."""
     if terminated:
         return AbortReason(
-            text=f"rank {rank} was told to end (SIGTERM)", kind="terminated", code=TERMINATED
+            text=f"rank {rank} was told to end (SIGTERM)", kind=ExitKind.TERMINATED, code=TERMINATED
         )
-    return AbortReason(text=f"rank {rank} was interrupted", kind="interrupted", code=INTERRUPTED)
+    return AbortReason(
+        text=f"rank {rank} was interrupted", kind=ExitKind.INTERRUPTED, code=INTERRUPTED
+    )
+
+
+def _is_of_mpi(kind: type[BaseException]) -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and issubclass(kind, mpi.Exception)
 
 
 def _short(kind: type[BaseException], value: BaseException | None) -> str:

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
+from jaxcross._endings import ExitKind
 from jaxcross.health.abort import AbortReason, end_processes, print_error
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.timed_comm import TimedComm
@@ -47,7 +48,9 @@ class AbortNotices:
 
     def notify(self, reason: AbortReason) -> None:
         """Records this rank's exit and notifies the others. Waits at most 1 s for receipts."""
-        activity = self._flight.record_exit(reason.kind, reason.text, reason.lost)
+        activity = self._flight.record_exit(
+            reason.kind, reason.text, reason.lost, script_raised=reason.script_raised
+        )
         from mpi4py import MPI
 
         if MPI.Is_finalized():
@@ -59,11 +62,12 @@ class AbortNotices:
         status = MPI.Status()
         # We leave out the lost ranks, because a send to a dead rank may never return.
         unnotified = set(range(self._size)) - {self._rank, *reason.lost}
-        text = f"{reason.text}, {activity}" if reason.kind == "failed" else reason.text
+        text = f"{reason.text}, {activity}" if reason.kind == ExitKind.FAILED else reason.text
+        notice = (text, reason.code, reason.script_raised)
         pending = []
         for rank in sorted(unnotified):
             with suppress(Exception):  # the link to this rank may be what is broken
-                pending.append(self._comm.isend((text, reason.code), dest=rank, tag=_NOTICE))
+                pending.append(self._comm.isend(notice, dest=rank, tag=_NOTICE))
         deadline = time.monotonic() + _NOTIFY_S
         while unnotified and time.monotonic() < deadline:
             # Two ranks may notify each other at the same time. Each has to answer the other one,
@@ -95,13 +99,15 @@ class AbortNotices:
         while self._obeyed is None:
             notice = self._receive()
             if notice is not None:
-                sender, reason, _ = notice
+                sender, reason, _, _ = notice
                 # If a check fails on one rank, the other ranks raise "On rank N: ...".
                 alike = reason.removeprefix(f"rank {sender} ").startswith(
                     what.replace(f"On rank {sender}: ", "", 1)
                 )
                 if alike:
-                    activity = self._flight.record_exit(own.kind, own.text)
+                    activity = self._flight.record_exit(
+                        own.kind, own.text, script_raised=own.script_raised
+                    )
                     print_error(
                         f"jaxcross: rank {self._rank} of {self._size} fails in the same way "
                         f"({activity}): see the message of rank {sender}."
@@ -127,13 +133,13 @@ class AbortNotices:
         notice = self._receive()
         if notice is None:
             return
-        sender, reason, code = notice
+        sender, reason, code, script_raised = notice
         # This rank terminates all ranks, too, and prints its own reason.
         if self._reports or self._notifying.locked():
             self._answer(sender)
             return
         self._obeyed = sender, reason
-        activity = self._flight.record_exit("told", reason)
+        activity = self._flight.record_exit(ExitKind.TOLD, reason, script_raised=script_raised)
         print_error(
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )
@@ -141,7 +147,10 @@ class AbortNotices:
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 
-    def _receive(self) -> tuple[int, str, int] | None:
+    def _receive(self) -> tuple[int, str, int, bool] | None:
+        """Returns a notice's sender, reason and exit code, and whether the sender's script raised
+        an exception; None if no notice has arrived.
+        """
         from mpi4py import MPI
 
         status = MPI.Status()

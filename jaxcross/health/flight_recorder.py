@@ -1,7 +1,13 @@
 """The flight recorder writes this rank's activities to a file as they happen.
 
 The file is meant for the time after a failure, so it survives whatever ends the process, even `kill
--9`.
+-9`. A log that is kept in memory and written at the end wouldn't. So each event is a line that is
+written at once, by one unbuffered `write`. From then on, the kernel has the line, and because the
+file is opened for appending, threads don't overwrite each other's lines. We don't wait for the
+disk, since a loss of power isn't what a post-mortem explains.
+
+The file must not fill the disk either. When it gets too large, a new file replaces it, which begins
+with the activities in progress, so it can be read without the old one.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import final
 
+from jaxcross._endings import ExitKind
 from jaxcross._files import write_whole
 from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
@@ -158,24 +165,32 @@ class FlightRecorder:
         if self._file >= 0:
             self._write(self._saved[job])
 
-    def record_exit(self, kind: str, text: str, lost: Sequence[int] = ()) -> str:
+    def record_exit(
+        self, kind: ExitKind, text: str, lost: Sequence[int] = (), *, script_raised: bool = False
+    ) -> str:
         """Records why this rank exits, and returns its activity as text.
 
         After a failure, that's the activity that the exception has left. Only the first call is
         recorded.
 
         Args:
-            kind: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end,
-                by another rank), or `reported` (a failure of other ranks).
+            kind: How it ends.
             text: The reason.
             lost: The ranks that this rank reports.
+            script_raised: Whether the script raised an exception, on this rank or on the one that
+                tells it to end.
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
-        activity = f"in {left_by}" if kind == "failed" and left_by is not None else self.describe()
+        failed_in = left_by if kind == ExitKind.FAILED else None
+        activity = self.describe() if failed_in is None else f"in {failed_in}"
         if not self._exit_recorded:  # later reasons are consequences of the first one
             self._exit_recorded = True
             self._record(
-                words=kind, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=activity
+                words=kind,
+                text=shortened(text, _LONGEST_TEXT),
+                lost=list(lost),
+                standing=activity,
+                script_raised=script_raised,
             )
         return activity
 

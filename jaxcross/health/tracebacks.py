@@ -1,9 +1,17 @@
-"""Trims tracebacks for users: from the script's first line to the user's last line of code."""
+"""Python's stacks as users should see them: of all threads of this process, or of an error.
+
+An error's traceback is trimmed: it starts at the script's first line and ends at the user's last
+line of code.
+"""
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
+import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from jaxcross.errors import CutError, ExchangeError, JobError
 
@@ -37,8 +45,10 @@ def ends_run(error: BaseException) -> bool:
 
     The cause of such an error is this rank's own.
     """
-    modules = {line.tb_frame.f_globals.get("__name__") for line in _lines(error.__traceback__)}
-    return "jaxcross.jobs.outcome" in modules and isinstance(error, JobError | ExchangeError)
+    frames = [line.tb_frame for line in _lines(error.__traceback__)]
+    places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
+    raised = ("jaxcross.jobs.runner", "raise_first") in places
+    return raised and isinstance(error, JobError | ExchangeError)
 
 
 def _without_ends(error: BaseException) -> TracebackType | None:
@@ -64,3 +74,31 @@ def _lines(trace: TracebackType | None) -> list[TracebackType]:
         lines.append(trace)
         trace = trace.tb_next
     return lines
+
+
+def stacks() -> str:
+    """Returns the stack of every thread, the main thread first. Does not stop the threads."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(_frames().items(), key=lambda item: item[0] != main)
+    parts = [
+        f"thread {names.get(i, '?')!r}:\n{''.join(traceback.format_stack(frame))}"
+        for i, frame in frames
+    ]
+    return "\n".join(parts)
+
+
+def _frames() -> dict[int, FrameType]:
+    """Returns the frame of every thread.
+
+    While Python before 3.11.9 lists the frames, it holds a lock that threads need to start or exit.
+    If garbage is collected during that time, such a thread may run, and the process deadlocks
+    (python/cpython#106883). So we disable garbage collection.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()

@@ -14,22 +14,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
+from jaxcross._endings import ExitKind
 from jaxcross.health.abort import AbortReason, Terminated, abort_everywhere, stop_reason
 from jaxcross.health.abort_notice import AbortNotices
 from jaxcross.health.activity import Activity, RankStatus, late_ranks, stall_report
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.heartbeat import Heartbeat
 from jaxcross.health.process import ProcessId
-from jaxcross.health.shutdown_barrier import ShutdownBarrier
-from jaxcross.health.sigterm import SigtermHandler
-from jaxcross.health.stacks import stacks
+from jaxcross.health.signals import SigtermHandler
 from jaxcross.health.timed_comm import TimedComm
+from jaxcross.health.tracebacks import stacks
 
 WaitingFor = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
 """Returns the ranks for which a wait waits, perhaps including this one, each with the reason.
@@ -38,13 +38,6 @@ It's called before a report, with the answers of the other ranks. If the result 
 is held up by something else that is monitored itself. If it's None, all ranks have arrived, and the
 wait should have ended.
 """
-
-
-class Monitor(AbstractContextManager[None], Protocol):
-    """A context whose duration is monitored."""
-
-    def renew(self) -> None:
-        """Restarts the time, because what the context waits for has made progress."""
 
 
 _QUERY = 1
@@ -121,7 +114,7 @@ class Watchdog:
 
         Waits for all ranks, as `MPI_Finalize` does. Afterwards, MPI may be finalised.
         """
-        self._flight.record_exit("left", "its script ended")
+        self._flight.record_exit(ExitKind.LEFT, "its script ended")
         self._stop.set()
         try:
             if self._thread.is_alive():
@@ -154,7 +147,7 @@ class Watchdog:
         local: bool = False,
     ) -> Monitor:
         """Returns a context whose duration is monitored. See `jaxcross.world.World.monitor`."""
-        return _Monitored(self, partial(self.enter, job, step, segment, what, waiting_for, local))
+        return Monitor(self, partial(self.enter, job, step, segment, what, waiting_for, local))
 
     def enter(
         self,
@@ -357,7 +350,7 @@ class Watchdog:
             f"jaxcross: rank {self._rank} ends all ranks while {self._flight.describe()}, because "
             f"{text}"
         )
-        self._abort(message, AbortReason(text=text, kind="reported", lost=lost))
+        self._abort(message, AbortReason(text=text, kind=ExitKind.REPORTED, lost=lost))
 
     def _abort(self, message: str, reason: AbortReason) -> NoReturn:
         abort_everywhere(message, reason, self.notify)
@@ -464,11 +457,13 @@ class Watchdog:
             names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         text = f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}"
         message = f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}"
-        self._abort(message, AbortReason(text=text, kind="reported", lost=tuple(late)))
+        self._abort(message, AbortReason(text=text, kind=ExitKind.REPORTED, lost=tuple(late)))
 
 
 @final
-class _Monitored:
+class Monitor:
+    """A context whose duration the watchdog monitors."""
+
     __slots__ = ("_enter", "_token", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, enter: Callable[[], int]) -> None:
@@ -476,6 +471,7 @@ class _Monitored:
         self._enter = enter
 
     def renew(self) -> None:
+        """Restarts the time, because what the context waits for has made progress."""
         self._watchdog.renew(self._token)
 
     def __enter__(self) -> None:
@@ -486,5 +482,39 @@ class _Monitored:
         kind: type[BaseException] | None,
         value: BaseException | None,
         trace: TracebackType | None,
-    ):
+    ) -> None:
         self._watchdog.leave(self._token, failed=kind is not None)
+
+
+@final
+class ShutdownBarrier:
+    """Two barriers after the end of this rank's script.
+
+    No rank may leave MPI while another rank may still send to it. But MPI lets a rank finalise
+    before the others, and MPICH over TCP then tries forever to reach that rank. So we need two
+    barriers. Once the first one has been passed, all scripts have ended, and this rank stops
+    sending. Once the second one has been passed, no rank sends any more, and MPI may be finalised.
+
+    It's used by a single thread, and nothing in it waits.
+
+    Args:
+        comm: A communicator on which there are no other collective calls.
+
+    Attributes:
+        stopped_sending_s: The time at which this rank stopped sending, None before.
+    """
+
+    def __init__(self, comm: TimedComm) -> None:
+        self._comm = comm
+        self._barrier = comm.Ibarrier()
+        self.stopped_sending_s: float | None = None
+
+    def passed(self) -> bool:
+        """Whether MPI may be finalised. Must not be called again once it has returned True."""
+        if not self._comm.test(self._barrier):
+            return False
+        if self.stopped_sending_s is not None:
+            return True
+        self.stopped_sending_s = time.monotonic()
+        self._barrier = self._comm.Ibarrier()
+        return False

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from jaxcross.interleave.policy import Policy, Turns
 
 Key = tuple[int, int, int]  # job, its call, segment
-DEPTH = 2
+DEFAULT_DEPTH = 2
 """The number of compute segments on a device at once, unless a better one was measured.
 
 One segment runs while the next one is already queued.
 """
 # Other backends follow once `benchmarks/gpu.py --cases depth` has measured them.
-_OF_BACKEND: Mapping[str, int] = {"cpu": DEPTH}
+_OF_BACKEND: Mapping[str, int] = {"cpu": DEFAULT_DEPTH}
 
 
 def depth_of(backend: str) -> int:
     """Returns how many compute segments to keep on a device of this JAX backend."""
-    return _OF_BACKEND.get(backend, DEPTH)
+    return _OF_BACKEND.get(backend, DEFAULT_DEPTH)
 
 
 class ComputeQueue:

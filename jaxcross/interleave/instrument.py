@@ -12,7 +12,7 @@ PARAMETER_SERVER = "parameter server"
 Such a span has no counterpart on other ranks.
 """
 
-TOGETHER = "together"
+ON_ALL_RANKS = "together"
 """Label of `job.run_on_all_ranks`: all exchange lanes work at once, e.g. to save a checkpoint."""
 
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]

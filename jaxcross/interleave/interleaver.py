@@ -50,14 +50,16 @@ says what fails there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from jaxcross._endings import JobStatus
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.ballot_writer import BallotWriter
-from jaxcross.interleave.compute_queue import DEPTH, ComputeQueue
-from jaxcross.interleave.invariants import check_lanes
-from jaxcross.interleave.local_state import LocalJob, Point, Wait
+from jaxcross.interleave.compute_queue import DEFAULT_DEPTH, ComputeQueue
+from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
-from jaxcross.interleave.shared_state import Outcome, SharedState, Slot
+from jaxcross.interleave.shared_order import Outcome, SharedState, Slot
 from jaxcross.interleave.vote import AtStart, Verdict, point_hash
 
 _MAX_BACKOFF_LEVEL = 16  # the driver's waits stop growing long before this level
@@ -72,7 +74,7 @@ class Interleaver:
         depth: Number of compute segments that may be on the device at once.
     """
 
-    def __init__(self, jobs: int, policy: Policy, depth: int = DEPTH) -> None:
+    def __init__(self, jobs: int, policy: Policy, depth: int = DEFAULT_DEPTH) -> None:
         if jobs < 1 or depth < 1:
             raise ValueError(
                 f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}"
@@ -197,11 +199,8 @@ class Interleaver:
                 # A rank that noticed no failure sends the point at which its job waits. The job was
                 # ejected only if some rank ejected it and no rank failed.
                 kinds = {text.partition("\n")[0] for text in texts}
-                self._finish_job(
-                    job,
-                    "ejected" if "ejected" in kinds and "failed" not in kinds else "failed",
-                    texts,
-                )
+                failed = JobStatus.FAILED in kinds or JobStatus.EJECTED not in kinds
+                self._finish_job(job, JobStatus.FAILED if failed else JobStatus.EJECTED, texts)
             case m.AnnouncementsGathered(texts):
                 self._expect("gather")
                 self.shared.queued_done()
@@ -313,7 +312,7 @@ class Interleaver:
         if granted is not None:
             self._answer(job, m.BatchGranted(job, granted))
 
-    def _finish_job(self, job: int, status: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
+    def _finish_job(self, job: int, status: JobStatus, texts: tuple[str, ...] = ()) -> None:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
@@ -474,7 +473,7 @@ class Interleaver:
         elif outcome.kind in ("paused", "resumed"):
             self._out.append(m.JobPaused(job, outcome.kind == "paused"))
         elif outcome.kind in ("ended", "stopped"):
-            self._finish_job(job, outcome.kind)
+            self._finish_job(job, JobStatus(outcome.kind))
         elif outcome.kind == "batches":
             self._grant_batch(job)
 
@@ -486,3 +485,53 @@ class Interleaver:
         check_lanes(self._compute, self._jobs, self.shared)
         if self._out:
             raise InternalError("interleaver: instructions were left behind")
+
+
+def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
+    """Raises InternalError if a segment ran too early, or the compute lane idles without need."""
+    # This is called after every event, so don't build a message unless it's needed.
+    on_device = compute.on_device
+    depth = compute.depth
+    if len(on_device) > depth:
+        raise _broken(f"{len(on_device)} segments on a lane of depth {depth}")
+    if jobs.keys() != shared.jobs.keys():
+        raise _broken(f"jobs {list(jobs)} here, {list(shared.jobs)} on all ranks")
+    rows = [job.row for job in shared.jobs.values()]
+    if not len(set(rows)) == len(rows) <= shared.rows:
+        raise _broken(f"jobs share rows {rows} of {shared.rows}")
+    for job, mine in jobs.items():
+        if shared.jobs[job].remaining and (mine.call is None or not mine.call.admitted):
+            raise _broken(f"job {job} has exchanges left of no admitted step")
+        if mine.call is not None:
+            _check_call(job, mine, mine.call, shared)
+    if len(on_device) < depth:
+        for job, mine in jobs.items():
+            may_begin = shared.may_begin(
+                job, is_step=mine.call is not None and mine.call.graph.is_step
+            )
+            if mine.ready(may_begin=may_begin) is not None:
+                raise _broken(f"job {job} has a ready segment but the compute lane is not full")
+
+
+def _check_call(job: int, mine: LocalJob, call: LocalCall, shared: SharedState) -> None:
+    if not mine.is_waiting:
+        raise _broken(f"job {job} has a call, but its thread does not wait")
+    if not call.dispatched <= call.issued:
+        raise _broken(f"job {job}: dispatched what was not issued")
+    if call.ready() in call.issued:
+        raise _broken(f"job {job}: a segment both issued and ready")
+    if call.issued and call.graph.is_step and shared.start.holds(job):
+        raise _broken(f"job {job}: segments {call.issued} ran before the joint start")
+    if not call.committed:
+        after = call.issued & call.graph.after_commit
+        if after:
+            raise _broken(f"job {job}: segments {after} ran before the commit")
+    if mine.failed is None:
+        done = call.issued | call.exchanged
+        for segment in done:
+            if not done.issuperset(call.graph.needs[segment]):
+                raise _broken(f"job {job}: segment {segment} ran before its needs")
+
+
+def _broken(rule: str) -> InternalError:
+    return InternalError(f"interleaver: {rule}")

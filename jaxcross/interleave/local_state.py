@@ -6,6 +6,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from jaxcross._endings import JobStatus
 from jaxcross.errors import InternalError, clause
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
@@ -357,7 +358,7 @@ class LocalJob:
             ):
                 lost = _told(of, ", after the commit, so this rank lacks the step's results")
                 text = lost if text == _told(of) else f"{clause(text)}; then {lost}"
-            return f"{'ejected' if self.ejects else 'failed'}\n{text}"
+            return f"{JobStatus.EJECTED if self.ejects else JobStatus.FAILED}\n{text}"
         return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""
 
 

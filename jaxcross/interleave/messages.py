@@ -7,16 +7,13 @@ event can't be mistaken for one of the next call.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
+from jaxcross._endings import JobStatus
 from jaxcross.interleave.joint_start import Arrival
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, Verdict
-
-FinalStatus = Literal["ended", "stopped", "failed", "ejected"]
-"""How a job ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +429,7 @@ class JobFinished(Instruction):
     """
 
     job: int
-    status: FinalStatus
+    status: JobStatus
     step: int
     texts: tuple[str, ...] = ()
     stop_requested: bool = False

@@ -63,7 +63,11 @@ class Policy(Protocol):
 class Turns:
     """The past turns on one lane, accounted for by start-time fair queueing.
 
-    See Goyal, Vin and Cheng, SIGCOMM 1996, section 2.
+    See Goyal, Vin and Cheng, SIGCOMM 1996, section 2. Each job has a tag, which advances by what
+    the job uses of the lane, divided by its share. `Weighted` takes the job with the lowest tag.
+    Fair queueing in its usual form orders turns by the tags of their ends, so it has to know how
+    long a turn will take. Here, a turn is ordered by the tag of its start, so it can be charged
+    once it's over, when we've measured how long it took.
 
     Attributes:
         policy: Decides whose turn it is.

@@ -1,7 +1,8 @@
 """Drives one real `Interleaver` per rank on a virtual clock: no threads, no arrays, no waiting.
 
-Jobs are scripts. Each segment takes as many seconds as its script says, and an exchange begins when
-the last rank arrives. It's an error if ranks arrive in different slots.
+Jobs are scripts, i.e. generators that yield the actions of a job's thread. Each segment takes as
+many seconds as its script says, and an exchange begins when the last rank arrives. It's an error if
+ranks arrive in different slots.
 """
 
 from __future__ import annotations
@@ -10,19 +11,93 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.compute_queue import DEPTH
+from jaxcross.interleave.compute_queue import DEFAULT_DEPTH
 from jaxcross.interleave.contention import Contention, Work
 from jaxcross.interleave.instrument import Span, SpanKind
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy
-from jaxcross.interleave.script import Add, Await, Batch, Fail, Prepare, Script, Step, Sync, Think
+from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, tally
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """The job's thread is busy with its own work."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Calls a step. `fails` maps a compute segment to when it fails: "dispatch" or "complete"."""
+
+    graph: StepGraph
+    seconds: tuple[float, ...]
+    fails: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Batch number `count` of a stream will be ready after `seconds`. Doesn't wait.
+
+    `last` says that the stream has no further batch. A stream begins with its first batch. The job
+    may still read earlier streams that haven't ended for it.
+    """
+
+    seconds: float
+    stream: int
+    count: int
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Waits for a batch. The script receives whether there is one."""
+
+    stream: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Waits for the job's own communication."""
+
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job's function raises."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Adds a job on this rank; it joins once all ranks have added that name. Doesn't wait."""
+
+    name: str
+    script: Generator[Any, Any, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Waits, in the job's own code, until another job of this rank has ended.
+
+    If that takes too long, the rank excuses the waiting job from a joint start.
+    """
+
+    job: int
+
+
+Action = Think | Await | Call | Prepare | Batch | Sync | Fail | Add
+Script = Generator[Action, Any, None]
 
 
 @dataclass(slots=True)
@@ -65,7 +140,7 @@ class _Rank:
         self.interleaver = Interleaver(len(scripts), policy, depth)
         self.result = RankResult()
         self.device: deque[Work] = deque()  # the first one is running
-        self.calls: dict[int, Step] = {}
+        self.calls: dict[int, Call] = {}
         # For each job, the streams that it began, and whether they still have batches.
         self.streams: dict[int, dict[int, bool]] = {}
         self.reading: dict[int, int] = {}  # the stream of each job's last `Batch`
@@ -105,7 +180,7 @@ class Simulation:
         scripts: Sequence[Sequence[Script]],
         *,
         policy: Policy,
-        depth: int = DEPTH,
+        depth: int = DEFAULT_DEPTH,
         exchange_s: Callable[[int, int, int], float] = lambda job, step, segment: 1.0,
         vote_s: float = 0.0,
         contention: Contention | None = None,
@@ -266,7 +341,7 @@ class Simulation:
                     self._post(self._now + self._excuse_s, rank, m.StartExcused(job))
             case Think(seconds):
                 self._at(self._now + seconds, lambda: self._resume(rank, job, None))
-            case Step():
+            case Call():
                 rank.calls[job] = action
                 self._handle(rank, m.StepCalled(job, action.graph))
             case Prepare(seconds, stream, count, last):

@@ -24,10 +24,9 @@ import numpy as np
 
 from jaxcross._pytree import PyTree, arrays_by_buffer, buffer_of
 from jaxcross.errors import JobError
-from jaxcross.plan.memory import PROCESS_BYTES, JobMemory, device_limit_bytes, needed_bytes
-from jaxcross.program.ir import Program, human_bytes
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.jobs.memory import PROCESS_BYTES, JobMemory, device_limit_bytes, needed_bytes
+from jaxcross.program import Program, human_bytes
+from jaxcross.world import Control, World, gather
 
 _NO_LIMIT = int(np.iinfo(np.int64).max)
 _log = logging.getLogger("jaxcross")

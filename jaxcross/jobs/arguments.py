@@ -1,4 +1,7 @@
-"""Checks the arguments of runners and jobs at the call, so that errors point at the user's line."""
+"""Checks the arguments of runners and jobs at the call, so that errors point at the user's line.
+
+Also names the options of a run, which `Runner`, `run` and `sweep` share.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,73 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
 from jaxcross._arguments import check_choice, is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
-from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.interleave.compute_queue import depth_of
-from jaxcross.interleave.instrument import Instrument
-from jaxcross.interleave.policy import Policy, Start, Weighted, checked_depth, checked_start
+from jaxcross.health import FlightRecorder
+from jaxcross.interleave import (
+    Instrument,
+    Policy,
+    Start,
+    Weighted,
+    checked_depth,
+    checked_start,
+    depth_of,
+)
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
 from jaxcross.jobs.evaluations import Evaluation
+from jaxcross.jobs.memory import memory_limit
+from jaxcross.world import World
+
+
+class SharedOptions(TypedDict, total=False):
+    """The options of every run; see `Runner` for their meaning."""
+
+    world: World | None
+    policy: Policy | None
+    instruments: Iterable[Instrument]
+    memory: int | str | None
+    events: str | os.PathLike[str] | None
+    progress: bool | float | None
+
+
+class RunOptions(SharedOptions, total=False):
+    """The options of a run that chooses its own files. A sweep chooses those itself."""
+
+    checkpoints: Checkpoints | None
+    metrics: str | os.PathLike[str] | None
+
+
+def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOptions]) -> None:
+    """Checks the names of a function's options.
+
+    Raises:
+        TypeError: `kind` has no option of that name.
+    """
+    known = sorted(kind.__optional_keys__)
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"`{function}` has no argument `{name}`; of the options of a run it takes "
+                f"{', '.join(known)}."
+            )
+
+
+def check_values(options: SharedOptions) -> None:
+    """Checks the options whose values need no world, and lists the instruments.
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: `memory`, `events` or `progress` is out of range.
+    """
+    options["instruments"] = checked_instruments(options.get("instruments", ()))
+    memory_limit(options.get("memory"))
+    check_folder("`events`", options.get("events"))
+    check_progress(options.get("progress"))
 
 
 def check_world(world: Any) -> None:
@@ -87,6 +144,23 @@ def check_count(what: str, value: Any, *, least: float) -> None:
         raise _wrong(what, "a whole number", value)
     if value < least:
         raise ValueError(f"{what} must be at least {least}, got {value}.")
+
+
+def checked_examples(job: str, examples: Any) -> float | None:
+    """Returns a number of examples per step.
+
+    Raises:
+        TypeError: It isn't a number.
+        ValueError: It isn't above 0, or isn't finite.
+    """
+    what = f"`examples_per_step` of job `{job}`"
+    if examples is None:
+        return None
+    if not isinstance(examples, Real) or isinstance(examples, bool):
+        raise _wrong(what, "a number", examples)
+    if not 0 < float(examples) < math.inf:
+        raise ValueError(f"{what} must be above 0, got {examples}.")
+    return float(examples)
 
 
 def depth_and_start(policy: Policy) -> tuple[int, Start]:

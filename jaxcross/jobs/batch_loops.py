@@ -1,22 +1,25 @@
 """The loops over batches in a job's function.
 
 A `Prefetcher` only delivers batches. This module adds what a job does between two batches: run the
-evaluations that are due, check replicas, measure how long the job waits for data, and end the loop
-if the job stops early.
+evaluations that are due, check replicas, measure how long the job waits for data, count the
+examples in a batch, and end the loop if the job stops early.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, final
 
+import jax
+import numpy as np
+
+from jaxcross._pytree import PyTree
 from jaxcross.jobs.arguments import check_batches
-from jaxcross.jobs.data_position import START
-from jaxcross.jobs.host import JobHost
-from jaxcross.jobs.lifecycle import JobLifecycle
-from jaxcross.jobs.prefetch import Prefetcher, number_of_batches, to_device
-from jaxcross.world import World
+from jaxcross.jobs.prefetch import START, Prefetcher, number_of_batches, to_device
+
+if TYPE_CHECKING:
+    from jaxcross.jobs.engine import JobEngine
 
 _END = object()
 
@@ -26,41 +29,36 @@ class BatchLoops:
     """Begins a job's loops over batches, does what's due between two batches, and ends loops early.
 
     Args:
-        life: The job's part in the run.
-        host: Runs the job's steps.
-        world: All ranks.
-        finish_step: Called before each next batch, once the loop's body has finished.
+        engine: The job.
     """
 
-    __slots__ = ("_begun", "_ending", "_finish_step", "_host", "_life", "_world")
+    __slots__ = ("_begun", "_ending", "_engine")
 
-    def __init__(
-        self, life: JobLifecycle, host: JobHost, world: World, finish_step: Callable[[], None]
-    ) -> None:
-        self._life, self._host, self._world, self._finish_step = life, host, world, finish_step
+    def __init__(self, engine: JobEngine) -> None:
+        self._engine = engine
         self._begun = 0
         # The streams of the loops that end because the job stops early.
         self._ending: set[int] | None = None
 
     def begin(self, data: Iterable[Any], steps: int | None) -> Iterator[Any]:
         """Begins a loop and returns its batches; see `JobContext.batches`."""
-        life, host = self._life, self._host
-        driver, record = life.running()
-        check_batches(life.name, data, steps)
-        if life.ends_stray_loop():
+        engine = self._engine
+        driver, record = engine.running()
+        check_batches(engine.name, data, steps)
+        if engine.ends_stray_loop():
             return iter(())
         # We forget closed loops here rather than where a loop ends, because the garbage collector
         # may finish an abandoned generator in any thread.
-        loops = host.loops = [loop for loop in host.loops if not loop.closed]
-        resumption = life.resumption
+        loops = engine.loops = [loop for loop in engine.loops if not loop.closed]
+        resumption = engine.resumption
         # After a restart, an evaluation that was still due may open a loop before the training loop
         # that resumes. It mustn't take that loop's position.
-        evaluates = host.evaluations.running
+        evaluates = engine.evaluations.running
         start = START if resumption is None or evaluates else resumption.next_position()
         if not loops and not evaluates:  # a loop alongside others may be an evaluation's
             count = number_of_batches(data, steps)
-            host.planned_steps = (
-                None if count is None else host.step + max(0, count - start.n_batches)
+            engine.planned_steps = (
+                None if count is None else engine.step + max(0, count - start.n_batches)
             )
         loop = Prefetcher(
             driver=driver,
@@ -82,28 +80,83 @@ class BatchLoops:
     def end_early(self) -> None:
         """Ends the loops that are open now when they next request a batch."""
         if self._ending is None:
-            self._ending = {loop.stream for loop in self._host.loops if not loop.closed}
+            self._ending = {loop.stream for loop in self._engine.loops if not loop.closed}
 
     def _measured(self, loop: Prefetcher) -> Iterator[Any]:
-        host, used = self._host, False
+        engine, used = self._engine, False
         try:
-            while not self._life.ends_stray_loop():
+            while not engine.ends_stray_loop():
                 # Requesting the first batch doesn't mean that a batch was used: two loops may be
                 # read side by side.
                 if used:
-                    host.replicas.next_batch(host.run_on_all_ranks)
-                self._finish_step()
+                    engine.replicas.next_batch(engine.run_on_all_ranks)
+                engine.finish_step()
                 if self._ending is not None and loop.stream in self._ending:
                     return
                 start_ns = time.monotonic_ns()
                 batch = next(loop, _END)
                 if batch is _END:
-                    host.left_over = host.left_over or loop.left_over
+                    engine.left_over = engine.left_over or loop.left_over
                     return
-                host.note_span(start_ns, "input", loop.storage)
-                host.replicas.batches += 1
-                host.examples.next_batch(batch, self._world.size)
+                engine.note_span(start_ns, "input", loop.storage)
+                engine.replicas.batches += 1
+                engine.examples.next_batch(batch, engine.world.size)
                 yield batch
                 used = True
         finally:
             loop.close()
+
+
+@final
+class ExampleCount:
+    """Averages the number of examples per step, unless the job sets `per_step` itself.
+
+    Attributes:
+        per_step: How many examples all ranks together use per step, averaged over the steps so far;
+            None if unknown.
+        unit: What reports call an example.
+    """
+
+    __slots__ = ("_counted", "_in_batch", "_mean", "_steps", "per_step", "unit")
+
+    def __init__(self) -> None:
+        self.per_step: float | None = None
+        self.unit = "examples"
+        self._in_batch: float | None = None  # examples in the latest batch, all ranks together
+        self._mean: float | None = None  # the `per_step` computed here; the job may set another
+        self._counted = 0.0
+        self._steps = 0
+
+    def next_batch(self, batch: PyTree, ranks: int) -> None:
+        """Records the size of the batch that the next step uses."""
+        self._in_batch, unit = count_examples(batch, ranks)
+        if self.per_step is None:
+            self.per_step = self._mean = self._in_batch
+            self.unit = unit
+
+    def count_step(self) -> None:
+        """Counts a step that used the latest batch."""
+        if self._in_batch is None or self.per_step != self._mean:
+            return
+        self._counted += self._in_batch
+        self._steps += 1
+        self.per_step = self._mean = self._counted / self._steps
+
+
+def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
+    """Returns how many examples all ranks together use per step, and what to call them."""
+    shapes = [
+        leaf.shape
+        for leaf in jax.tree.leaves(batch)
+        if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim
+    ]
+    if not shapes:
+        return None, "examples"
+    shape = shapes[0]
+    images = False
+    if len(shape) == 4:
+        # Channels are either last, as in Flax, or first. An image is larger than its number of
+        # channels, which tells the two apart.
+        size, channels = (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
+        images = min(size) > 4 and channels in (1, 3, 4)
+    return float(shape[0] * ranks), "images" if images else "examples"

@@ -1,50 +1,35 @@
 """`JobContext`: the object that a job's function receives and that `Runner.add` returns.
 
-It holds no machinery of its own. Steps and counts belong to `JobHost`, loops over batches to
-`BatchLoops`, logged metrics to `MetricLog`, and the job's part in the run to `JobLifecycle`.
+It checks the arguments of its methods, and leaves the rest to the job's `JobEngine`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from jaxcross._arguments import check_choice
+from jaxcross._arguments import check_choice, check_type
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.rank_local import named_leaves
 from jaxcross.errors import JobError, first_line, shortened
-from jaxcross.health.abort import print_error
-from jaxcross.interleave.instrument import SpanKind
-from jaxcross.interleave.vote import JobRequest
+from jaxcross.interleave import JobRequest, SpanKind
 from jaxcross.jobs.arguments import (
     checked_early_stopping,
     checked_evaluation,
+    checked_examples,
     checked_interval,
     checked_names,
 )
-from jaxcross.jobs.batch_loops import BatchLoops
 from jaxcross.jobs.early_stopping import Mode
-from jaxcross.jobs.host import JobHost
-from jaxcross.jobs.latest_state import own_copy
-from jaxcross.jobs.lifecycle import JobLifecycle
-from jaxcross.jobs.metrics import MetricLog
-from jaxcross.jobs.observer import JobObserver
-from jaxcross.jobs.resumption import Resumption
-from jaxcross.jobs.thread import JobDone, JobThread
-from jaxcross.runtime.job_record import NonFinite, RestoreMode
-from jaxcross.runtime.step_host import T
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.program import NonFinite
+from jaxcross.runtime import RestoreMode
+from jaxcross.world import Control
 
+if TYPE_CHECKING:
+    from jaxcross.jobs.engine import JobDone, JobEngine
 
-def current_job() -> JobContext | None:
-    """Returns the job whose thread this is, or None in any other thread."""
-    thread = threading.current_thread()
-    if isinstance(thread, JobThread) and isinstance(thread.job, JobContext):
-        return thread.job
-    return None
+T = TypeVar("T")
 
 
 @final
@@ -87,20 +72,10 @@ class JobContext:
             rank has its own version.
     """
 
-    def __init__(self, life: JobLifecycle, host: JobHost, metrics: MetricLog, world: World) -> None:
-        self.name = life.name
-        self._life = life
-        self._metrics = metrics
-        self._world = world
-        self._host = host
-        self.history = metrics.history
-        self.status: str | None = None
-        self.error: Exception | None = None
-        self.skipped = 0
-        self.rank_local: tuple[str, ...] = ()
-        # The error of reading back logged metrics on this rank.
-        self._unread: Exception | None = None
-        self._loops = BatchLoops(life, host, world, self._finish_step)
+    __slots__ = ("__weakref__", "_engine")  # so that a misspelt attribute is an error
+
+    def __init__(self, engine: JobEngine) -> None:
+        self._engine = engine
 
     def __repr__(self) -> str:
         return shown(self)
@@ -108,36 +83,61 @@ class JobContext:
     # For anyone who holds the job.
 
     @property
-    def done(self) -> JobDone:
-        return self._host.done
-
-    @property
-    def step(self) -> int:
-        return self._host.step
+    def name(self) -> str:
+        return self._engine.name
 
     @property
     def state(self) -> PyTree:
-        return self._host.latest.state
+        return self._engine.latest.state
 
     @state.setter
     def state(self, state: PyTree) -> None:
-        self._host.latest.set(state, self.step)
+        self._engine.latest.set(state, self.step)
+
+    @property
+    def step(self) -> int:
+        return self._engine.step
+
+    @property
+    def history(self) -> list[tuple[int, PyTree]]:
+        return self._engine.history
 
     @property
     def examples_per_step(self) -> float | None:
-        return self._host.examples.per_step
+        return self._engine.examples.per_step
 
     @examples_per_step.setter
     def examples_per_step(self, examples: float | None) -> None:
-        self._host.examples.per_step = examples
+        self._engine.examples.per_step = checked_examples(self.name, examples)
 
     @property
     def unit(self) -> str:
-        return self._host.examples.unit
+        return self._engine.examples.unit
 
     @unit.setter
     def unit(self, unit: str) -> None:
-        self._host.examples.unit = unit
+        check_type(unit, str, f"`unit` of job `{self.name}`")
+        self._engine.examples.unit = unit
+
+    @property
+    def status(self) -> JobStatus | None:
+        return self._engine.status
+
+    @property
+    def error(self) -> Exception | None:
+        return self._engine.error
+
+    @property
+    def done(self) -> JobDone:
+        return self._engine.done
+
+    @property
+    def skipped(self) -> int:
+        return self._engine.skipped
+
+    @property
+    def rank_local(self) -> tuple[str, ...]:
+        return self._engine.rank_local
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -149,16 +149,16 @@ class JobContext:
         Set it before the first step, to the same value on every rank. The check costs one pass over
         the exchanged values on the host.
         """
-        return self._host.nonfinite
+        return self._engine.nonfinite
 
     @nonfinite.setter
     def nonfinite(self, policy: NonFinite) -> None:
         check_choice(policy, NonFinite, f"`nonfinite` of job `{self.name}`")
-        if self._host.registry.any and policy != self._host.nonfinite:
+        if self._engine.registry.any and policy != self._engine.nonfinite:
             raise JobError(
                 f"Job `{self.name}`: `nonfinite` was set after its first step. Set it before."
             )
-        self._host.nonfinite = policy
+        self._engine.nonfinite = policy
 
     # For the job's function.
 
@@ -173,7 +173,7 @@ class JobContext:
         other trials and for all ranks, and ends the trial right there if it's pruned. Log that
         metric on every rank.
         """
-        self._metrics.add(self.step, metrics)
+        self._engine.metrics.add(self.step, metrics)
 
     def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
         """Returns an iterator over this rank's batches, prefetched onto the device.
@@ -199,7 +199,7 @@ class JobContext:
             JobError: Another thread iterated over the batches. The error is raised in the job's own
                 thread; in the other thread, the loop just ends at once.
         """
-        return self._loops.begin(data, steps)
+        return self._engine.batch_loops.begin(data, steps)
 
     def every(
         self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval"
@@ -229,7 +229,7 @@ class JobContext:
                 `fn` failed on some rank, `job.state` wasn't assigned, or the ranks' evaluations
                 differ.
         """
-        self._host.evaluations.add(checked_evaluation(self.name, n, fn, rank, name))
+        self._engine.evaluations.add(checked_evaluation(self.name, n, fn, rank, name))
 
     def stop_early(
         self,
@@ -270,7 +270,7 @@ class JobContext:
             patience_steps=patience_steps,
             min_delta=min_delta,
         )
-        self._host.evaluations.stop_early(early)
+        self._engine.evaluations.stop_early(early)
 
     def restore(
         self,
@@ -329,64 +329,7 @@ class JobContext:
         check_choice(mode, RestoreMode, f"`mode` {what}")
         names = checked_names(f"`rank_local` {what}", rank_local)
         interval = checked_interval(f"`check_replicas` {what}", check_replicas)
-        named = frozenset(named_leaves(state, names))
-        options: list[str] = []
-        if names:
-            options.append(f"rank_local={sorted(names)}")
-        if interval is not None:
-            options.append(f"check_replicas={interval}")
-        # Ranks compare these options by the label, before any file is read according to them.
-        if options:
-            self.run_on_all_ranks(f"restore, {', '.join(options)}", lambda _: None)
-        self.rank_local = names
-        resumption, found = self._life.resumption, None
-        if resumption is not None:
-            found = resumption.restore(
-                state, self.run_on_all_ranks, local=mode == "local", named=named
-            )
-        if resumption is not None and found is not None:
-            self._host.first_step = resumption.first_step
-            self._host.step = resumption.first_step
-            driver, record = self._life.running()
-            driver.resumed(record, self.step)
-            if self._world.rank == 0:
-                print_error(f"jaxcross: job `{self.name}` goes on after step {self.step}.")
-            self.state = found
-        else:
-            if mode != "local":
-                # Ranks compare this label.
-                label = "restore" if mode == "check" else f"restore, mode={mode!r}"
-                state = self.run_on_all_ranks(
-                    label,
-                    lambda _: self._world.broadcast_or_check(state, mode=mode, rank_local=named),
-                )
-            self.state = own_copy(state)
-        self._metrics.begin(self.step, None if found is None else self.run_on_all_ranks)
-        self._host.replicas.begin(
-            self.state,
-            self.step,
-            local=mode == "local",
-            named=named,
-            check_every=interval,
-            resumed=found is not None,
-            together=self.run_on_all_ranks,
-        )
-        return self.state if resumption is None else self._resume_status(resumption)
-
-    def _resume_status(self, resumption: Resumption) -> PyTree:
-        """Returns the state, unless an earlier run stopped the job for good.
-
-        A job that an earlier run left paused is paused again.
-        """
-        stopped, paused = resumption.markers(self.run_on_all_ranks)
-        if stopped:
-            self.stop()
-            while True:  # until the vote ends the job, which raises in this call
-                self.run_on_all_ranks("it was stopped", lambda _: None)
-        # One rank's request is enough. A second one could arrive after a `resume` and undo it.
-        if paused and self._world.rank == 0:
-            self.pause()
-        return self.state
+        return self._engine.restore(state, mode=mode, rank_local=names, check_replicas=interval)
 
     def save(self, state: PyTree) -> None:
         """Makes `state` the job's state, and begins a checkpoint if the runner has any.
@@ -404,44 +347,7 @@ class JobContext:
                 must use a single loop and a single function).
             ExchangeError: With checkpoints and `check_replicas`, on every rank: replicas differ.
         """
-        self.state = state
-        self._evaluate()
-        self._save(state)
-
-    def _save(self, state: PyTree) -> None:
-        resumption = self._life.resumption
-        if resumption is not None:
-            # A restart resumes after this step, so whatever was logged up to here would be lost
-            # with the process.
-            self._read_back()
-            if self._host.observer is not None:
-                self._host.observer.saving(self.step)
-            every = resumption.save(
-                state,
-                self.step,
-                self.run_on_all_ranks,
-                unsavable_reason=self._host.unsavable_reason(),
-            )
-            self._host.replicas.saved(self.step, every)
-
-    def _evaluate(self) -> bool:
-        """Runs the evaluations that are due. May wait for all ranks.
-
-        Returns:
-            Whether the state is the best so far.
-        """
-        improved = self._host.evaluations.run(self._host, self._log_evaluation)
-        # During an evaluation, the latest loop belongs to the evaluation, so it mustn't end because
-        # of what an earlier evaluation decided.
-        if self._host.evaluations.stop_reason and not self._host.evaluations.running:
-            self._loops.end_early()
-        return improved
-
-    def _log_evaluation(self, name: str, metrics: PyTree) -> None:
-        # A run that was killed may have logged this evaluation already.
-        if self._host.steps_made == 0:
-            self._metrics.drop(self.step, name)
-        self.log({name: metrics})
+        self._engine.save(state)
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane. Waits for all ranks.
@@ -455,7 +361,7 @@ class JobContext:
                 rank, or the ranks made different numbers of calls to `control`.
             Exception: Whatever `work` raises.
         """
-        return self._host.run_on_all_ranks(label, work)
+        return self._engine.run_on_all_ranks(label, work)
 
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
         """Returns a context manager whose duration appears in the report.
@@ -466,7 +372,7 @@ class JobContext:
         Raises:
             ValueError: On entering the context: `kind` isn't a kind of span.
         """
-        return self._host.measure(kind, label)
+        return self._engine.measure(kind, label)
 
     # For anyone who holds the job, in any thread and on any rank; one rank's request is enough.
 
@@ -479,7 +385,7 @@ class JobContext:
         Raises:
             JobError: `runner.run()` hasn't begun.
         """
-        self._request(JobRequest.STOP)
+        self._engine.request(JobRequest.STOP)
 
     def pause(self) -> None:
         """Pauses this job on all ranks, between the same two steps. Doesn't wait.
@@ -491,7 +397,7 @@ class JobContext:
         Raises:
             JobError: `runner.run()` hasn't begun.
         """
-        self._request(JobRequest.PAUSE)
+        self._engine.request(JobRequest.PAUSE)
 
     def resume(self) -> None:
         """Resumes a paused job on all ranks. Doesn't wait.
@@ -499,34 +405,12 @@ class JobContext:
         Raises:
             JobError: `runner.run()` hasn't begun.
         """
-        self._request(JobRequest.RESUME)
+        self._engine.request(JobRequest.RESUME)
 
     @property
     def paused(self) -> bool:
         """Whether the job is paused on all ranks."""
-        return self._life.record is not None and self._life.record.paused
-
-    def _request(self, request: JobRequest) -> None:
-        if self.status is None:  # otherwise the job has ended, and the request comes too late
-            self._life.request(request)
-
-    # For jaxcross itself.
-
-    def _finish_step(self) -> None:
-        """Runs due evaluations after the latest step, and saves the state if it's the best.
-
-        Called once the loop's body has finished.
-        """
-        if self._evaluate():
-            self._save(self.state)
-
-    def _observe(self, observer: JobObserver) -> None:
-        """Attaches an observer to the job. Called in the job's thread."""
-        self._host.observer = self._metrics.observer = observer
-
-    def _read_back(self) -> None:
-        """Moves everything that was logged so far into `history`. Waits for the device."""
-        self._unread = self._metrics.read_remaining() or self._unread
+        return self._engine.paused
 
 
 def shown(job: Any) -> str:

@@ -10,33 +10,37 @@ which isn't repeated, and the best values so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 import jax
 import numpy as np
 
 from jaxcross._pytree import PyTree
-from jaxcross.errors import JobError
-from jaxcross.interleave.instrument import SpanKind
+from jaxcross.errors import JobError, quoted
+from jaxcross.interleave import SpanKind
 from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
-from jaxcross.jobs.latest_state import LatestState, has_deleted
-from jaxcross.report.metric_files import flat
-from jaxcross.runtime.step_host import T
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.jobs.job_state import JobState, has_deleted
+from jaxcross.report import flatten_metrics
+from jaxcross.world import Control, gather
+
+T = TypeVar("T")
 
 _DONE = "evaluated "  # prefix of the notes that hold the step of an evaluation
 _BEST, _STOP = "best ", "early stopping "
 
 
-class Host(Protocol):
-    """The part of a job that evaluations use; see `jaxcross.jobs.host.JobHost`."""
+class EvaluatedJob(Protocol):
+    """The part of a job that evaluations use.
+
+    Implemented by `JobEngine` and by a member of a `FusedJob`.
+    """
 
     name: str
     step: int
-    latest: LatestState
+    latest: JobState
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T: ...
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]: ...
@@ -150,7 +154,7 @@ class Evaluations:
                 "it."
             )
 
-    def begin(self, host: Host) -> None:
+    def begin(self, job: EvaluatedJob) -> None:
         """Checks that all ranks have the same evaluations. The first call waits for all ranks.
 
         Raises:
@@ -169,7 +173,7 @@ class Evaluations:
             ),
             *(repr(decision) for decision in self._decisions.values()),
         ]
-        texts = host.run_on_all_ranks("evaluations", lambda control: gather(control, mine))
+        texts = job.run_on_all_ranks("evaluations", lambda control: gather(control, mine))
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise JobError(
@@ -230,34 +234,34 @@ class Evaluations:
             if step and step % e.n_steps == 0 and self._done.get(e.name) != step
         ]
 
-    def check_step(self, host: Host) -> None:
+    def check_step(self, job: EvaluatedJob) -> None:
         """Checks that the job may make its next step. Waits for all ranks before the first one.
 
         Raises:
             JobError: The job should have stopped early, or an evaluation is overdue.
         """
-        self.begin(host)
+        self.begin(job)
         if self.stop_reason:
             raise JobError(
-                f"Job `{self._job}` trains on after step {host.step}, where it stopped early: "
+                f"Job `{self._job}` trains on after step {job.step}, where it stopped early: "
                 f"{self.stop_reason}. Loops over `job.batches` that were open then have ended: "
                 "take all batches from one of them."
             )
-        if due := self._due(host.step):
+        if due := self._due(job.step):
             raise JobError(
                 f"Job `{self._job}` makes its next step and has not made the evaluation "
-                f"`{due[0].name}` of step {host.step}. Evaluations are made when the job asks for "
+                f"`{due[0].name}` of step {job.step}. Evaluations are made when the job asks for "
                 "a batch or saves: take the batches from `job.batches`, or call `job.save`."
             )
 
-    def run(self, host: Host, log: Callable[[str, PyTree], None]) -> bool:
+    def run(self, job: EvaluatedJob, log: Callable[[str, PyTree], None]) -> bool:
         """Runs the evaluations that are due after the latest step.
 
         Waits for all ranks if a single rank makes the evaluation, or if its metrics decide
         something.
 
         Args:
-            host: The job.
+            job: The job.
             log: Called with the name of each evaluation and its metrics.
 
         Returns:
@@ -270,12 +274,12 @@ class Evaluations:
         """
         if self.running:
             return False
-        self.begin(host)
-        improved, step = False, host.step
+        self.begin(job)
+        improved, step = False, job.step
         for each in self._due(step):
             self.running = True
             try:
-                values = self._make(each, host)
+                values = self._make(each, job)
             finally:
                 self.running = False
             # `log` can only end the job if a sweep waits in it. A restart then makes this
@@ -286,11 +290,11 @@ class Evaluations:
             improved |= self._decide(each, step, values)
         return improved
 
-    def _make(self, each: Evaluation, host: Host) -> PyTree:
-        state, known_step = host.latest.state, host.latest.step
-        if known_step != host.step or has_deleted(state):
+    def _make(self, each: Evaluation, job: EvaluatedJob) -> PyTree:
+        state, known_step = job.latest.state, job.latest.step
+        if known_step != job.step or has_deleted(state):
             raise JobError(
-                f"Job `{self._job}`: evaluation `{each.name}` of step {host.step} needs the state, "
+                f"Job `{self._job}`: evaluation `{each.name}` of step {job.step} needs the state, "
                 f"which the job's function has last set at step {known_step}. Assign `job.state = "
                 "state` after each step."
             )
@@ -298,7 +302,7 @@ class Evaluations:
         decides = any(each.provides(metric) for metric, _ in self._metrics())
         values = None
         if alone and each.rank == self._rank:
-            with host.measure("host", each.name):  # tells the watchdog that this may take long
+            with job.measure("host", each.name):  # tells the watchdog that this may take long
                 values = self._on_host(each, each.fn(state))
         elif not alone:
             values = each.fn(state)
@@ -310,7 +314,7 @@ class Evaluations:
                 "step needs. Make it without `donate_argnums`."
             )
         if alone or decides:
-            every = host.run_on_all_ranks(
+            every = job.run_on_all_ranks(
                 f"evaluation {each.name}", lambda control: gather(control, values)
             )
             values = every[each.rank or 0]
@@ -333,7 +337,7 @@ class Evaluations:
             )
 
     def _decide(self, each: Evaluation, step: int, values: PyTree) -> bool:
-        found = dict(flat({each.name: values}))
+        found = dict(flatten_metrics({each.name: values}))
         improved = False
         if self._best is not None and each.provides(self._best.metric):
             self._best = self._best.update(step, self._number(each, found, self._best.metric))
@@ -351,7 +355,8 @@ class Evaluations:
             user = next(user for name, user in self._metrics() if name == metric)
             raise JobError(
                 f"Job `{self._job}`: evaluation `{each.name}` of step {self._done[each.name]} has "
-                f"no number `{metric}`, which {user} needs. It returned {_listed([*found])}."
+                f"no number `{metric}`, which {user} needs. It returned "
+                f"{quoted(found) or 'nothing'}."
             ) from None
 
     # For checkpoints.
@@ -371,7 +376,3 @@ class Evaluations:
         if self._best is not None:
             notes[_BEST + self._best.key] = self._best.to_text()
         return notes
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"

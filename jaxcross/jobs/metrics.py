@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._jax_compat import Tracer
-from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
-from jaxcross.jobs.latest_state import own_copy
-from jaxcross.jobs.observer import JobObserver
-from jaxcross.report.metric_files import as_logged, is_of
-from jaxcross.world.control_plane import gather
+from jaxcross._pytree import PyTree, is_key
+from jaxcross.jobs.job_state import own_copy
+from jaxcross.report import as_logged, is_of
+from jaxcross.world import RunOnAllRanks, gather
+
+if TYPE_CHECKING:
+    from jaxcross.sweeps import TrialObserver
 
 Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
 
@@ -37,31 +37,34 @@ class MetricLog:
         begin_files: Truncates the files of metrics to the restored step, if there are files.
 
     Attributes:
-        observer: Called with what is logged, before it's read back.
+        observer: Follows the job, if it's a trial of a sweep. Called with what is logged, before
+            it's read back.
     """
 
     def __init__(
         self, listen: Callable[[int, PyTree], None], begin_files: BeginFiles | None = None
     ) -> None:
         self.history: list[tuple[int, PyTree]] = []
-        self.observer: JobObserver | None = None
+        self.observer: TrialObserver | None = None
         self._listen = listen
         self._begin_files = begin_files
         self._pending: deque[tuple[int, PyTree]] = deque()
 
-    def begin(self, step: int, together: RunOnAllRanks | None) -> None:
+    def begin(self, step: int, run_on_all_ranks: RunOnAllRanks | None) -> None:
         """Starts the files after this step, with the lines of earlier runs.
 
         Args:
             step: The last step of earlier runs.
-            together: Given if earlier runs made steps. Then, their lines are also added to
+            run_on_all_ranks: Given if earlier runs made steps. Then, their lines are also added to
                 `history`, and this waits for all ranks.
         """
         if self._begin_files is None:
             return
         lines = self._begin_files(step)
-        if together is not None:
-            lines = together("metrics of earlier runs", lambda control: gather(control, lines))[0]
+        if run_on_all_ranks is not None:
+            lines = run_on_all_ranks(
+                "metrics of earlier runs", lambda control: gather(control, lines)
+            )[0]
             self.history[:0] = [as_logged(line) for line in lines]
             if self.observer is not None:
                 self.observer.restored(len(lines))
@@ -124,8 +127,7 @@ class MetricLog:
 
 
 def _key_data(leaf: Leaf) -> Leaf:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _computed(metrics: PyTree) -> bool:

@@ -1,18 +1,39 @@
-"""`run`: a `Runner` for jobs that are the plain loop `state, metrics = step(state, batch)`."""
+"""`run`: a `Runner` for jobs that are the plain loop `state, metrics = step(state, batch)`.
+
+`Job` is one such loop. It exists before its run and outlives it, whereas a `JobContext` belongs to
+one runner. So a `Job` delegates to whatever currently has its results: a `JobStandIn` before the
+run or in a fused job, and the run's `JobContext` otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack, final
 
-from jaxcross.errors import shortened
+from jaxcross._arguments import check_choice, check_type
+from jaxcross._endings import JobStatus
+from jaxcross._pytree import PyTree
+from jaxcross.errors import JobError, shortened
+from jaxcross.jobs.arguments import (
+    RunOptions,
+    check_loop,
+    check_options,
+    checked_early_stopping,
+    checked_evaluation,
+    checked_examples,
+    checked_interval,
+    checked_names,
+)
+from jaxcross.jobs.context import JobContext, shown
+from jaxcross.jobs.early_stopping import Mode
+from jaxcross.jobs.engine import JobDone
+from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.fused import FusedJob, Fusion
-from jaxcross.jobs.options import RunOptions, check_options
-from jaxcross.jobs.outcome import raise_first
-from jaxcross.jobs.plain_job import Job, check_batches_apart
-from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.runner import Runner, raise_first
+from jaxcross.program import NonFinite
 from jaxcross.report import Report
+from jaxcross.runtime import RestoreMode
 
 
 def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report:
@@ -61,3 +82,384 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
                 job._finish(contexts[job])
         raise_first([error for job in fused for error in job.errors])
         return replace(report, fusion=jobs.reasons) if isinstance(jobs, Fusion) else report
+
+
+class Job:
+    """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
+
+    It has the attributes and methods of `JobContext`, with the same meaning, except for those that
+    only a job's function can use: `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and
+    `measure`. Whatever the documentation of `JobContext` says about a job's function applies to the
+    plain loop.
+
+    Attributes:
+        name: The job's name, unique among the jobs.
+        state: The latest state. Until the run has restored the state, this is the initial one.
+            Identical on all ranks for data-parallel steps.
+        step: How many steps the job has made, counted as in `JobContext.step`: a step that
+            exchanges nothing doesn't count.
+        history: `(step, metrics)` of each step whose metrics have been read back; complete after
+            the run.
+        examples_per_step: How many examples all ranks together use per step.
+        unit: What reports call an example.
+        nonfinite: What to do with a step whose exchanged values aren't all finite.
+        rank_local: Names of the leaves of which each rank has its own version.
+        status: How the job ended; None before that.
+        error: The reason, if the job failed or was ejected.
+        done: An event that's set once the job has ended and `state` and `history` are final:
+            `job.done.wait()`.
+        skipped: How many of the job's steps kept the state.
+        paused: Whether the job is paused on all ranks.
+
+    Args:
+        name: The job's name, unique among the jobs.
+        step: A `crossover` step that returns `(state, metrics)`.
+        state: The initial state, identical on all ranks unless `mode` says otherwise.
+        batches: This rank's batches.
+        steps: Ends the loop after this many steps. Otherwise, it ends with the shortest rank's
+            data.
+        nonfinite: What to do with a step whose exchanged values aren't all finite: `ignore`,
+            `raise`, `skip` or `eject`; see `JobContext.nonfinite`.
+        mode: `check` compares the ranks' initial states, `broadcast` takes rank 0's, and `local`
+            lets each rank have its own values, e.g. dropout keys; see `JobContext.restore`. The
+            same on every rank.
+        rank_local: Names of leaves of which each rank has its own version, such as a data mask; see
+            `JobContext.restore`. The same on every rank.
+        check_replicas: Compare the ranks' copies of the state at this interval, in steps, and fail
+            on every rank if they differ; see `JobContext.restore`. The same on every rank.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `name` is empty, `steps` is below 0, `nonfinite` or `mode` isn't one of its
+            words, or `check_replicas` isn't a whole number of at least 1.
+    """
+
+    __slots__ = (  # so that a misspelt attribute is an error
+        "__weakref__",
+        "_batches",
+        "_check_replicas",
+        "_face",
+        "_function",
+        "_mode",
+        "_results",
+        "_settings",
+        "_shown",
+        "_steps",
+        "name",
+        "rank_local",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[Any, Any], Any],
+        state: Any,
+        batches: Iterable[Any],
+        *,
+        steps: int | None = None,
+        nonfinite: NonFinite = "ignore",
+        mode: RestoreMode = "check",
+        rank_local: Sequence[str] = (),
+        check_replicas: int | None = None,
+    ) -> None:
+        check_loop(name, step, batches, steps)
+        check_choice(nonfinite, NonFinite, f"`nonfinite` of job `{name}`")
+        check_choice(mode, RestoreMode, f"`mode` of job `{name}`")
+        self.name = name
+        self.rank_local = checked_names(f"`rank_local` of job `{name}`", rank_local)
+        self._function, self._batches, self._steps = step, batches, steps
+        self._mode: RestoreMode = mode
+        self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
+        self._settings: list[Callable[[Evaluations], None]] = []
+        self._shown: dict[str, Any] = {}  # `examples_per_step` and `unit`, if the user has set them
+        # Provides status, error and settings, and takes requests: a `JobStandIn` until just before
+        # the run, then the context of the run.
+        self._face: JobStandIn | JobContext = JobStandIn(name, state, nonfinite=nonfinite)
+        # Provides state, steps and history: a `JobStandIn` until the run has restored the state,
+        # then the context of the run.
+        self._results: JobStandIn | JobContext = self._face
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    @property
+    def state(self) -> PyTree:
+        return self._results.state
+
+    @state.setter
+    def state(self, state: PyTree) -> None:
+        self._results.state = state
+
+    @property
+    def step(self) -> int:
+        return self._results.step
+
+    @property
+    def history(self) -> list[tuple[int, Any]]:
+        return self._results.history
+
+    @property
+    def examples_per_step(self) -> float | None:
+        return self._face.examples_per_step
+
+    @examples_per_step.setter
+    def examples_per_step(self, examples: float | None) -> None:
+        examples = checked_examples(self.name, examples)
+        self._shown["examples_per_step"] = examples
+        self._face.examples_per_step = examples
+
+    @property
+    def unit(self) -> str:
+        return self._face.unit
+
+    @unit.setter
+    def unit(self, unit: str) -> None:
+        check_type(unit, str, f"`unit` of job `{self.name}`")
+        self._shown["unit"] = unit
+        self._face.unit = unit
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """What to do with a step whose exchanged values aren't all finite.
+
+        See `JobContext.nonfinite`. Set it before the first step, to the same value on every rank.
+        """
+        return self._face.nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: NonFinite) -> None:
+        check_choice(policy, NonFinite, f"`nonfinite` of job `{self.name}`")
+        self._face.nonfinite = policy
+
+    @property
+    def status(self) -> JobStatus | None:
+        return self._face.status
+
+    @property
+    def error(self) -> Exception | None:
+        return self._face.error
+
+    @property
+    def done(self) -> JobDone:
+        return self._face.done
+
+    @property
+    def skipped(self) -> int:
+        return self._face.skipped
+
+    @property
+    def paused(self) -> bool:
+        """Whether the job is paused on all ranks."""
+        return self._face.paused
+
+    def every(
+        self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval"
+    ) -> None:
+        """Evaluates the job every `n` steps of the run. Call it before the run.
+
+        See `JobContext.every` for the arguments.
+
+        Raises:
+            TypeError, ValueError: An argument has the wrong type or is out of range.
+            JobError: The run has begun.
+        """
+        evaluation = checked_evaluation(self.name, n, fn, rank, name)
+        if self._in_run:
+            raise JobError(f"Job `{self.name}`: call `job.every` before the run, which has begun.")
+        self._settings.append(lambda evaluations: evaluations.add(evaluation))
+
+    def stop_early(
+        self,
+        metric: str,
+        *,
+        mode: Mode,
+        patience: int | None = None,
+        patience_steps: int | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        """Ends the job once a metric of `every` stops improving. Call it before the run.
+
+        See `JobContext.stop_early` for the arguments.
+
+        Raises:
+            TypeError, ValueError: An argument has the wrong type or is out of range.
+            JobError: The run has begun.
+        """
+        early = checked_early_stopping(
+            self.name,
+            metric,
+            mode=mode,
+            patience=patience,
+            patience_steps=patience_steps,
+            min_delta=min_delta,
+        )
+        if self._in_run:
+            raise JobError(
+                f"Job `{self.name}`: call `job.stop_early` before the run, which has begun."
+            )
+        self._settings.append(lambda evaluations: evaluations.stop_early(early))
+
+    def stop(self) -> None:
+        """Ends this job on all ranks, between the same two steps. Doesn't wait.
+
+        See `JobContext.stop`.
+
+        Raises:
+            JobError: The run hasn't begun, or the job is fused with others.
+        """
+        self._face.stop()
+
+    def pause(self) -> None:
+        """Pauses this job on all ranks, between the same two steps. Doesn't wait.
+
+        See `JobContext.pause`.
+
+        Raises:
+            JobError: The run hasn't begun, or the job is fused with others.
+        """
+        self._face.pause()
+
+    def resume(self) -> None:
+        """Resumes a paused job on all ranks. Doesn't wait.
+
+        Raises:
+            JobError: The run hasn't begun, or the job is fused with others.
+        """
+        self._face.resume()
+
+    @property
+    def _in_run(self) -> bool:
+        face = self._face
+        if isinstance(face, JobStandIn):
+            begun = bool(face.fused_into)
+        else:
+            begun = face._engine.record is not None
+        return begun and not face.done.is_set()
+
+    def _attach(self, job: JobContext) -> None:
+        """Delegates to `job`, whose function is `_run`, from now on. Called just before the run."""
+        if self._in_run:
+            raise JobError(
+                f"Job `{self.name}` is in a run already. Wait for its end (`job.done.wait()`), or "
+                "make another `jaxcross.Job` for the second run."
+            )
+        before = self._face
+        self._face = job
+        job.nonfinite = before.nonfinite
+        if not before.done.is_set():  # another thread may already wait for this event
+            job._engine.done = before.done
+        for name, value in self._shown.items():
+            setattr(job, name, value)
+
+    def _fuse(self, into: str) -> JobStandIn:
+        """Delegates to a new `JobStandIn`, which the fused job `into` fills in, from now on.
+
+        Called just before the run.
+        """
+        stand_in = JobStandIn(
+            self.name, self.state, nonfinite=self._face.nonfinite, fused_into=into
+        )
+        if not self.done.is_set():
+            stand_in.done = self.done
+        self._face = self._results = stand_in
+        return stand_in
+
+    def _run(self, job: JobContext) -> Any:
+        """Trains the job to its end. This is the function of the runner's job."""
+        job.restore(
+            self.state,
+            mode=self._mode,
+            rank_local=self.rank_local,
+            check_replicas=self._check_replicas,
+        )
+        self._results = job  # drops the initial state
+        every = job._engine.save_every
+        batches = job.step
+        for apply in self._settings:
+            apply(job._engine.evaluations)
+        for batch in job.batches(self._batches, self._steps):
+            result = self._function(job.state, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                got = f"`{type(result).__name__}`"
+                if isinstance(result, tuple):
+                    got = f"tuple of {len(result)}"
+                raise TypeError(
+                    f"`step` of job `{self.name}` must return a pair `(state, metrics)`, got a "
+                    f"{got}. Metrics may be an empty dict."
+                )
+            job.state, metrics = result
+            batches += 1
+            job.log(metrics)
+            if every is not None and batches % every == 0:
+                job.save(job.state)
+        return job.state
+
+
+@final
+class JobStandIn:
+    """Stands in for a `Job`'s `JobContext` before the run, and if a fused job trains it.
+
+    Attributes:
+        fused_into: The name of the fused job that trains it; "" before any run.
+
+    The other attributes are those of `JobContext`.
+    """
+
+    paused = False
+    skipped = 0
+
+    def __init__(
+        self, name: str, state: PyTree, *, nonfinite: NonFinite, fused_into: str = ""
+    ) -> None:
+        self.name = name
+        self.state = state
+        self.nonfinite: NonFinite = nonfinite
+        self.fused_into = fused_into
+        self.step = 0
+        self.history: list[tuple[int, Any]] = []
+        self.status: JobStatus | None = None
+        self.error: Exception | None = None
+        self.done = JobDone()
+        self.examples_per_step: float | None = None
+        self.unit = "examples"
+
+    def stop(self) -> None:
+        self._refuse()
+
+    def pause(self) -> None:
+        self._refuse()
+
+    def resume(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Refuses a request, unless the job has ended, so that the request comes too late."""
+        if self.status is not None:
+            return
+        if self.fused_into:
+            raise JobError(
+                f"Job `{self.name}` cannot be stopped or paused alone: it is trained by the fused "
+                f"job `{self.fused_into}`. Run it without `jaxcross.fuse`."
+            )
+        raise JobError(
+            f"Job `{self.name}` is not running: it can be stopped or paused during "
+            "`jaxcross.run` only."
+        )
+
+
+def check_batches_apart(jobs: Iterable[Job]) -> None:
+    """Checks that no two jobs take batches from the same iterator.
+
+    Raises:
+        ValueError: Two jobs do.
+    """
+    seen: dict[int, str] = {}
+    for job in jobs:
+        if (
+            isinstance(job._batches, Iterator)
+            and (other := seen.setdefault(id(job._batches), job.name)) != job.name
+        ):
+            raise ValueError(
+                f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each "
+                "batch would go to one of them, to whichever asks first. Give each job its own."
+            )

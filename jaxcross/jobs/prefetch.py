@@ -5,10 +5,15 @@ the others never enter. But each rank only knows its own data, which may be shor
 So a prefetcher reports each batch that's ready and the end of its data to the driver, and `next`
 requests the next batch from the driver, which returns once the ranks have agreed that there's one
 everywhere, or that the loop ends.
+
+Each batch comes with the position in the data after it, so that a restart can bring a new iterator
+to that position.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import queue
 import threading
@@ -16,28 +21,86 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 import numpy as np
 
 from jaxcross._pytree import PyTree, arrays_by_buffer
-from jaxcross.jobs.data_position import START, DataPosition, iterator_state, seek
-from jaxcross.runtime.job_record import JobRecord
+from jaxcross.runtime import Driver, JobRecord
 
 _ALIGNMENT = 64
+_END = object()
 _log = logging.getLogger("jaxcross")
 
 
-class PrefetchDriver(Protocol):
-    """The part of `jaxcross.runtime.driver.Driver` that a prefetcher uses."""
+@runtime_checkable
+class Positioned(Protocol):
+    """An iterator that can save and restore its position, e.g. Grain's or `jaxcross.data`'s."""
 
-    def stream_begun(self, job: JobRecord, still_open: Sequence[int]) -> None: ...
-    def batch_dropped(self, job: JobRecord) -> None: ...
-    def batches_ready(self, job: JobRecord, stream: int, count: int) -> None: ...
-    def stream_ended(self, job: JobRecord, stream: int, count: int) -> None: ...
-    def want_batch(self, job: JobRecord, stream: int, index: int) -> bool: ...
-    def job_raised(self, job: JobRecord, error: BaseException, where: str) -> None: ...
+    def get_state(self) -> object: ...
+    def set_state(self, state: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """A position in a rank's data.
+
+    Attributes:
+        n_batches: The number of batches before it, the same on every rank.
+        state: The iterator's own state as text, or None if it doesn't have one that JSON can
+            represent.
+    """
+
+    n_batches: int = 0
+    state: str | None = None
+
+
+START = DataPosition()
+
+
+def iterator_state(source: Iterator[object]) -> str | None:
+    """Returns the state of `source` as text, or None without one that survives JSON unchanged."""
+    if not isinstance(source, Positioned):
+        return None
+    state = source.get_state()
+    if isinstance(state, bytes):
+        return json.dumps({"bytes": base64.b64encode(state).decode()})
+    try:
+        text = json.dumps({"value": state})
+        return text if json.loads(text)["value"] == state else None
+    except (TypeError, ValueError):
+        return None
+
+
+def seek(
+    position: DataPosition, source: Iterator[object], on_drop: Callable[[], None] = lambda: None
+) -> None:
+    """Brings a new iterator to `position`.
+
+    If possible, this uses the iterator's own `set_state`. Otherwise, it reads and drops the batches
+    before the position.
+
+    Args:
+        position: The target.
+        source: The iterator.
+        on_drop: Called after each dropped batch.
+
+    Raises:
+        ValueError: `position.state` wasn't written by `iterator_state`.
+        Exception: Whatever the iterator raises.
+    """
+    if position.state is None or not isinstance(source, Positioned):
+        for _ in range(position.n_batches):
+            if next(source, _END) is _END:
+                return
+            on_drop()
+        return
+    state = json.loads(position.state)
+    if not isinstance(state, dict) or set(state) not in ({"bytes"}, {"value"}):
+        raise ValueError("the position in the data that a checkpoint holds cannot be understood")
+    source.set_state(base64.b64decode(state["bytes"]) if "bytes" in state else state["value"])
 
 
 @runtime_checkable
@@ -113,7 +176,7 @@ class Prefetcher(Iterator[Any]):
     def __init__(
         self,
         *,
-        driver: PrefetchDriver,
+        driver: Driver,
         job: JobRecord,
         stream: int,
         open_streams: Sequence[int] = (),

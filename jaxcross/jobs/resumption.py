@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
-from jaxcross.jobs.data_position import START, DataPosition
+from jaxcross.checkpoint import JobCheckpointer, SavedProgress
 from jaxcross.jobs.evaluations import Evaluations
-from jaxcross.jobs.latest_state import holds_state
-from jaxcross.jobs.prefetch import Prefetcher
+from jaxcross.jobs.job_state import holds_state
+from jaxcross.jobs.prefetch import START, DataPosition, Prefetcher
 from jaxcross.jobs.skipped_steps import SkippedSteps
+from jaxcross.world import RunOnAllRanks
 
 
 class Resumption:
@@ -70,7 +70,7 @@ class Resumption:
     def restore(
         self,
         target: PyTree,
-        together: RunOnAllRanks,
+        run_on_all_ranks: RunOnAllRanks,
         *,
         local: bool = False,
         named: Collection[str] = (),
@@ -79,7 +79,7 @@ class Resumption:
 
         See `JobCheckpointer.restore`.
         """
-        found = self._checkpointer.restore(target, together, local=local, named=named)
+        found = self._checkpointer.restore(target, run_on_all_ranks, local=local, named=named)
         if found is None:
             return None
         state, progress = found
@@ -91,11 +91,11 @@ class Resumption:
         self._skipped.resume(progress.notes)
         return state
 
-    def markers(self, together: RunOnAllRanks) -> tuple[bool, bool]:
+    def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
         """Whether an earlier run left the job stopped, and whether paused. Waits for all ranks."""
-        return self._checkpointer.markers(together)
+        return self._checkpointer.markers(run_on_all_ranks)
 
-    def mark_done(self, status: str) -> None:
+    def mark_done(self, status: JobStatus) -> None:
         """Records that the job has ended, for a reason other than the end of the run."""
         self._checkpointer.mark_done(status)
 
@@ -167,18 +167,18 @@ class Resumption:
         return self._uncounted_reason
 
     def save(
-        self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str
+        self, state: PyTree, step: int, run_on_all_ranks: RunOnAllRanks, *, unsavable_reason: str
     ) -> list[dict[str, str]] | None:
         """Begins a checkpoint, and returns every rank's digests. Waits for all ranks.
 
         See `JobCheckpointer.save`.
         """
         return self._checkpointer.save(
-            state, self._progress(step), together, unsavable_reason=unsavable_reason
+            state, self._progress(step), run_on_all_ranks, unsavable_reason=unsavable_reason
         )
 
     def save_last(
-        self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str
+        self, state: PyTree, step: int, run_on_all_ranks: RunOnAllRanks, *, unsavable_reason: str
     ) -> None:
         """Saves the state of a job that has ended, unless it never began.
 
@@ -188,14 +188,18 @@ class Resumption:
         # have made it.
         if self._checkpointer.begun:
             self._checkpointer.save(
-                state, self._progress(step), together, unsavable_reason=unsavable_reason, last=True
+                state,
+                self._progress(step),
+                run_on_all_ranks,
+                unsavable_reason=unsavable_reason,
+                last=True,
             )
-            self._checkpointer.wait_until_complete(together)
+            self._checkpointer.wait_until_complete(run_on_all_ranks)
 
-    def _progress(self, step: int) -> Progress:
+    def _progress(self, step: int) -> SavedProgress:
         cuts: Mapping[str, int] = dict(self._cuts)
         places = tuple((position.n_batches, position.state) for position in self._positions)
-        return Progress(
+        return SavedProgress(
             step=step,
             places=places,
             cuts=cuts,

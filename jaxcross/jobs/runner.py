@@ -8,49 +8,44 @@ and settings, and at the end they build the report together.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import jax
+import numpy as np
+
+from jaxcross._endings import ExitKind, JobStatus
 from jaxcross._link import Link, current_link, described_link
 from jaxcross.checkpoint import Checkpoints, Session
-from jaxcross.errors import JobError
-from jaxcross.health.abort import print_error
-from jaxcross.health.deferred_signals import defer_signals
-from jaxcross.interleave.instrument import Instrument, Listeners
-from jaxcross.interleave.policy import Policy, RoundRobin, Start
+from jaxcross.errors import JobError, clause, quoted
+from jaxcross.health import TERMINATED, defer_signals, print_error
+from jaxcross.interleave import Instrument, Listeners, Policy, RoundRobin, Start
 from jaxcross.jobs import arguments
 from jaxcross.jobs.admission import MemoryAdmission
-from jaxcross.jobs.agreement import (
-    agree,
-    agreed_exit,
-    claim_metrics,
-    open_session,
-    taken_over,
-    text_of,
-)
 from jaxcross.jobs.arguments import check_job_name
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.job_run import JobRun, first_of
-from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
-from jaxcross.jobs.progress import ProgressReporter
-from jaxcross.jobs.stop_text import stop_text
+from jaxcross.jobs.engine import JobEngine
+from jaxcross.jobs.memory import memory_limit
+from jaxcross.jobs.progress_reporter import ProgressReporter
+from jaxcross.jobs.replicas import RankReport, exchange
+from jaxcross.jobs.stop_message import stop_message
 from jaxcross.jobs.submissions import RegisteredFunctions
-from jaxcross.plan.memory import memory_limit
-from jaxcross.report import Report
-from jaxcross.report.metric_files import MetricFiles
-from jaxcross.report.record import Recorder
-from jaxcross.runtime.chaos import chaos_of
-from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.flight_notes import FlightNotes
-from jaxcross.runtime.paused_run import nobody_resumes
-from jaxcross.runtime.stall_watch import after_run
-from jaxcross.world import World, current_world
+from jaxcross.report import JobSummary, MetricFiles, Recorder, Report, as_float
+from jaxcross.runtime import Driver, FlightNotes, after_run, chaos_of, nobody_resumes
+from jaxcross.world import World, any_rank, current_world, gather
+
+MAX_ERRORS_SHOWN = 8
+"""The number of jobs whose errors `Runner.run` shows."""
+
+_log = logging.getLogger("jaxcross")
 
 
 class Runner:
@@ -125,7 +120,7 @@ class Runner:
         self._start: Start = start
         self._chaos = chaos_of(os.environ, self.world.rank)
         self._admission = MemoryAdmission.of(self.world, limit)
-        self._runs: list[JobRun] = []
+        self._engines: list[JobEngine] = []
         self.report: Report | None = None
         self._recorder = Recorder()
         if events is not None:
@@ -140,7 +135,7 @@ class Runner:
             arguments.check_places(listening)
         self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
         self._progress = ProgressReporter(
-            lambda: self.jobs,
+            lambda: tuple(self._engines),
             flight=self.world.flight,
             rank=self.world.rank,
             ranks=self.world.size,
@@ -160,7 +155,7 @@ class Runner:
 
         After the run, they're in the order in which they joined, which is the same on every rank.
         """
-        return [run.context for run in self._runs]
+        return [engine.context for engine in self._engines]
 
     @property
     def booked_bytes(self) -> int:
@@ -205,22 +200,24 @@ class Runner:
             if (known := self._added_before(name)) is not None:
                 return known
             self._check_name(name)
-            run = self._job_run(name, fn, kwargs)
+            engine = self._make_engine(name, fn, kwargs)
             if self._used:
                 driver = self._driver
-                attach = partial(run.attach, session=self._session)
-                record = None if driver is None else driver.join(name, run.make_thread, attach)
+                attach = partial(engine.attach, session=self._session)
+                record = None if driver is None else driver.join(name, engine.make_thread, attach)
                 if record is None:
                     raise JobError(
                         f"Job `{name}` comes too late: this runner has run. Make a new Runner."
                     )
                 if self._session is not None:
                     self._session.added(name)
-            self._runs.append(run)
-        return run.context
+            self._engines.append(engine)
+        return engine.context
 
-    def _job_run(self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]) -> JobRun:
-        return JobRun(
+    def _make_engine(
+        self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]
+    ) -> JobEngine:
+        return JobEngine(
             name,
             fn,
             arguments,
@@ -326,45 +323,13 @@ class Runner:
         """
         with self.world.exchange_owner.run():
             report = self._run()
-        if self.world.estimate_request and self._runs[0].context.status == "stopped":
+        if self.world.estimate_request and self._engines[0].status == JobStatus.STOPPED:
             raise SystemExit(0)  # the estimate was made and printed
         return report
 
     def _run(self) -> Report:
         link = current_link()
-        # A thread that adds a job waits for this lock until its job can join.
-        with self._lock:
-            if self._used:
-                raise JobError("This runner has run. Make a new Runner for another run.")
-            arguments.check_jobs(len(self._runs), self.policy)
-            if self.world.estimate_request:
-                self._runs = first_of(self._runs, self.world)
-            runs = tuple(self._runs)
-            self._used = True
-            self._agree(runs, link)
-            if self._writes_metrics:
-                claim_metrics(self.world, self._metric_files)
-            if self.checkpoints is not None:
-                names = [run.name for run in runs]
-                self._session = open_session(self.checkpoints, self.world, names, self.policy)
-                for name, fn, given in taken_over(
-                    self._session, self._functions, self._check_name, self.world.rank
-                ):
-                    self._runs.append(self._job_run(name, fn, {**given}))
-                runs = tuple(self._runs)
-            driver = self._driver = Driver(
-                world=self.world,
-                jobs=[(run.name, run.make_thread) for run in runs],
-                policy=self.policy,
-                depth=self._depth,
-                listeners=self._listeners,
-                link=link,
-                on_text=self._add_submitted,
-                chaos=self._chaos,
-                start=self._start,
-            )
-            for run, record in zip(runs, driver.records, strict=True):
-                run.attach(driver, record, self._session)
+        driver = self._begin(link)
         start_ns = time.monotonic_ns()
         # A signal's exception is kept until the reports and files below are complete: a rank that's
         # asked to stop while it saves is stopping already.
@@ -380,27 +345,27 @@ class Runner:
             end_ns = time.monotonic_ns()
             # A thread that's just adding a job gets it into the list first.
             with self._lock:
-                for run in self._runs:
-                    run.close()
+                for engine in self._engines:
+                    engine.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
                 # Other ranks may have added the jobs in a different order. We assign a new list
                 # because a list is empty while `sort` works on it, and another thread that reads
                 # `jobs` would then find no jobs.
-                self._runs = sorted(self._runs, key=lambda run: run.order)
-            jobs = self.jobs
+                self._engines = sorted(self._engines, key=lambda engine: engine.order)
+            jobs = tuple(self._engines)
             if self._session is not None:
-                for run in self._runs:
-                    run.save_left()
-                broke_off = not all(job.status == "ended" for job in jobs)
+                for engine in self._engines:
+                    engine.save_left()
+                broke_off = not all(job.status == JobStatus.ENDED for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
-                compare_replicas(self.world, jobs)
-                missing = left_out(
+                _compare_replicas(self.world, jobs)
+                missing = _left_out(
                     self.world, jobs, [*driver.router.left_out, *sorted(self._submitted)]
                 )
-                tell_unread(self.world, jobs)
-            self.report = report_of(
+                _tell_unread(self.world, jobs)
+            self.report = _report_of(
                 jobs,
                 self._recorder,
                 world=self.world,
@@ -411,15 +376,17 @@ class Runner:
                 watch=after_run(self.world, "report"),
             )
             if driver.router.paused_run.is_over:  # stopped, but not by a signal
-                paused = [job.name for job in jobs if job.paused and job.status == "stopped"]
+                paused = [
+                    job.name for job in jobs if job.paused and job.status == JobStatus.STOPPED
+                ]
                 missing, stopped = missing or nobody_resumes(paused), False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
-                print_error(stop_text([run.at_stop() for run in self._runs], folder))
+                print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
             # If the run wasn't stopped, no other rank has been informed of this rank's signal.
             own = driver.interrupt or (held[0] if held else None)
             ending = (
-                agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
+                _agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
             )
         # A signal may have arrived while the handlers were being restored.
         if ending is None and held:
@@ -429,33 +396,68 @@ class Runner:
         raise_errors(jobs, missing)
         return self.report
 
-    def _break_off(self) -> None:
-        """Closes the jobs and files after a lane failed. Waits for writes in progress.
-
-        Only jobs without a living thread are closed here; the others close in their own threads.
-        """
+    def _begin(self, link: Link | None) -> Driver:
+        """Compares the jobs with all other ranks and makes the driver. Waits for all ranks."""
+        # A thread that adds a job waits for this lock until its job can join.
         with self._lock:
-            for run in self._runs:
-                run.close_unbegun()
-        if self._metric_files is not None:
-            self._metric_files.close()
-        if self._session is not None:
-            self._session.close()
+            if self._used:
+                raise JobError("This runner has run. Make a new Runner for another run.")
+            arguments.check_jobs(len(self._engines), self.policy)
+            if self.world.estimate_request:
+                self._engines = _first_of(self._engines, self.world)
+            engines = tuple(self._engines)
+            self._used = True
+            self._agree(engines, link)
+            if self._writes_metrics:
+                _claim_metrics(self.world, self._metric_files)
+            if self.checkpoints is not None:
+                names = [engine.name for engine in engines]
+                self._session = _open_session(self.checkpoints, self.world, names, self.policy)
+                for name, fn, given in _taken_over(
+                    self._session, self._functions, self._check_name, self.world.rank
+                ):
+                    self._engines.append(self._make_engine(name, fn, {**given}))
+                engines = tuple(self._engines)
+            driver = self._driver = Driver(
+                world=self.world,
+                jobs=[(engine.name, engine.make_thread) for engine in engines],
+                policy=self.policy,
+                depth=self._depth,
+                listeners=self._listeners,
+                link=link,
+                on_text=self._add_submitted,
+                chaos=self._chaos,
+                start=self._start,
+            )
+            for engine, record in zip(engines, driver.records, strict=True):
+                engine.attach(driver, record, self._session)
+        return driver
 
-    def _agree(self, runs: Sequence[JobRun], link: Link | None) -> None:
+    def _agree(self, engines: Sequence[JobEngine], link: Link | None) -> None:
         """Compares jobs and settings with all other ranks. Waits for them.
 
         With different jobs or policies, the ranks' lanes would never match up.
+
+        Raises:
+            JobError: On every rank: the settings differ.
         """
-        mine = {
-            "jobs": [run.name for run in runs],
-            "policy": text_of(self.policy),
+        facts = {
+            "jobs": [engine.name for engine in engines],
+            "policy": _text_of(self.policy),
             "start": self._start,
             "checkpoints": self.checkpoints and self.checkpoints.agreed,
             "metrics": self._writes_metrics,
             "emulated_link": None if link is None else str(link),
         }
-        agree(self.world, mine)
+        with self.world.monitor(job="", step=0, segment=-1, what="start of the run"):
+            texts = self.world.control.allgather_text(json.dumps(facts))
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise JobError(
+                    f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add "
+                    "the same jobs in the same order, with the same policy, checkpoints, "
+                    "`metrics` and emulated link, on every rank."
+                )
 
     def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:
         return (
@@ -463,3 +465,270 @@ class Runner:
             if self._metric_files is None
             else self._metric_files.begin(name, step, without=without)
         )
+
+    def _break_off(self) -> None:
+        """Closes the jobs and files after a lane failed. Waits for writes in progress.
+
+        Only jobs without a living thread are closed here; the others close in their own threads.
+        """
+        with self._lock:
+            for engine in self._engines:
+                engine.close_unbegun()
+        if self._metric_files is not None:
+            self._metric_files.close()
+        if self._session is not None:
+            self._session.close()
+
+
+def _first_of(engines: Sequence[JobEngine], world: World) -> list[JobEngine]:
+    """Returns the first job alone, whose first step `jaxcross estimate` measures.
+
+    If there are more jobs, rank 0 logs which one is measured.
+    """
+    if len(engines) > 1 and world.rank == 0:
+        _log.warning(
+            "Job `%s`, the first of %d, is measured. The others are not run.",
+            engines[0].name,
+            len(engines),
+        )
+    return list(engines[:1])
+
+
+def _text_of(policy: Policy) -> str:
+    """Returns the text by which ranks compare their policies.
+
+    The default `repr` of a user's class contains an address, which differs between ranks.
+    """
+    cls = type(policy)
+    if cls.__repr__ is object.__repr__:
+        return f"{cls.__module__}.{cls.__qualname__}"
+    return repr(policy)
+
+
+def _claim_metrics(world: World, files: MetricFiles | None) -> None:
+    """Claims the folder of metrics on rank 0, which writes the files. Waits for all ranks.
+
+    Raises:
+        ValueError: On every rank: the folder is in use or can't be written.
+    """
+    problem = None
+    if files is not None:
+        try:
+            files.claim()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    with world.monitor(job="", step=0, segment=-1, what="opening the folder of metrics"):
+        problem = gather(world.control, problem)[0]
+    if problem is not None:
+        raise ValueError(f"`metrics`: {problem}")
+
+
+def _open_session(
+    checkpoints: Checkpoints, world: World, jobs: Sequence[str], policy: Policy
+) -> Session:
+    """Opens the checkpoints of a run. Waits for all ranks."""
+    with world.monitor(job="", step=0, segment=-1, what="opening the checkpoints"):
+        return Session(checkpoints, world, jobs=jobs, policy=_text_of(policy))
+
+
+def _taken_over(
+    session: Session, functions: RegisteredFunctions, check_name: Callable[[str], None], rank: int
+) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """Yields the unfinished jobs that an earlier run received by `submit`.
+
+    Each is a name, a function and its arguments, identical on all ranks. Warns about jobs that
+    joined the earlier run in another way and that this run doesn't have.
+    """
+    for listed, text in session.resubmit.items():
+        try:
+            name, fn, arguments = functions.resolve(text, rank)
+            # A listed name is a valid name of a job, and its folder is known.
+            if name != listed:
+                raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
+            check_name(name)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            _log.warning(
+                "A submission of an earlier run cannot be understood, and is left out: %s.",
+                clause(str(error)),
+            )
+        else:
+            yield name, fn, arguments
+    if session.missing and rank == 0:
+        _log.warning(
+            "These jobs joined an earlier run with these checkpoints, were not over when it ended, "
+            "and are not added now: %s. Add them before `runner.run()`, and they go on where they "
+            "stood.",
+            quoted(session.missing),
+        )
+
+
+def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
+    """Compares the last states of all jobs that joined. Waits for all ranks.
+
+    If they're equal, this costs one small all-reduce. If they differ in a job that checks its
+    replicas, that's the job's error on every rank.
+    """
+    joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
+    found = (
+        exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined])
+        if joined
+        else []
+    )
+    for job, every in zip(joined, found, strict=True):
+        error = job.replicas.settle(every) if job.replicas.end is not None else None
+        job.error = job.error or error
+
+
+def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> JobError | None:
+    """Returns the error for jobs that never joined, or None. Waits for all ranks.
+
+    The same on every rank. `names` are the jobs that this rank added and that never joined.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, theirs in enumerate(gather(world.control, names)):
+        for name in theirs:
+            ranks.setdefault(name, []).append(str(rank))
+    if not ranks:
+        return None
+    what = ", ".join(
+        f"`{name}` (rank {', '.join(where)} of {world.size})" for name, where in ranks.items()
+    )
+    error = JobError(
+        "Jobs were added during the run but not on every rank, or when it was ending, and never "
+        f"joined: {what}. Add a job on all ranks while another one still has to wait for them, for "
+        "example in a job's function."
+    )
+    for job in jobs:
+        if job.status == JobStatus.LEFT_OUT:
+            job.error = error
+    return error
+
+
+def _tell_unread(world: World, jobs: Sequence[JobEngine]) -> None:
+    """Makes a metric that some rank can't read back the job's error on every rank.
+
+    Waits for all ranks.
+    """
+    mine = {
+        job.name: f"{type(job.unread).__name__}: {job.unread}"
+        for job in jobs
+        if job.unread is not None
+    }
+    for rank, failures in enumerate(gather(world.control, mine)):
+        for job in jobs:
+            failure = failures.get(job.name)
+            if job.error is None and failure:
+                job.error = JobError(
+                    f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}"
+                )
+                job.error.__cause__ = job.unread
+
+
+def _report_of(
+    jobs: Sequence[JobEngine],
+    recorder: Recorder,
+    *,
+    world: World,
+    policy: str,
+    link: str,
+    start_ns: int,
+    end_ns: int,
+    watch: AbstractContextManager[Any],
+) -> Report:
+    """Builds the report, the same on every rank. Waits for all ranks, inside of `watch`."""
+    devices = jax.local_devices()
+    over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
+    return Report.build(
+        recorder.spans(),
+        jobs=[_facts(job) for job in jobs if job.status != JobStatus.LEFT_OUT],
+        rank=world.rank,
+        size=world.size,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        policy=policy,
+        placement=(
+            f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a "
+            f"rank{over}"
+        ),
+        link=link,
+        dropped=recorder.dropped,
+        control=world.control if world.size > 1 else None,
+        watch=watch,
+    )
+
+
+def _facts(job: JobEngine) -> JobSummary:
+    metrics: dict[str, float] = {}
+    for _, values in job.history:
+        if isinstance(values, dict):
+            metrics.update({key: as_float(v) for key, v in _numbers(values)})
+    loss = metrics.pop("loss", None)
+    return JobSummary(
+        name=job.name,
+        steps=job.steps_made,
+        examples_per_step=job.examples.per_step,
+        final_loss=loss,
+        metrics=metrics,
+        how=job.status or JobStatus.ENDED,
+        why=job.evaluations.stop_reason if job.error is None else str(job.error),
+        skipped=job.skipped - job.skipped_steps.before,
+        replicas=job.replicas.findings.text,
+        first_step=job.step - job.steps_made,
+        unit=job.examples.unit,
+        program=job.registry.most_run(),
+        left_over=(job.world.rank,) if job.left_over else (),
+    )
+
+
+def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
+    for key, value in values.items():
+        if isinstance(value, int | float):
+            yield str(key), value
+        elif isinstance(value, dict):
+            yield from ((f"{key}/{inner}", number) for inner, number in _numbers(value))
+
+
+def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -> BaseException:
+    """Returns the exception that this rank raises after a stop.
+
+    Waits for all ranks, so that no rank exits while another one is still saving.
+
+    Args:
+        world: All ranks.
+        terminated: Whether this rank received SIGTERM.
+        own: The exception that this rank's signal handler raised, if any.
+    """
+    with after_run(world, "end of the run"):
+        some = any_rank(world.control, terminated)
+        kind = ExitKind.TERMINATED if some else ExitKind.INTERRUPTED
+        world.flight.record_exit(kind, "SIGTERM" if some else "Ctrl-C")
+        # The first rank that exits with a nonzero code terminates all ranks, so we wait until each
+        # of them has written its last output.
+        world.control.allreduce_min(np.zeros(1, np.int64))
+    if own is not None and not isinstance(own, KeyboardInterrupt):
+        return own  # the user's handler raised it on purpose
+    return SystemExit(TERMINATED) if some else KeyboardInterrupt()
+
+
+def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
+    """Raises the first failed job's error, or else `missing`, with notes about further errors."""
+    errors = [
+        job.error
+        for job in jobs
+        if job.error is not None and job.status not in (JobStatus.EJECTED, JobStatus.LEFT_OUT)
+    ]
+    raise_first([*errors, *([missing] if missing is not None else [])])
+
+
+def raise_first(errors: Sequence[Exception]) -> None:
+    """Raises the first error, if any, with notes about the further ones.
+
+    `jaxcross.health.tracebacks.ends_run` looks for this function in an error's traceback.
+    """
+    if not errors:
+        return
+    for other in errors[1:MAX_ERRORS_SHOWN]:
+        errors[0].add_note(f"Also: {other}")
+    if more := len(errors[MAX_ERRORS_SHOWN:]):
+        errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
+    raise errors[0]

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
-from jaxcross.jobs.latest_state import LatestState, form
-from jaxcross.program.nonfinite import is_finite
+from jaxcross.jobs.job_state import JobState, form_of
+from jaxcross.program import is_finite
 
 MOST_IN_A_ROW = 10
 """After this many skipped steps in a row, the state is checked."""
@@ -41,7 +41,7 @@ class SkippedSteps:
 
     __slots__ = ("_in_a_row", "_job", "_latest", "before", "total")
 
-    def __init__(self, job: str, latest: LatestState) -> None:
+    def __init__(self, job: str, latest: JobState) -> None:
         self._job, self._latest, self._in_a_row = job, latest, 0
         self.before = self.total = 0
 
@@ -67,9 +67,9 @@ class SkippedSteps:
         """
         if not self._in_a_row or self._in_a_row % MOST_IN_A_ROW:
             return
-        state, _ = self._latest.latest()
+        state, _ = self._latest.newest()
         # If the form differs, the results may be metrics.
-        path = _first_nonfinite(state) if form(state) == form(self._latest.state) else None
+        path = _first_nonfinite(state) if form_of(state) == form_of(self._latest.state) else None
         if path is not None:
             raise JobError(
                 f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of "

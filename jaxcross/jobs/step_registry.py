@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.memory import JobMemory
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
+from jaxcross.interleave import StepGraph
+from jaxcross.jobs.memory import JobMemory
+from jaxcross.program import Compiled, Program
 
 
 def step_graph_of(program: Program, function: str = "") -> StepGraph:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxcross.errors import JobError, clause
+from jaxcross.errors import JobError, clause, quoted
 
 MOST_BYTES = 64 * 1024  # of one submission, which all ranks gather as text
 _DEEPEST = 50  # JSON that every rank can parse, whatever the depth of its stack
@@ -73,7 +73,7 @@ class RegisteredFunctions:
         """
         if name not in self._functions:
             names = list(self._functions)  # a copy, because another thread may register a function
-            known = ", ".join(f"`{each}`" for each in names) or "nothing"
+            known = quoted(names) or "nothing"
             raise ValueError(
                 f"Job `{job}`: no function is registered as `{name}`; there are: {known}."
             )

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from jaxcross.commands.launch import related
-from jaxcross.lab import Lab
+from jaxcross._processes import related
+from jaxcross.lab.network import Lab
 
 
 def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:

@@ -1,22 +1,24 @@
 """Decisions that are made before a run starts, based on measurements of its jobs.
 
-    profile       how long one step of a job takes, segment by segment, when the job runs alone
-    contention    how much computations and exchanges slow each other down on a machine
-    twin          predicts a run from these two: the real interleaver on a virtual clock
-    difference    explains where a run took longer than its prediction
-    memory        how many bytes jobs need together, and how many a rank may use
-    groups        which jobs share devices
-    rates         into how many pieces to cut the jobs of a group, and which shares to give them, so
-                  that none of them starves
-    plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table`
-                  prints it)
-    make_plan     `make` makes a plan from profiles
-    profiled_cut  `cut` chooses the cut of a step that runs alone, based on its profiles
-    jobs_file     the jobs of a plan, in a file that people write (`bounded` reads files of a
-                  limited size)
-    compression   the least compression that hides the exchanges of all jobs behind computation
-    estimate      how much faster equal jobs run alongside each other, from the cost of one step
-                  (`step_cost`)
+    machine_contention  how much computations and exchanges slow each other down on a machine
+    twin                predicts a run from that and from profiles of its jobs (step/profile.py):
+                        the real interleaver on a virtual clock
+    difference          explains where a run took longer than its prediction
+    groups              which jobs share devices
+    rates               into how many pieces to cut the jobs of a group, and which shares to give
+                        them, so that none of them starves
+    plan                the whole decision as data and as a table: groups, pieces, shares, predicted
+                        speeds
+    make_plan           `make` makes a plan from profiles
+    profiled_cut        `cut` chooses the cut of a step that runs alone, based on its profiles
+    jobs_file           the jobs of a plan, in a file that people write
+    compression         the least compression that hides the exchanges of all jobs behind
+                        computation
+    speedup             how much faster equal jobs run alongside each other, from the cost of one
+                        step
+
+`Profile` (how long one step of a job takes, segment by segment, when the job runs alone) is in
+`step/profile`, and `JobMemory` in `jobs/memory`.
 
 Making a plan needs no ranks, no device and no `World`. Only `compression` uses JAX: it traces steps
 by the types of their arrays.
@@ -25,19 +27,25 @@ by the types of their arrays.
 from typing import TYPE_CHECKING
 
 from jaxcross._lazy import on_first_use
-from jaxcross.plan.contention import MachineContention
+from jaxcross.jobs import JobMemory
 from jaxcross.plan.difference import Difference
+from jaxcross.plan.machine_contention import MachineContention
 from jaxcross.plan.make_plan import make, predict_group
-from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
-from jaxcross.plan.profile import Profile
-from jaxcross.plan.profiled_cut import ProfiledCut, cut
+from jaxcross.plan.profiled_cut import cut
 from jaxcross.plan.twin import Prediction, predict
+from jaxcross.step import Profile, ProfiledCut
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # modules that need JAX are imported on first use, so the rest runs without
     from jaxcross.plan.compression import Candidate, JobCost, choose_compression
-    from jaxcross.plan.estimate import Estimate, Gain
-    from jaxcross.plan.step_cost import StepCost
+
+    # for jaxcross's other folders; only those of `__all__` are public
+    from jaxcross.plan.jobs_file import JobsFile, read_jobs
+    from jaxcross.plan.machine_contention import TWO_CORES
+    from jaxcross.plan.profiled_cut import Profiles, profiles_of_step
+    from jaxcross.plan.speedup import Estimate, Gain, StepCost, estimate_of
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = [
     "Candidate",
@@ -60,9 +68,6 @@ __all__ = [
     "predict",
     "predict_group",
 ]
-
-if not TYPE_CHECKING:  # modules that need JAX are imported on first use, so the rest runs without
-    __getattr__, *_ = on_first_use(__name__)
 
 
 def __dir__() -> list[str]:

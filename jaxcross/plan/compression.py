@@ -19,19 +19,10 @@ import optax
 
 from jaxcross._jax_compat import Equation, Jaxpr
 from jaxcross._pytree import PyTree
-from jaxcross.exchange import collectives
-from jaxcross.exchange.mean import mean
-from jaxcross.exchange.power_sgd import power_sgd
-from jaxcross.exchange.qsgd import qsgd
-from jaxcross.exchange.top_k import top_k
-from jaxcross.exchange.validation import whole_number
-from jaxcross.plan.profile import Profile
-from jaxcross.program.ir import Exchange, human_bytes
-from jaxcross.program.lowered import Lowered
-from jaxcross.program.stages import cut
-from jaxcross.program.trace import Traced, trace
-from jaxcross.wire.bytes import wire_bytes
-from jaxcross.wire.recognise import recognise
+from jaxcross.exchange import collectives, mean, power_sgd, qsgd, top_k, whole_number
+from jaxcross.program import Exchange, Lowered, Traced, human_bytes, stages
+from jaxcross.step import Profile
+from jaxcross.wire import recognise, wire_bytes
 
 _MOST_BYTES = 2
 """How many times the bytes of its parameters a step may exchange and still count as a plain mean.
@@ -231,7 +222,9 @@ def received_bytes(
     """
     axes: dict[Any, int] = {axis_name: ranks}
     variants = _variants(trace_update(tx, params, axes))
-    return max(sum(wire_bytes(x, axes) for x in cut(variant).exchanges) for variant in variants)
+    return max(
+        sum(wire_bytes(x, axes) for x in stages.cut(variant).exchanges) for variant in variants
+    )
 
 
 def trace_update(
@@ -246,7 +239,7 @@ def trace_update(
     """
     types = _types(params)
     _, state = jax.make_jaxpr(tx.init, axis_env=list(axes.items()), return_shape=True)(types)
-    return trace(
+    return stages.trace(
         lambda g, s, p: tx.update(g, s, p), (types, state, types), axes=axes, wire=_NoWire()
     )
 

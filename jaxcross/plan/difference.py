@@ -31,22 +31,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.interleave.contention import Contention
-from jaxcross.interleave.instrument import Span
-from jaxcross.interleave.policy import Policy
-from jaxcross.plan.profile import Profile, segment_times
-from jaxcross.report.intervals import Interval, union
-from jaxcross.report.summary import RunData, TimeBreakdown
-from jaxcross.report.table import as_html, printed
-from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
-from jaxcross.report.units import seconds, share
+from jaxcross.interleave import Contention, Span
+from jaxcross.report import (
+    Interval,
+    Report,
+    TimeBreakdown,
+    Timeline,
+    as_html,
+    in_lane_order,
+    merge_intervals,
+    printed_text,
+    seconds,
+    share,
+    shortest_exchanges,
+)
+from jaxcross.step import Profile, segment_times
+
+if TYPE_CHECKING:
+    from jaxcross.plan.twin import Prediction
 
 PARTS = MappingProxyType({
     "computation": "longer than by the profiles, contention apart",
@@ -125,29 +134,13 @@ class Difference:
         return Group(title, table)
 
     def __str__(self) -> str:
-        return printed(self.__rich__())
+        return printed_text(self.__rich__())
 
     def _repr_html_(self) -> str:
         return as_html(self.__rich__())
 
 
-class Repeatable(Protocol):
-    """A prediction that can be repeated with other costs, such as `jaxcross.plan.Prediction`."""
-
-    @property
-    def rounds(self) -> TimeBreakdown: ...
-    @property
-    def spans(self) -> tuple[Span, ...]: ...
-    @property
-    def profiles(self) -> tuple[Profile, ...]: ...
-    @property
-    def policy(self) -> Policy: ...
-    @property
-    def contention(self) -> Contention: ...
-    def again(self, *, profiles: Sequence[Profile], contention: Contention) -> Repeatable: ...
-
-
-def difference(prediction: Repeatable, run: RunData) -> Difference:
+def difference(prediction: Prediction, run: Report) -> Difference:
     """Explains a run by its prediction.
 
     Repeats the prediction with the run's own seconds of computation, then also with its seconds of
@@ -187,7 +180,7 @@ def difference(prediction: Repeatable, run: RunData) -> Difference:
     return Difference(predicted_ns=ends[0], achieved_ns=achieved, parts_ns=parts, ideal_ns=ideal)
 
 
-def _check(prediction: Repeatable, run: RunData) -> None:
+def _check(prediction: Prediction, run: Report) -> None:
     predicted = [profile.name for profile in prediction.profiles]
     there = [job.name for job in run.jobs]
     if sorted(predicted) != sorted(there):
@@ -330,7 +323,7 @@ def _rows(
     for rank in sorted({span.rank for span in spans}):
         timeline = Timeline.of(rank, spans, shortest)
         exchanging = _Cumulated(
-            union(piece for pieces in timeline.transfer.values() for piece in pieces)
+            merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
         )
         computing = _Cumulated(timeline.computing)
         for span in spans:
@@ -376,7 +369,7 @@ class _Cumulated:
         return self._before[index - 1] + min(moment, end) - start
 
 
-def _scaled(prediction: Repeatable, kind: str, factors: Mapping[str, float]) -> Repeatable:
+def _scaled(prediction: Prediction, kind: str, factors: Mapping[str, float]) -> Prediction:
     """Returns the prediction with the segments of one kind scaled by each job's factor."""
     profiles = []
     for profile in prediction.profiles:
@@ -388,7 +381,7 @@ def _scaled(prediction: Repeatable, kind: str, factors: Mapping[str, float]) -> 
     return _again(prediction, profiles, prediction.contention)
 
 
-def _with_host_time(prediction: Repeatable, run: RunData) -> Repeatable:
+def _with_host_time(prediction: Prediction, run: Report) -> Prediction:
     """Returns the prediction with the run's time between steps, where that is longer."""
     profiles = []
     for profile in prediction.profiles:
@@ -402,8 +395,8 @@ def _with_host_time(prediction: Repeatable, run: RunData) -> Repeatable:
 
 
 def _again(
-    prediction: Repeatable, profiles: Sequence[Profile], contention: Contention
-) -> Repeatable:
+    prediction: Prediction, profiles: Sequence[Profile], contention: Contention
+) -> Prediction:
     if tuple(profiles) == prediction.profiles and contention == prediction.contention:
         return prediction
     return prediction.again(profiles=profiles, contention=contention)

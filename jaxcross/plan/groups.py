@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from jaxcross.plan.memory import JobMemory, memory_limit, needed_by_groups, needed_bytes
+from jaxcross.jobs import JobMemory, memory_limit, needed_by_groups, needed_bytes
 
 Numbers = npt.NDArray[np.float64]
 
@@ -125,7 +125,7 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
     groups: list[tuple[str, ...]] = []
     cost = alone = pooled = 0.0
     for ranks, same in sorted(of_ranks.items()):
-        table = _Table(same, limit)
+        table = _LoadTable(same, limit)
         for members in _divide(table, min(most, len(same))):
             groups.append(tuple(same[i].name for i in members))
             cost += ranks * float(table.seconds(np.array([members]))[0])
@@ -134,7 +134,16 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
     return Grouping(groups=tuple(groups), rank_s=cost, alone_rank_s=alone, pooled_rank_s=pooled)
 
 
-class _Table:
+def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
+    """Returns the bound of a round, max(sum c, sum m, max(c + m)): no order of the same work is
+    faster. The jobs of a round are along the last axis.
+    """
+    compute = np.asarray(compute_s)
+    exchange = np.asarray(exchange_s)
+    return np.maximum((compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1)))
+
+
+class _LoadTable:
     """The jobs' numbers as arrays. Methods take rows of job numbers, one row per group. The last
     entry of each array stands for an empty place in a group.
     """
@@ -150,11 +159,7 @@ class _Table:
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the bound of each group, along all but the last axis of `rows`."""
-        compute = self.compute[rows]
-        exchange = self.exchange[rows]
-        return np.maximum(
-            (compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1))
-        )
+        return bound_s(self.compute[rows], self.exchange[rows])
 
     def excess(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns by what share of the memory limit each group exceeds it."""
@@ -166,7 +171,7 @@ class _Table:
         return self.seconds(rows) + _OVER_FULL * self.excess(rows) * (1 + self.seconds(rows))
 
 
-def _divide(table: _Table, most: int) -> list[tuple[int, ...]]:
+def _divide(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
     """Returns the job numbers of each group."""
     if table.jobs <= EXACT:
         return _best(table, most)
@@ -184,7 +189,7 @@ def _divide(table: _Table, most: int) -> list[tuple[int, ...]]:
         count = min(table.jobs, count + max(1, count // 20))
 
 
-def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
+def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
     """Compares all groupings. The best grouping of a set of jobs consists of a first group and the
     best grouping of the remaining jobs, so smaller sets come first (dynamic programming).
     """
@@ -205,7 +210,7 @@ def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
     return best[2**table.jobs - 1][1]
 
 
-def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
+def _folded(table: _LoadTable, count: int, most: int) -> npt.NDArray[np.intp]:
     """Returns initial groups: sorts the jobs by how much of their step is exchange, then fills the
     groups back and forth, so that each gets jobs from both ends of the order.
     """
@@ -218,7 +223,7 @@ def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
     return rows.T.copy()
 
 
-def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+def _improve(table: _LoadTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     """Redistributes the jobs of pairs of groups as long as that makes rounds shorter."""
     count, most = rows.shape
     if count < 2:
@@ -248,7 +253,7 @@ def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     return rows
 
 
-def _without_gain(table: _Table, members: list[int]) -> list[tuple[int, ...]]:
+def _without_gain(table: _LoadTable, members: list[int]) -> list[tuple[int, ...]]:
     """Splits off jobs that gain nothing from sharing. Each of them gets its own group."""
     parts: list[tuple[int, ...]] = []
     left = list(members)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxcross._schema import read_text
 from jaxcross.errors import clause
-from jaxcross.plan.bounded import read_text
 from jaxcross.plan.plan import MAX_NAME
-from jaxcross.plan.profile import Profile
+from jaxcross.step import Profile
 
 MAX_FILE_BYTES = 10_000_000
 MAX_JOBS = 100_000

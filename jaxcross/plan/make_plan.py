@@ -6,16 +6,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
-from jaxcross.interleave.contention import Contention
-from jaxcross.plan.contention import MachineContention
+from jaxcross._arguments import check_type
+from jaxcross.interleave import Contention
+from jaxcross.jobs import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.groups import Load, group
-from jaxcross.plan.memory import JobMemory, memory_limit, needed_bytes
+from jaxcross.plan.machine_contention import MachineContention
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.rates import MOST_STEPS, PIECES, Cuts, Rates, choose_rates, cuts_of
 from jaxcross.plan.twin import VOTE_S, Prediction, predict
+from jaxcross.step import Profile
 
 ROUNDS = 8
 """Steps of the slowest job in the prediction whose numbers a plan shows."""
@@ -59,7 +61,7 @@ def make(
         the floor, and the plan says why.
 
     Raises:
-        TypeError: `memory` is neither a number nor a text.
+        TypeError: An argument has the wrong type.
         ValueError: There are no jobs, a job has two profiles of the same cut or profiles of several
             numbers of ranks, a job doesn't fit into the memory alone, its step takes no time,
             `steps` doesn't name each job, or a number is out of range.
@@ -74,6 +76,12 @@ def make(
     """
     jobs = by_job(profiles)
     limit = memory_limit(memory)
+    check_type(most, Integral, "`most`")
+    check_type(steps, Mapping | None, "`steps`")
+    for name, count in (steps or {}).items():
+        check_type(count, Real, f"`steps` of `{name}`")
+    check_type(contention, Contention | MachineContention | None, "`contention`")
+    check_type(floor, Real | None, "`floor`")
     if floor is not None and not 0 < floor <= 1:
         raise ValueError(f"`floor` must be in (0, 1], got {floor}")
     loads = _loads(jobs, steps)
@@ -93,11 +101,14 @@ def by_job(profiles: Iterable[Profile]) -> dict[str, Cuts]:
     """Returns each job's profiles, by number of pieces.
 
     Raises:
+        TypeError: `profiles` isn't an iterable of profiles.
         ValueError: There are no jobs, or a job has two profiles of the same cut, or profiles of
             several numbers of ranks.
     """
+    check_type(profiles, Iterable, "`profiles`")
     several: dict[str, dict[int, Profile]] = defaultdict(dict)
     for profile in profiles:
+        check_type(profile, Profile, "each of `profiles`")
         cuts = several[profile.name]
         pieces = max(len(profile.graph.collectives), 1)
         if pieces in cuts:

@@ -7,24 +7,26 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan import bounded
-from jaxcross.report.summary import LOST_TIME
-from jaxcross.report.units import plural
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Group
+from jaxcross import _schema
+from jaxcross.interleave import Policy, RoundRobin, Weighted
+from jaxcross.report import LOST_TIME, as_html, plural, printed_text, seconds
 
 FORMAT = 1
 MAX_FILE_BYTES = 100_000_000
 MAX_NAME = 200
 """Longest name of a job, in characters."""
-MAX_NUMBER = 2**63
-_TURNS = ("round-robin", "weighted")
+_MOST_GROUPS = 50
+"""Most groups that the table shows. The file has all of them."""
+
+Turns = Literal["round-robin", "weighted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class PlannedJob:
                 f"the name of a job has 1 to {MAX_NAME} printable characters, got {self.name!r:.60}"
             )
         positive = (self.pieces, self.share, self.alone_s, self.step_s)
-        if not all(0 < number < math.inf for number in positive):
+        if not all(0 < number < math.inf for number in positive) or self.pieces > _schema.MOST:
             raise ValueError(
                 f"`pieces`, `share` and the seconds of a step of `{self.name}` must be positive"
             )
@@ -95,17 +97,18 @@ class PlannedGroup:
 
     jobs: tuple[PlannedJob, ...]
     ranks: int
-    turns: Literal["round-robin", "weighted"] = "round-robin"
+    turns: Turns = "round-robin"
     period_s: float | None = None
     bound_s: float | None = None
-    lost_s: Mapping[str, float]
+    lost_s: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: int | None = None
     why: str = ""
 
     def __post_init__(self) -> None:
-        if not self.jobs or self.ranks < 1 or self.turns not in _TURNS:
+        turns = get_args(Turns)
+        if not self.jobs or not 1 <= self.ranks <= _schema.MOST or self.turns not in turns:
             raise ValueError(
-                f"a group has jobs, at least 1 rank, and turns of {' or '.join(_TURNS)}"
+                f"a group has jobs, at least 1 rank, and turns of {' or '.join(turns)}"
             )
         numbers = (
             self.period_s or 0,
@@ -115,6 +118,7 @@ class PlannedGroup:
         )
         if (
             not all(0 <= number < math.inf for number in numbers)
+            or not (self.memory_bytes or 0) <= _schema.MOST
             or not self.lost_s.keys() <= LOST_TIME.keys()
         ):
             raise ValueError(
@@ -162,6 +166,8 @@ class Plan:
         twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise ValueError(f"two jobs of the plan have the name `{twice[0]}`")
+        if self.memory_bytes is not None and not 0 <= self.memory_bytes <= _schema.MOST:
+            raise ValueError("`memory_bytes` of the plan is out of range")
 
     @property
     def ranks(self) -> int:
@@ -192,9 +198,7 @@ class Plan:
 
     def to_json(self, path: str | Path) -> Path:
         """Writes the plan; `load` reads it back without loss."""
-        path = Path(path)
-        path.write_text(json.dumps(self.as_data(), allow_nan=False, indent=1))
-        return path
+        return _schema.save(path, self.as_data())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -205,31 +209,23 @@ class Plan:
             OSError: The file can't be read.
         """
         path = Path(path)
-        data = tomllib.loads if path.suffix == ".toml" else json.loads
-        return bounded.load(
-            path, "a plan of jaxcross", lambda text: cls.from_data(data(text)), most=MAX_FILE_BYTES
-        )
+        parse = tomllib.loads if path.suffix == ".toml" else json.loads
+        what = "a plan of jaxcross"
+        return _schema.load(path, what, cls.from_data, most=MAX_FILE_BYTES, parse=parse)
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Reads what `as_data` returned. Fields that may be None may be missing.
+        """Reads what `as_data` returned. Fields that have a default may be missing.
 
         Raises:
             ValueError: `data` is something else.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ValueError(f"this version reads plans of format {FORMAT}")
-        return cls(
-            groups=tuple(map(_group, _read(data, "groups", list))),
-            memory_bytes=_read(data, "memory_bytes", int, default=None),
-            notes=tuple(_texts(_read(data, "notes", list, default=[]))),
-        )
+        _schema.check_format(data, FORMAT, "plans")
+        return _schema.record(data, cls)
 
     def __rich__(self) -> Group:
         """The table, for `rich.print`."""
-        from jaxcross.plan.table import render
-
-        return render(self)
+        return _table(self)
 
     def __repr__(self) -> str:
         jobs = sum(len(group.jobs) for group in self.groups)
@@ -239,64 +235,87 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        from jaxcross.plan.table import render
-        from jaxcross.report.table import printed
-
-        return printed(render(self))
+        return printed_text(_table(self))
 
     def _repr_html_(self) -> str:
-        from jaxcross.report.table import as_html
-
-        return as_html(self.__rich__())
+        return as_html(_table(self))
 
 
-def _group(data: Any) -> PlannedGroup:
-    lost = _read(data, "lost_s", Mapping, default={})
-    return PlannedGroup(
-        jobs=tuple(map(_job, _read(data, "jobs", list))),
-        ranks=_read(data, "ranks", int),
-        turns=_read(data, "turns", str, default="round-robin"),
-        period_s=_read(data, "period_s", float, default=None),
-        bound_s=_read(data, "bound_s", float, default=None),
-        lost_s={cause: _read(lost, cause, float) for cause in lost},
-        memory_bytes=_read(data, "memory_bytes", int, default=None),
-        why=_read(data, "why", str, default=""),
+def _table(plan: Plan) -> Group:
+    """Returns a title, the table, and remarks about the numbers.
+
+    The table has one row per job, and its group's facts are in the group's first row. The columns
+    for group and job come first, because a table that is too wide is split into several, each of
+    which starts with them.
+    """
+    table = Table()
+    table.add_column("group")
+    table.add_column("job", overflow="fold")
+    for name in ("ranks", "memory", "turns", "pieces", "speed", "gain", "step alone", "here"):
+        table.add_column(name, justify="right")
+    for number, group in enumerate(plan.groups[:_MOST_GROUPS]):
+        for row in _rows(number, group):
+            table.add_row(*row)
+        table.add_section()
+    return Group(Text(_title(plan), style="bold"), table, Text("\n".join(_footnotes(plan))))
+
+
+def _rows(number: int, group: PlannedGroup) -> list[list[Text]]:
+    from jaxcross.program import human_bytes  # loads JAX, which making a plan doesn't need
+
+    several = len(group.jobs) > 1
+    memory = "-" if group.memory_bytes is None else human_bytes(group.memory_bytes)
+    facts = [str(group.ranks), memory]
+    gain = f"{group.progress:.2f}" if several else "-"
+    rows = []
+    for job in group.jobs:
+        pieces = "whole" if job.pieces == 1 else f"{'~' * job.estimated}{job.pieces}"
+        turns = "in turn" if several else "alone"
+        if group.turns == "weighted":
+            turns = f"share {job.share:.2f}"
+        times = [seconds(job.alone_s), seconds(job.step_s)]
+        row = [str(number), job.name, *facts, turns, pieces, f"{job.speed:.2f}", gain, *times]
+        rows.append([Text(cell) for cell in row])
+        facts = [""] * len(facts)
+        gain = ""
+    return rows
+
+
+def _title(plan: Plan) -> str:
+    from jaxcross.program import human_bytes
+
+    jobs = sum(len(group.jobs) for group in plan.groups)
+    limit = (
+        "" if plan.memory_bytes is None else f", {human_bytes(plan.memory_bytes)} of memory on each"
+    )
+    return (
+        f"{plural(jobs, 'job')} in {plural(len(plan.groups), 'group')} on "
+        f"{plural(plan.ranks, 'rank')}{limit}"
     )
 
 
-def _job(data: Any) -> PlannedJob:
-    return PlannedJob(
-        name=_read(data, "name", str),
-        pieces=_read(data, "pieces", int),
-        share=_read(data, "share", float),
-        alone_s=_read(data, "alone_s", float),
-        step_s=_read(data, "step_s", float),
-        compute_s=_read(data, "compute_s", float),
-        exchange_s=_read(data, "exchange_s", float),
-        estimated=_read(data, "estimated", bool, default=False),
-    )
-
-
-def _texts(several: list[Any]) -> list[str]:
-    if not all(isinstance(text, str) for text in several):
-        raise ValueError("`notes` holds texts")
-    return several
-
-
-_MISSING = object()
-
-
-def _read(table: Any, key: str, kind: type, *, default: Any = _MISSING) -> Any:
-    """Returns an entry of this type. Whole numbers count as floats, but booleans don't."""
-    if not isinstance(table, Mapping):
-        raise ValueError(f"where `{key}` is looked for there is {table!r:.60}")
-    value = table.get(key)
-    if value is None and default is not _MISSING:
-        return default
-    if isinstance(value, int) and abs(value) > MAX_NUMBER:
-        raise ValueError(f"`{key}` is larger than any number of a plan")
-    if kind is float and type(value) is int:
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"`{key}` is {'missing' if value is None else format(repr(value), '.60')}")
-    return value
+def _footnotes(plan: Plan) -> list[str]:
+    lines = [
+        (
+            f"On the same ranks the groups make {plan.progress:.2f} times as many steps as one job "
+            "after the other."
+        ),
+        (
+            "Step alone, here: time of a step alone, and as predicted in the group. Speed: that "
+            "alone over that here."
+        ),
+        (
+            "Gain: the group's steps over those of its jobs one after the other. Memory: of a "
+            "rank, at its fullest."
+        ),
+    ]
+    if any(job.estimated for group in plan.groups for job in group.jobs):
+        lines.append(
+            "~: pieces estimated from the whole step; a profile of the cut step makes the "
+            "prediction better."
+        )
+    if len(plan.groups) > _MOST_GROUPS:
+        lines.append(f"And {len(plan.groups) - _MOST_GROUPS} more groups, which the file has.")
+    shown = enumerate(plan.groups[:_MOST_GROUPS])
+    lines += [f"Group {n}: {group.why}." for n, group in shown if group.why]
+    return [*lines, *plan.notes]

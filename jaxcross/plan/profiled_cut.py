@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from jaxcross.errors import quoted
 from jaxcross.plan.make_plan import by_job
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.rates import fastest_alone
 from jaxcross.plan.twin import VOTE_S
+from jaxcross.step import Profile, ProfiledCut
 
 Profiles = Profile | Sequence[Profile]
 """One profile of a step, or several: one for each cut that was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfiledCut:
-    """The cut with which a step is fastest alone, for `crossover(cut=...)`; see `cut`.
-
-    Attributes:
-        pieces: Number of exchange segments.
-        profiles: The profiles that it was chosen from. They must be profiles of the step to cut.
-    """
-
-    pieces: int
-    profiles: tuple[Profile, ...] = field(repr=False)
 
 
 def cut(profiles: Profiles) -> ProfiledCut:
@@ -72,9 +59,6 @@ def profiles_of_step(profiles: Profiles) -> tuple[Profile, ...]:
         )
     names = {profile.name for profile in found}
     if len(names) > 1:
-        raise ValueError(
-            "profiles of one step have one name, got "
-            f"{', '.join(f'`{name}`' for name in sorted(names))}"
-        )
+        raise ValueError(f"profiles of one step have one name, got {quoted(sorted(names))}")
     by_job(found)
     return tuple(found)

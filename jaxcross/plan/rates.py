@@ -17,11 +17,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxcross.interleave.contention import Contention
-from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan.memory import JobMemory, memory_limit, needed_bytes
-from jaxcross.plan.profile import Profile
-from jaxcross.plan.twin import VOTE_S, step_rates
+from jaxcross.interleave import Contention, Policy, RoundRobin, Weighted
+from jaxcross.jobs import JobMemory, memory_limit, needed_bytes
+from jaxcross.plan.twin import VOTE_S, check_vote_s, step_rates
+from jaxcross.step import Profile
 
 PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Numbers of pieces to try for a job that has only the profile of its whole step."""
@@ -107,11 +106,12 @@ def choose_rates(
         vote_s: Seconds of a vote.
 
     Raises:
-        TypeError: `memory` is neither a number nor a text.
-        ValueError: There are no jobs, a job has no profile, its step takes no time, or `memory`
-            isn't a number of bytes.
+        TypeError: `memory` is neither a number nor a text, or `vote_s` isn't a number.
+        ValueError: There are no jobs, a job has no profile, its step takes no time, `memory` isn't
+            a number of bytes, or `vote_s` is negative or not finite.
     """
     limit = memory_limit(memory)
+    check_vote_s(vote_s)
     if not jobs or not all(jobs):
         raise ValueError("rates are chosen for at least one job, each with a profile")
     if limit is not None:  # a finer cut may need more

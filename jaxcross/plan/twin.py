@@ -19,20 +19,27 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
-from jaxcross.interleave.compute_queue import DEPTH
-from jaxcross.interleave.contention import Contention
-from jaxcross.interleave.instrument import Span
-from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted, checked_depth
-from jaxcross.interleave.script import Script, Step, Think
-from jaxcross.interleave.simulator import Simulation
+from jaxcross._arguments import check_type
+from jaxcross.interleave import (
+    DEFAULT_DEPTH,
+    Call,
+    Contention,
+    Policy,
+    RoundRobin,
+    Script,
+    Sequential,
+    Simulation,
+    Span,
+    Think,
+    Weighted,
+    checked_depth,
+)
 from jaxcross.plan.difference import Difference, difference
-from jaxcross.plan.profile import Profile
-from jaxcross.report.report import Report
-from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
-from jaxcross.report.time_breakdown import break_down
-from jaxcross.report.units import plural, seconds
+from jaxcross.report import JobSummary, Report, TimeBreakdown, break_down, plural, seconds
+from jaxcross.step import Profile
 
 VOTE_S = 0.0005
 """Seconds of a vote on a local network. Latency dominates, bandwidth doesn't matter. A vote's cost
@@ -73,7 +80,7 @@ class Prediction:
             vote_s=self.vote_s,
         )
 
-    def difference(self, run: RunData) -> Difference:
+    def difference(self, run: Report) -> Difference:
         """Explains a run by this prediction, like `report.against`.
 
         Raises:
@@ -109,9 +116,9 @@ class Prediction:
         Raises:
             MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
-        from jaxcross.report.gantt import draw
+        from jaxcross.report import draw_gantt
 
-        return draw(self.report, Path(path), headline=headline)
+        return draw_gantt(self.report, Path(path), headline=headline)
 
 
 def predict(
@@ -135,11 +142,12 @@ def predict(
         vote_s: Seconds of a vote.
 
     Raises:
+        TypeError: `vote_s` isn't a number.
         ValueError: There are no jobs, two jobs have the same name, a job would make fewer than 2
-            steps, all jobs together would make more than 100,000, or the policy doesn't have a
-            share for each job.
+            steps, all jobs together would make more than 100,000, `vote_s` is negative or not
+            finite, or the policy doesn't have a share for each job.
     """
-    made = _checked(profiles, policy, steps)
+    made = _checked(profiles, policy, steps, vote_s)
     policy = policy if policy is not None else RoundRobin()
     contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
@@ -185,10 +193,11 @@ def step_rates(
         vote_s: As in `predict`.
 
     Raises:
-        ValueError: There are no jobs, two jobs have the same name, or the policy doesn't have a
-            share for each job.
+        TypeError: `vote_s` isn't a number.
+        ValueError: There are no jobs, two jobs have the same name, `vote_s` is negative or not
+            finite, or the policy doesn't have a share for each job.
     """
-    _check_jobs(profiles, policy)
+    _check_jobs(profiles, policy, vote_s)
     scripts = [_script(profile, None) for profile in profiles]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
@@ -233,7 +242,7 @@ def _simulation(
     return Simulation(
         [scripts],
         policy=policy,
-        depth=DEPTH if depth is None else depth,
+        depth=DEFAULT_DEPTH if depth is None else depth,
         exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
         vote_s=vote_s,
         contention=contention,
@@ -243,14 +252,27 @@ def _simulation(
 
 def _script(profile: Profile, steps: int | None) -> Script:
     """Yields the job's events for `steps` steps, or without end if None."""
-    step = Step(profile.graph, profile.seconds)
+    step = Call(profile.graph, profile.seconds)
     for _ in itertools.repeat(None) if steps is None else range(steps):
         if profile.host_s:
             yield Think(profile.host_s)
         yield step
 
 
-def _check_jobs(profiles: Sequence[Profile], policy: Policy | None) -> None:
+def check_vote_s(vote_s: float) -> None:
+    """Checks the seconds of a vote.
+
+    Raises:
+        TypeError: It isn't a number.
+        ValueError: It's negative or not finite.
+    """
+    check_type(vote_s, Real, "`vote_s`")
+    if not 0 <= vote_s < math.inf:
+        raise ValueError(f"`vote_s` must be finite and not negative, got {vote_s}")
+
+
+def _check_jobs(profiles: Sequence[Profile], policy: Policy | None, vote_s: float) -> None:
+    check_vote_s(vote_s)
     if not profiles:
         raise ValueError("a prediction needs the profile of at least one job")
     twice = [
@@ -265,10 +287,13 @@ def _check_jobs(profiles: Sequence[Profile], policy: Policy | None) -> None:
 
 
 def _checked(
-    profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]
+    profiles: Sequence[Profile],
+    policy: Policy | None,
+    steps: int | Sequence[int],
+    vote_s: float,
 ) -> tuple[int, ...]:
     """Checks the arguments of `predict`. Returns the number of steps of each job."""
-    _check_jobs(profiles, policy)
+    _check_jobs(profiles, policy, vote_s)
     made = tuple(steps) if isinstance(steps, Sequence) else tuple(_equally_long(profiles, steps))
     if len(made) != len(profiles) or min(made) < 2:
         raise ValueError(f"each of the {len(profiles)} jobs makes at least 2 steps, got {steps}")

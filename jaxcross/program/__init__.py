@@ -3,40 +3,74 @@
 The modules don't depend on MPI. Of the rest of the package, they use only `jaxcross.errors` and a
 few private helper modules.
 
-stages           `Traced.cut`, `cut` and `compile` as users see them; the only module that imports
-                 all passes
-trace            a step and its arguments -> a flat jaxpr; `flatten` inlines, splits and unrolls the
-                 equations that hold exchanges; every pass emits its equations into an `emitter`
-cut              a flat jaxpr -> a program: which equation runs in which segment; `assemble` builds
-                 the segments, `carried` finds exchanges that need only what the last step left
-ir               the program: segments, exchanges, values, and the interface `Wire`; `text` prints
-                 and parses it, `verify` checks it
-order            which segments must run before each segment, and which values it may overwrite
-compile          a program -> XLA executables, shared by segments of equal `digest`; `lowered`: what
-                 a wire turns a collective segment into
-execution        one step in flight
-hand_over        copies arrays from the accelerator to the host's CPU device, and back
-host_work        which work between two exchanges stays on the host if there is an accelerator
+stages             `Traced`, `cut` and `compile` as users see them
+trace              a step and its arguments -> a flat jaxpr; `flatten` inlines, splits and unrolls
+                   the equations that hold exchanges; every pass emits its equations into an
+                   `emitter`
+cut                a flat jaxpr -> a program: how many segments (`cut=`), and which equation runs in
+                   which; `assemble` builds the segments and packs small exchanges into one;
+                   `carried` finds exchanges that need only what the last step left
+ir                 the program: segments, exchanges, values, and the interface `Wire`; `text` prints
+                   and parses it, `verify` checks it
+order              which segments must run before each segment, and which values it may overwrite
+compile            a program -> XLA executables, shared by segments of equal `digest`; `lowered`:
+                   what a wire turns a collective segment into
+execution          one step in flight
+hand_over          copies arrays from the accelerator to the host's CPU device, and back
+host_work          which work between two exchanges stays on the host if there is an accelerator
 
-conditional      conditionals that exchange: decided by the host or split; `decision` counts the
-                 ranks per branch
-lockstep         loops that exchange and whose number of iterations differs between ranks;
-                 `equality` proves values identical across ranks
-labels           identifies each exchange of a step, so that ranks can compare their order;
-                 `provenance`, `array_parts`
-mismatch         the error texts for ranks that are about to make different exchanges
-rank_lists       mpi4jax's own calls: whether the ranks' lists of them match up; `unit`
-nonfinite        which exchange produced the first non-finite value
-op_cost          which equations are cheap, and which values are cheaper to recompute than to keep
-graph            which equation makes each variable, and which ones read it; `jaxpr_utils` answers
-                 simple questions about a jaxpr
-wire_types       random keys and small integers as types that MPI has; `buffers` packs many arrays
-                 into one
-shard_map        a step that is a `jax.shard_map`; `solver`: linear solvers whose operator exchanges
-step_checks      checks what is passed to `crossover`
-aliasing         arguments that share a buffer, which XLA refuses to take twice
-mini_steps       exchanges that `optax.MultiSteps` makes in vain; `repeated_sums`: exchanges that
-                 are repeated for every micro-batch
-mean_of_means    losses that are divided by a rank's own count; `own_derivatives`: optimizers that
-                 differentiate the loss themselves
+conditional        conditionals that exchange: decided by the host or split; `decision` counts the
+                   ranks per branch
+lockstep           loops that exchange and whose number of iterations differs between ranks;
+                   `equality` proves values identical across ranks
+exchange_labels    identifies each exchange of a step, so that ranks can compare their order;
+                   `value_marks` follows each value to what it's computed from and what reads it
+mismatch           the error texts for ranks that are about to make different exchanges
+mpi4jax_lists      mpi4jax's own calls: whether the ranks' lists of them match up; `mpi4jax_unit`:
+                   the one segment that they form
+nonfinite          finds exchanged values that aren't finite; interleave/vote.py decides for all
+                   ranks whether such a step is skipped
+op_cost            which equations are cheap, and which values are cheaper to recompute than to keep
+graph              which equation makes each variable, and which ones read it; `jaxpr_utils` answers
+                   simple questions about a jaxpr
+wire_types         random keys and small integers as types that MPI has
+shared_buffers     packs many arrays into one buffer and takes them out again
+shard_map_step     a step that is a `jax.shard_map`
+step_checks        checks what is passed to `crossover`; copies arguments that share a buffer
+suspect_exchanges  exchanges that are legal but probably mistakes, such as means of means
 """
+
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.program import mpi4jax_lists, shared_buffers, stages
+    from jaxcross.program.compile import ExecutableCache, SingleFlightCache
+    from jaxcross.program.conditional import Predicate
+    from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
+    from jaxcross.program.digest import program_digest
+    from jaxcross.program.exchange_labels import describe, find_swapped, label_text, order_of
+    from jaxcross.program.execution import Compiled, Execution
+    from jaxcross.program.ir import Aval, Exchange, Program, Segment, hash_62, human_bytes
+    from jaxcross.program.jaxpr_utils import holds
+    from jaxcross.program.lowered import Lowered, Traceable, compile_with_arguments, struct_of
+    from jaxcross.program.mismatch import (
+        BARRIER_REMEDY,
+        branch_call_mismatch,
+        order_mismatch,
+        signature_mismatch,
+        step_mismatch,
+        without_calls,
+    )
+    from jaxcross.program.nonfinite import NonFinite, is_finite, refuse_to_skip
+    from jaxcross.program.step_checks import check_step, copy_shared
+    from jaxcross.program.suspect_exchanges import (
+        means_of_means,
+        own_derivatives,
+        repeated_exchanges,
+        repeated_sums,
+    )
+    from jaxcross.program.trace import Traced, check_arrays, step_name
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

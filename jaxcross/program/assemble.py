@@ -4,6 +4,12 @@
 a *body*: small exchanges are packed into buckets, equations that nobody reads are dropped, and the
 variables that a body reads and passes on become the inputs and outputs of its segment. Positions
 without equations get no segment.
+
+Small exchanges are packed a second time on the wire, by `wire/coalesce`, and both are needed. Here
+the program changes: exchanges of one level below `bucket_bytes` become one exchange of a shared
+buffer, so that a single array travels between accelerator and host, the program is smaller, and
+the ranks compare the buffers before the first step. `coalesce` changes no program: it decides which
+of a segment's sums, shared buffers included, travel in one message.
 """
 
 from __future__ import annotations
@@ -12,17 +18,19 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program import buffers
+from jaxcross.program import shared_buffers
 from jaxcross.program.graph import Graph, Group, Placement, by_place, exchanges_of, variables
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.nonfinite import masked_by
-from jaxcross.program.trace import Traced
+
+if TYPE_CHECKING:
+    from jaxcross.program.trace import Traced
 
 # These reduce element by element, so their operands may share a buffer.
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})
@@ -348,8 +356,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
     params = eqns[0].params
 
     def shared(*arrays: Any) -> list[Any]:
-        out = primitive.bind(buffers.packed(arrays), **params)
-        return buffers.unpacked(
+        out = primitive.bind(shared_buffers.packed(arrays), **params)
+        return shared_buffers.unpacked(
             out[0] if primitive.multiple_results else out, [x.shape for x in arrays]
         )
 

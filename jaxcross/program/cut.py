@@ -23,10 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
+from jaxcross.errors import CutError
+from jaxcross.program.assemble import assemble
 from jaxcross.program.carried import (
     carried_exchanges,
     host_ops_before,
@@ -34,7 +36,10 @@ from jaxcross.program.carried import (
     work_before_commit,
 )
 from jaxcross.program.graph import Graph, Group, Placement, nbytes, variables
+from jaxcross.program.hand_over import on_accelerator
 from jaxcross.program.host_work import HostWork
+from jaxcross.program.ir import Program
+from jaxcross.program.mpi4jax_unit import calls_mpi4jax, unit_of, with_host_ops
 from jaxcross.program.op_cost import (
     HOST_OPS,
     MOST_TOUCHED,
@@ -42,7 +47,10 @@ from jaxcross.program.op_cost import (
     recompute,
     sized_by_exchanges,
 )
-from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
+from jaxcross.program.verify import verify
+
+if TYPE_CHECKING:
+    from jaxcross.program.trace import Traced
 
 Cut = Literal["whole", "auto"] | int
 # Below this size, an exchange's latency costs more than copying its operand into a shared buffer.
@@ -51,12 +59,43 @@ BUCKET_BYTES = 1 << 20
 AUTO_BYTES = 25_000_000
 
 
+def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
+    """Cuts a traced step into a verified program.
+
+    Does not wait or communicate. The result is the same on every rank.
+
+    Args:
+        traced: A step without a `cond` that the host still has to decide (`Traced.undecided` is
+            None).
+        cut: `"whole"` computes, makes all exchanges, and computes the rest. A number splits the
+            exchanges that don't depend on one another into that many collective segments, in the
+            order in which their operands become ready. `"auto"` makes one collective segment per 25
+            MB of gradients, but at most 8. Ignored if the step calls mpi4jax.
+        bucket_bytes: Exchanges smaller than this share flat buffers of up to this size.
+
+    Raises:
+        CutError: The host must decide a `cond` first.
+        ValueError: `cut` is none of these, or `bucket_bytes` is not a number of bytes.
+    """
+    if traced.undecided is not None:
+        raise CutError(
+            "the host decides a conditional at each step: cut one of its "
+            f"{traced.undecided.branches} branches, as in `step.trace(...).decide(0).cut()`"
+        )
+    n_segments = checked_cut(cut)
+    limit = checked_bytes(bucket_bytes)
+    graph = Graph(traced)
+    accelerator = on_accelerator()
+    placement = place_equations(graph, n_segments, accelerator=accelerator)
+    return verify(assemble(graph, placement, limit, pack_on_device=accelerator))
+
+
 def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
     """Chooses the segment of every equation. All ranks get the same segments of exchanges.
 
     Args:
         graph: A step whose `cond`s are already decided, as far as the host can decide them.
-        cut: See `stages.cut`.
+        cut: See `cut`.
         accelerator: Whether compute segments run on another device than the host.
     """
     # mpi4jax calls may differ between ranks, so the ranks couldn't agree on an order for parts of

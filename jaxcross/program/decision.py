@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcross import _jax_compat as compat
+from jaxcross.errors import quoted
 from jaxcross.program.emitter import Emitter
 
 Group = tuple[tuple[str, ...], Any]
@@ -24,7 +25,7 @@ Group = tuple[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class BranchDecision:
     """A `cond` or `switch` that exchanges and whose branch depends on values on the device.
 
     Attributes:
@@ -50,7 +51,7 @@ class Decision:
             return None
         return (
             f"ranks decided the conditional at {self.source} differently. Of those that exchange "
-            f"in it over {', '.join(f'`{a}`' for a in self.axes)}, {', and '.join(taken)}. They "
+            f"in it over {quoted(self.axes)}, {', and '.join(taken)}. They "
             "would average zeros of those that take no part, and drift apart. Decide by what all "
             "of them share, as `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
             "`optax.MultiSteps` with a function that skips, look at a rank's own gradients: put "
@@ -119,7 +120,7 @@ def count(
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
-        flat.decisions[var] = Decision(
+        flat.decisions[var] = BranchDecision(
             axes=axes, takers=tuple(takers), source=compat.source_of(eqn)
         )
         counts[axes, groups] = var

@@ -19,13 +19,13 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
-from jaxcross.program.aliasing import find_shared
 from jaxcross.program.hand_over import from_host, to_host
 from jaxcross.program.ir import Program, Segment
 from jaxcross.program.jaxpr_utils import ends_on_zeros, holds_exchange
-from jaxcross.program.nonfinite import nonfinite
+from jaxcross.program.mpi4jax_unit import zero_calls
+from jaxcross.program.nonfinite import FiniteCheck, NonFinite, NonFiniteOutcome
+from jaxcross.program.step_checks import find_shared
 from jaxcross.program.trace import Traced
-from jaxcross.program.unit import zero_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Runnable:
         call: The executable. For a compute segment it returns one result more than the segment: a
             scalar that is never donated, so that the driver can wait for the end of the segment
             whatever has happened to its other results. For a collective segment it may return more
-            results, for `nonfinite` and `branch_mismatch`.
+            results, for `check_finite` and `branch_mismatch`.
         releases: Inputs that the step doesn't return. Each is dropped after its last reader has
             run.
         memory: Returns XLA's memory figures for the executable, or None if there aren't any. The
@@ -210,7 +210,7 @@ class Execution:
     segments that it depends on.
     """
 
-    __slots__ = ("_alone", "_arrived", "_compiled", "_counts", "_env", "_fences", "_left", "_zeros")
+    __slots__ = ("_alone", "_compiled", "_counts", "_env", "_fences", "_finite", "_left", "_zeros")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -222,9 +222,7 @@ class Execution:
         # the list, and two lanes may release a value at the same time. `list.pop` is atomic;
         # decrementing a counter wouldn't be.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
-        self._arrived: dict[int, Any] | None = (
-            None  # results of collective segments, for `nonfinite`
-        )
+        self._finite: FiniteCheck | None = None
         self._counts: dict[int, Any] = {}  # how many ranks took each branch, for `branch_mismatch`
         self._zeros: dict[int, list[Any]] = {}  # operands of a failed rank's collective segment
         self._alone: dict[int, Any] = {}  # replaces a failed rank's unit of mpi4jax calls
@@ -262,8 +260,8 @@ class Execution:
             # This scalar is never donated, whereas the other results may be given to the next
             # segment before this one ends.
             self._fences[index] = outs[-1]
-        elif self._arrived is not None:
-            self._arrived[index] = outs
+        elif self._finite is not None:
+            self._finite.keep(index, outs)
         # Results beyond the segment's own are for checks. The counts of decisions are the last of
         # these.
         if segment.decisions:
@@ -343,21 +341,23 @@ class Execution:
             ]
         self._zeros[index] = jax.device_put(zeros, device)
 
-    def watch(self) -> Execution:
-        """Starts keeping the results of collective segments for `nonfinite`; returns itself."""
-        self._arrived = {}
+    def watch(self, policy: NonFinite) -> Execution:
+        """Applies a policy to exchanged values that aren't finite; returns itself.
+
+        Call this before any segment runs.
+        """
+        if policy != "ignore":
+            self._finite = FiniteCheck(self._compiled.program, policy)
         return self
 
-    def nonfinite(self, index: int) -> str | None:
-        """Describes a segment's first exchange with a non-finite result; None if all are finite.
+    def check_finite(self, index: int) -> NonFiniteOutcome | None:
+        """Returns what follows from a segment's non-finite results; None if there are none.
 
-        Waits for the results of the segment, which must have run. Call this at most once per
-        segment, and before running a segment that may overwrite the results.
+        Also returns None if the policy ignores them. Otherwise waits for the results of the
+        segment, which must have run. Call this at most once per segment, and before running a
+        segment that may overwrite the results.
         """
-        if self._arrived is None:
-            return None
-        program = self._compiled.program
-        return nonfinite(program, program.segments[index], self._arrived.pop(index))
+        return None if self._finite is None else self._finite.outcome(index)
 
     def branch_mismatch(self, index: int) -> str | None:
         """Describes what ranks decided differently in a collective segment, None if nothing.
@@ -382,7 +382,7 @@ class Execution:
 
         Must be called before any segment after the commit runs.
         """
-        # The step selects its old state if the flag is false; see `step.skip_nonfinite`.
+        # The step selects its old state if the flag is false; see `step.commit_flag`.
         for v in self._compiled.program.commit_flag_inputs:
             self._env[v] = np.zeros((), bool)
 

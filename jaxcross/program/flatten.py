@@ -25,15 +25,14 @@ from jax import lax
 from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat import INLINED, Atom
-from jaxcross._jax_compat.shard_map import without_mesh
+from jaxcross._jax_compat import INLINED, Atom, without_mesh
 from jaxcross.errors import CutError
 from jaxcross.program import lockstep
 from jaxcross.program.conditional import Choose, predicate_of, split
 from jaxcross.program.emitter import Emitter
 from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import holds_exchange, holds_shard_map, is_shard_map
-from jaxcross.program.rank_lists import is_call
+from jaxcross.program.mpi4jax_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64

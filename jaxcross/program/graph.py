@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import holds_exchange
-from jaxcross.program.trace import Traced
+
+if TYPE_CHECKING:
+    from jaxcross.program.trace import Traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,11 @@ from itertools import zip_longest
 from jaxcross.program.ir import LAYOUT
 
 _UNTIL = re.compile(r" until='\w+'")
+# Each rank decides from its own calls whether its program is of this kind. So a rank without calls
+# wouldn't take part.
+BARRIER_REMEDY = (
+    "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
+)
 _WIDTH = re.compile(r"\b(u?int|float|complex)(32|64|128)\b")
 
 
@@ -122,4 +127,12 @@ def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) 
         "order. If a loop over names makes them, sort the names: a set of strings has another "
         "order in each process, and a dict the order in which it was filled. A rank that means "
         "another part of an array than the others selects it by an index that is an array."
+    )
+
+
+def without_calls(name: str, ranks: list[int]) -> str:
+    """Returns the error text for ranks that make no mpi4jax calls in a step, unlike others."""
+    return (
+        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} "
+        f"{', '.join(map(str, ranks))}: {BARRIER_REMEDY}."
     )

@@ -1,23 +1,101 @@
-"""Finds the first exchange of a step whose results contain a NaN or an infinity.
+"""Exchanged values that aren't finite: finds them, and says what follows by a job's policy.
 
-The results of each collective segment are checked on the host. A result may have been computed from
-exchanged values, in which case `_exchange_behind` follows it back to the exchange. It may also be
-finite although an exchanged value is not, e.g. after a division by a norm. `masked_by` finds the
-values that could be hidden that way, so that they're checked as well.
+The results of each collective segment are checked on the host (`FiniteCheck`). A result may have
+been computed from exchanged values, in which case `_exchange_behind` follows it back to the
+exchange. It may also be finite although an exchanged value is not, e.g. after a division by a norm.
+`masked_by` finds the values that could be hidden that way, so that they're checked as well.
+
+With `nonfinite="skip"`, ranks vote at the end of a step on whether all exchanged values were finite
+(`interleave/vote`). If some weren't, the step keeps its old state, for which it has a commit flag
+(`step/commit_flag`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
+from jaxcross.errors import CutError
 from jaxcross.program.graph import Graph, Group, exchanges_of, variables
 from jaxcross.program.ir import Exchange, Program, Segment
+
+NonFinite = Literal["ignore", "raise", "skip", "eject"]
+"""What a job does about a step whose exchanged values aren't all finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonFiniteOutcome:
+    """What follows for a step from exchanged values that aren't finite.
+
+    Attributes:
+        error: Why the step fails; None if it doesn't.
+        ejects: Whether the job is ejected rather than failed.
+        skips: Whether the step must keep its old state.
+    """
+
+    error: FloatingPointError | None = None
+    ejects: bool = False
+    skips: bool = False
+
+    @classmethod
+    def by_policy(cls, policy: NonFinite, what: str, *, skippable: bool) -> NonFiniteOutcome:
+        """Returns the outcome of `what`, the description of the values, by a job's policy.
+
+        A call that can't be skipped, such as an evaluation, ignores the values under `skip`.
+        """
+        if policy == "skip":
+            return cls(skips=skippable)
+        return cls(error=FloatingPointError(what), ejects=policy == "eject")
+
+
+@final
+class FiniteCheck:
+    """Checks the exchanged values of one step in flight, by a job's policy."""
+
+    __slots__ = ("_arrived", "_policy", "_program")
+
+    def __init__(self, program: Program, policy: NonFinite) -> None:
+        self._program = program
+        self._policy: NonFinite = policy
+        self._arrived: dict[int, Sequence[Any]] = {}
+
+    def keep(self, index: int, results: Sequence[Any]) -> None:
+        """Keeps a collective segment's results until they are checked."""
+        self._arrived[index] = results
+
+    def outcome(self, index: int) -> NonFiniteOutcome | None:
+        """Returns what follows from a segment's results; None if all are finite.
+
+        Waits for the results.
+        """
+        program = self._program
+        what = _bad_exchange(program, program.segments[index], self._arrived.pop(index))
+        if what is None:
+            return None
+        skippable = bool(program.commit_flag_inputs)
+        return NonFiniteOutcome.by_policy(self._policy, what, skippable=skippable)
+
+
+def refuse_to_skip(program: Program) -> None:
+    """Raises a CutError for a step that can't be skipped.
+
+    A program without exchanges needn't be skippable.
+    """
+    if program.exchanges:
+        raise CutError(
+            f"`{program.name}` cannot skip a step: none of its results has the structure, shapes "
+            "and types of its first argument, and it donates none. With "
+            '`nonfinite="skip"` the first function with exchanges that a job calls is its step: '
+            "name by `donate_argnums` the arguments that are its state, and return what becomes of "
+            "them. Evaluate after the first step."
+        )
+
 
 # Operations whose result we take to be non-finite if an operand is non-finite; for `div`, if the
 # numerator is.
@@ -93,7 +171,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
     ]
 
 
-def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
+def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
     """Names a collective segment's first exchange with non-finite results; None if there is none.
 
     Waits for the results.

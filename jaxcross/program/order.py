@@ -10,22 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Ordered(Protocol):
-    """The attributes of a segment that the order depends on; see `ir.Segment`."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def inputs(self) -> tuple[int, ...]: ...
-    @property
-    def outputs(self) -> tuple[int, ...]: ...
-    @property
-    def last_uses(self) -> tuple[int, ...]: ...
+if TYPE_CHECKING:
+    from jaxcross.program.ir import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +52,7 @@ class Order:
 
 
 def order_of(
-    segments: Sequence[Ordered],
+    segments: Sequence[Segment],
     *,
     inputs: frozenset[int],
     donated: frozenset[int],

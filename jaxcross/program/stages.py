@@ -1,4 +1,4 @@
-"""The stages of a step as users see them. This is the only file that knows all passes.
+"""The stages of a step as users see them.
 
     traced = crossover(step).trace(*args)    a flat jaxpr
     program = traced.cut(2)                  segments and the values between them, verified
@@ -13,69 +13,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any, final
+from typing import Any
 
 import jax
 
-from jaxcross.errors import CutError
-from jaxcross.program import trace
-from jaxcross.program.assemble import assemble
 from jaxcross.program.compile import ExecutableCache, collectives_to_await, compile_segments
-from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut, place_equations
+from jaxcross.program.cut import cut
 from jaxcross.program.execution import Compiled, live_bytes
-from jaxcross.program.graph import Graph
-from jaxcross.program.hand_over import on_accelerator
 from jaxcross.program.ir import Program, Segment
-from jaxcross.program.verify import verify
+from jaxcross.program.trace import Traced, trace
 
-
-@final
-class Traced(trace.Traced):
-    """A step as one flat jaxpr, with the next stage as a method. `Step.trace` returns it."""
-
-    def cut(self, how: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
-        """Cuts this step into a verified program.
-
-        See `jaxcross.program.stages.cut` for arguments and errors.
-        """
-        return cut(self, how, bucket_bytes=bucket_bytes)
-
-
-def as_stage(traced: trace.Traced) -> Traced:
-    """Returns the same traced step as the public class."""
-    return Traced(**{f.name: getattr(traced, f.name) for f in fields(traced) if f.init})
-
-
-def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
-    """Cuts a traced step into a verified program.
-
-    Does not wait or communicate. The result is the same on every rank.
-
-    Args:
-        traced: A step without a `cond` that the host still has to decide (`Traced.undecided` is
-            None).
-        cut: `"whole"` computes, makes all exchanges, and computes the rest. A number splits the
-            exchanges that don't depend on one another into that many collective segments, in the
-            order in which their operands become ready. `"auto"` makes one collective segment per 25
-            MB of gradients, but at most 8. Ignored if the step calls mpi4jax.
-        bucket_bytes: Exchanges smaller than this share flat buffers of up to this size.
-
-    Raises:
-        CutError: The host must decide a `cond` first.
-        ValueError: `cut` is none of these, or `bucket_bytes` is not a number of bytes.
-    """
-    if traced.undecided is not None:
-        raise CutError(
-            "the host decides a conditional at each step: cut one of its "
-            f"{traced.undecided.branches} branches, as in `step.trace(...).decide(0).cut()`"
-        )
-    n_segments = checked_cut(cut)
-    limit = checked_bytes(bucket_bytes)
-    graph = Graph(traced)
-    accelerator = on_accelerator()
-    placement = place_equations(graph, n_segments, accelerator=accelerator)
-    return verify(assemble(graph, placement, limit, pack_on_device=accelerator))
+__all__ = ["Traced", "compile", "cut", "trace"]
 
 
 def compile(  # noqa: A001 (the name of this stage in JAX)

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat.shard_map import is_cast_outside_of_shard_map
+from jaxcross._jax_compat import is_cast_outside_of_shard_map
 from jaxcross._tracing import tracing
 from jaxcross.errors import CutError, clause
 from jaxcross.program.conditional import Predicate
+from jaxcross.program.cut import BUCKET_BYTES, Cut, cut
 from jaxcross.program.flatten import Flattener
-from jaxcross.program.ir import RankDecision, Wire
-from jaxcross.program.jaxpr_utils import holds_shard_map
-from jaxcross.program.shard_map import check_no_vmap, check_nothing_else, is_shard_map, trace_shards
-from jaxcross.program.solver import call_solvers
+from jaxcross.program.ir import Program, RankDecision, Wire
+from jaxcross.program.jaxpr_utils import holds_exchange, holds_shard_map, rewritten
+from jaxcross.program.shard_map_step import (
+    check_no_vmap,
+    check_nothing_else,
+    is_shard_map,
+    trace_shards,
+)
 from jaxcross.program.step_checks import (
     argument_path,
     check_mesh_axes,
@@ -33,9 +38,10 @@ from jaxcross.program.step_checks import (
 from jaxcross.program.wire_types import convert_wire_types
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A step as one flat jaxpr.
+    """A step as one flat jaxpr, which `cut` turns into a program. `Step.trace` returns it.
 
     Attributes:
         name: Name of the step function.
@@ -58,7 +64,7 @@ class Traced:
         choices: The branches chosen by the host so far, in order.
         unflattened: The jaxpr before flattening, from which `decide` makes the variants.
         paths: The tree paths of the flat arguments and of the flat results, for messages.
-        memo: Results of passes that are computed only once, such as `labels.labelled`.
+        memo: Results of passes that are computed only once, such as `exchange_labels.labelled`.
     """
 
     name: str
@@ -83,7 +89,14 @@ class Traced:
     )  # shared by all variants
     memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
-    def decide(self, choice: int) -> Self:
+    def cut(self, how: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
+        """Cuts this step into a verified program.
+
+        See `jaxcross.program.stages.cut` for arguments and errors.
+        """
+        return cut(self, how, bucket_bytes=bucket_bytes)
+
+    def decide(self, choice: int) -> Traced:
         """Returns the variant in which the first undecided `cond` takes branch `choice`."""
         return _flatten(self, (*self.choices, choice))
 
@@ -104,9 +117,6 @@ class Traced:
 
     def __str__(self) -> str:
         return str(self.jaxpr)
-
-
-T = TypeVar("T", bound=Traced)
 
 
 def trace(
@@ -168,7 +178,7 @@ def trace(
     try:
         with tracing(axes):
             whole = _trace_whole(flat_step, named_step, args, kwargs, avals, axes, step_name(step))
-            whole = call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
+            whole = _call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
     except Exception as error:
         explain_failed_trace(step, error, step_name(step))
         raise
@@ -270,7 +280,7 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
             )
 
 
-def _flatten(base: T, choices: tuple[int, ...]) -> T:
+def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     remaining = list(choices)
     found = []
 
@@ -308,3 +318,26 @@ def step_name(step: Callable[..., Any]) -> str:
     """
     inner = getattr(step, "func", step)
     return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))
+
+
+_SOLVER = "custom_linear_solve"
+
+
+def _call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
+    """Replaces linear solvers whose operator exchanges by plain calls, even inside loops.
+
+    `cg`, `gmres` and `bicgstab` use `custom_linear_solve`, an equation that holds the operator, its
+    transpose and two solvers. JAX needs all of them only to differentiate, which has already
+    happened when we get the jaxpr. Only the solver runs, so a call of the solver is enough.
+
+    Args:
+        jaxpr: Closed or open.
+        axes: Axis name -> size.
+        wire: Recognises exchanges.
+    """
+
+    def called(eqn: compat.Equation) -> compat.Equation:
+        exchanges = any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))
+        return compat.call_of_solver(eqn) if exchanges else eqn
+
+    return rewritten(jaxpr, lambda eqn: eqn.primitive.name == _SOLVER, called)

@@ -14,7 +14,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program.ir import Wire
 from jaxcross.program.jaxpr_utils import is_shard_map, rewritten
-from jaxcross.program.rank_lists import is_call
+from jaxcross.program.mpi4jax_lists import is_call
 
 _SMALL = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})

@@ -2,16 +2,15 @@
 
 record           spans of a run on this rank, and the alignment of the ranks' clocks
 summary          numbers of a run as plain data: jobs, timing, breakdown
-rounds           the part of a run that is measured: whole rounds in steady state
+steady_state     the part of a run that is measured: whole rounds in steady state
 time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`,
                  `intervals`
 report           `Report`: a run on all its ranks, saved and loaded
 table            the table at the end; `units` formats its numbers
 compare          `Comparison` of two ways to run the same jobs
-gantt            the lanes as a picture; `tint` draws work that is thinner than a pixel
+gantt            the lanes as a picture
 chrome           the run as a trace for Perfetto
-sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one trial,
-                 `sweep_plot` draws the picture
+sweep_result     `SweepResult`: the trials of a sweep, as a table and a picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as TensorBoard's event files
 progress         how far a run's jobs are, as plain data and a file; `progress_text` renders it as
                  lines and as a table
@@ -20,10 +19,39 @@ event_files      reads the ranks' event files after the end; `post_mortem` finds
                  first
 """
 
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
 from jaxcross.report.compare import Comparison
 from jaxcross.report.report import Report
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.tensorboard import TensorBoard
+
+if TYPE_CHECKING:  # not public, for jaxcross's other folders
+    from jaxcross.report.event_files import RankRecord, SavedPart, read_event_files
+    from jaxcross.report.gantt import draw_gantt
+    from jaxcross.report.intervals import Interval, merge_intervals
+    from jaxcross.report.metric_files import MetricFiles, as_logged, flatten_metrics, is_of
+    from jaxcross.report.post_mortem import first_to_end, ranks_without_file
+    from jaxcross.report.progress import (
+        PROGRESS_FILE,
+        JobProgress,
+        LatestMetric,
+        RunProgress,
+        StepRate,
+        doing_text,
+        metric_of,
+    )
+    from jaxcross.report.progress_text import duration, run_lines, run_table
+    from jaxcross.report.record import Recorder
+    from jaxcross.report.run_state import RunState, read_run, read_state
+    from jaxcross.report.sweep_result import SweepResult, SweepTrial
+    from jaxcross.report.table import as_html, printed_text, screen_width
+    from jaxcross.report.time_breakdown import break_down
+    from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
+    from jaxcross.report.units import as_float, plural, seconds, share
+else:
+    __getattr__, *_ = on_first_use(__name__)
 
 __all__ = [
     "LOST_TIME",
@@ -34,3 +62,7 @@ __all__ = [
     "TensorBoard",
     "TimeBreakdown",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -11,11 +11,13 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxcross.interleave.instrument import Span
-from jaxcross.report.summary import RunData
+from jaxcross.interleave import Span
 from jaxcross.report.timeline import in_lane_order
+
+if TYPE_CHECKING:
+    from jaxcross.report.report import Report
 
 
 class _Slice(NamedTuple):
@@ -32,7 +34,7 @@ tracks by number.
 """
 
 
-def trace_events(report: RunData) -> dict[str, Any]:
+def trace_events(report: Report) -> dict[str, Any]:
     """Returns the whole file as plain data. Times are in microseconds since the first span."""
     spans = in_lane_order(report.spans)
     origin = min((span.start_ns for span in spans), default=0)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.report.summary import LOST_TIME, JobTiming, RunData, TimeBreakdown
-from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed, totals, unit
+from jaxcross.report.summary import LOST_TIME, JobTiming, TimeBreakdown
+from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed_text, totals, unit
 from jaxcross.report.units import seconds, share
+
+if TYPE_CHECKING:
+    from jaxcross.report.report import Report
 
 FIFTH = 1.2
 """Largest ratio between the two ways' computation, or between their exchange. If they differ by
@@ -38,7 +42,7 @@ class Comparison:
     where: str = ""
 
     @classmethod
-    def of(cls, first: Sequence[RunData], second: Sequence[RunData]) -> Comparison:
+    def of(cls, first: Sequence[Report], second: Sequence[Report]) -> Comparison:
         """Compares the means of several runs of each way.
 
         Alternate the runs (first, second, first, second), so that a machine that is busy for a
@@ -174,7 +178,7 @@ class Comparison:
         return Group(title, table, Text("\n".join(self._notes())))
 
     def __str__(self) -> str:
-        return printed(self.__rich__(), WIDTH + 20)
+        return printed_text(self.__rich__(), WIDTH + 20)
 
     def _repr_html_(self) -> str:
         return as_html(self.__rich__())

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from jaxcross._endings import ExitKind
+
 VERSION = 1
 MOST_RANKS = 10_000
 MOST_BYTES = 32 << 20
@@ -82,11 +84,13 @@ class RankRecord:
         done: The last operation of a job that it ended.
         done_of: The last operation that it ended for each job that hadn't ended.
         entered: Number of waits for other ranks that it had begun.
-        words: How the rank ended, by its last record: `left`, `failed`, `terminated`,
-            `interrupted`, `told`, or `reported`. "" if it ended without such a record.
+        words: How the rank ended, by its last record: an `ExitKind`. "" if it ended without such a
+            record.
         text: The text of its last record.
         standing: The operation that it was in, by its last record.
         lost: The ranks that its last record reports as lost.
+        script_raised: Whether, by its last record, the script raised an exception: on this rank if
+            it `failed`, on another one if it was `told` to end.
         unread: Number of lines that couldn't be read.
         saved: By job, the newest checkpoint of which its part is on disk.
     """
@@ -105,6 +109,7 @@ class RankRecord:
     text: str = ""
     standing: str = ""
     lost: tuple[int, ...] = ()
+    script_raised: bool = False
     unread: int = 0
     saved: dict[str, SavedPart] = field(default_factory=dict)
 
@@ -119,7 +124,7 @@ class RankRecord:
     @property
     def place(self) -> str:
         """The operation that the rank was in, as text."""
-        if self.words == "failed" and self.standing:
+        if self.words == ExitKind.FAILED and self.standing:
             return self.standing  # the exception has ended the operation that it came from
         where = self.where
         if where is None:
@@ -157,7 +162,7 @@ class RankRecord:
         return f"in {self.where}{', next to ' if listed else ''}{' and '.join(listed)}"
 
 
-def read(
+def read_event_files(
     folder: str | os.PathLike[str],
     *,
     tail_bytes: int | None = None,
@@ -308,6 +313,7 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
         record.standing = _text(event, "standing")
         lost = event.get("lost")
         record.lost = tuple(r for r in lost if _is_int(r)) if isinstance(lost, list) else ()
+        record.script_raised = event.get("script_raised") is True
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -11,24 +11,28 @@ leave out:
 - It ends before the busiest lane has more than `MOST_BARS` pieces of work.
 - A bar that is narrower than `EDGED` pixels has neither edge nor pattern, because little else would
   be visible of it.
-- Work that is thinner than a pixel is drawn as a tint instead (`Tint`).
+- Work that is thinner than a pixel is drawn as a tint instead (`_Tint`).
 - Only the first `MOST_RANKS` ranks are shown.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxcross.errors import require_extra
-from jaxcross.interleave.instrument import Span
+from jaxcross.interleave import Span
 from jaxcross.report.compare import Comparison
-from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import Timeline, in_lane_order
-from jaxcross.report.tint import Tint
 from jaxcross.report.units import seconds, share
+
+if TYPE_CHECKING:
+    from jaxcross.report.report import Report
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's palette, which colour-blind readers can tell apart, too."""
@@ -45,14 +49,18 @@ EDGED = 8
 """Pixels from which a bar is wide enough for an edge and a pattern. In a narrower bar, the edge
 would hide everything else.
 """
+_PIXELS = 1700
+"""Width of the picture's axes, in pixels."""
+_PALEST = 0.15
+"""Least tint of a column with any work, so that the work is visible."""
 MOST_BARS = 300
 """Most pieces of work drawn per lane. More can't be told apart, and take minutes to draw."""
 
 
-def draw(
-    report: RunData,
+def draw_gantt(
+    report: Report,
     path: Path,
-    compare: RunData | None = None,
+    compare: Report | None = None,
     *,
     window: tuple[float, float] | None = None,
     headline: str | None = None,
@@ -141,13 +149,13 @@ def _as_written(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _headline(report: RunData, compare: RunData | None) -> str:
+def _headline(report: Report, compare: Report | None) -> str:
     if compare is None:
         return f"{report.policy or 'run'}: {_pace(report)}"
     return Comparison.of([compare], [report]).headline
 
 
-def _pace(report: RunData) -> str:
+def _pace(report: Report) -> str:
     if report.rounds.period_s is not None:
         return f"{seconds(report.rounds.s_per_step)} per job-step"
     if sum(job.period_s > 0 for job in report.rounds.jobs) > 1:
@@ -158,7 +166,7 @@ def _pace(report: RunData) -> str:
 Row = tuple[int, str, list[Span]]
 
 
-def _rows(report: RunData) -> list[Row]:
+def _rows(report: Report) -> list[Row]:
     """Returns rank, lane name and spans of each row of the panel."""
     spans = in_lane_order(report.spans)
     rows: list[Row] = []
@@ -187,11 +195,11 @@ def _lane_name(kind: str, lane: int, lanes: list[int]) -> str:
     return kind if len(lanes) == 1 else f"{kind} {lane}"
 
 
-def _run_begin(report: RunData) -> int:
+def _run_begin(report: Report) -> int:
     return min((start for start, _ in report.wall_ns.values()), default=0)
 
 
-def _steady_begin(report: RunData) -> int:
+def _steady_begin(report: Report) -> int:
     """Returns when the jobs that take part in the round were all in steady state.
 
     That is the latest end of a first step. For jobs that ran one after the other, or without a
@@ -214,7 +222,7 @@ def _steady_begin(report: RunData) -> int:
     return min(work, default=_run_begin(report))
 
 
-def _since(runs: Sequence[RunData]) -> str:
+def _since(runs: Sequence[Report]) -> str:
     """Returns the name of the moment at which pictures of these runs begin."""
     if all(run.rounds.period_s is not None for run in runs):
         return "the jobs were in steady state"
@@ -224,12 +232,12 @@ def _since(runs: Sequence[RunData]) -> str:
     return "the first step" if works else "the run began"
 
 
-def _length_s(report: RunData, begin: int) -> float:
+def _length_s(report: Report, begin: int) -> float:
     ends = [end for _, end in report.wall_ns.values()]
     return (max([*ends, *(s.end_ns for s in report.spans)], default=begin) - begin) / 1e9
 
 
-def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
+def _shown_s(every: Sequence[tuple[Report, list[Row], int]]) -> float:
     """Returns the seconds in which the busiest lane has at most `MOST_BARS` pieces of work."""
     lengths = [max(_length_s(run, begin) for run, _, begin in every)]
     for _, rows, begin in every:
@@ -241,10 +249,10 @@ def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
 
 
 def _panel(
-    axis: Any, run: RunData, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float
+    axis: Any, run: Report, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float
 ) -> None:
     for y, (_, _, spans) in enumerate(rows):
-        thin = Tint(shown_s)
+        thin = _Tint(shown_s)
         for kind in ("compile", "input", "compute", "collective", "vote"):
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
                 own = [s for s in spans if s.kind == kind and s.job == job]
@@ -351,3 +359,63 @@ def _legend(
             columnspacing=1.6,
             borderaxespad=0.0,
         )
+
+
+class _Tint:
+    """The pieces of work of one lane that are thinner than a pixel, by colour.
+
+    Each pixel column is as dark as the share of its time that is work.
+    """
+
+    def __init__(self, shown_s: float) -> None:
+        self._shown_s = shown_s
+        self.pixel_s = shown_s / _PIXELS
+        self._pieces: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def keep_wide(
+        self, bars: Sequence[tuple[float, float]], colour: str
+    ) -> list[tuple[float, float]]:
+        """Keeps the bars (begin, length) that are thinner than a pixel for `draw`, and returns the
+        others. Drops bars outside the picture.
+        """
+        shown = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < self._shown_s]
+        self._pieces[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
+        return [bar for bar in shown if bar[1] >= self.pixel_s]
+
+    def draw(self, axis: Any, y: float) -> None:
+        """Draws the thin bars into the row at height `y`."""
+        taken = {colour: pieces for colour, pieces in self._pieces.items() if pieces}
+        if not taken:
+            return
+        strip = np.ones((_PIXELS, 3))
+        free = np.ones(_PIXELS)
+        for colour, pieces in taken.items():
+            part = self._coverage(pieces)
+            part = np.minimum(np.where(part > 0, np.maximum(part, _PALEST), 0), free)
+            free -= part
+            rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+            strip -= part[:, None] * (1 - rgb)
+        image = np.concatenate([strip, (free < 1)[:, None]], axis=1)[None]
+        limits = axis.get_xlim(), axis.get_ylim()
+        axis.imshow(
+            image,
+            extent=(0, self._shown_s, y - 0.4, y + 0.4),
+            aspect="auto",
+            interpolation="nearest",
+            zorder=1,
+        )
+        axis.set_xlim(limits[0])
+        axis.set_ylim(limits[1])
+
+    def _coverage(self, pieces: Sequence[tuple[float, float]]) -> np.ndarray:
+        """Returns the share of each pixel column that the pieces fill. A piece is thinner than a
+        pixel, so it ends in the column where it began, or in the next one.
+        """
+        begin, length = np.array(pieces).T / self.pixel_s
+        end = np.clip(begin + length, 0, _PIXELS)
+        begin = np.clip(begin, 0, _PIXELS)
+        column = np.minimum(begin.astype(int), _PIXELS - 1)
+        inside = np.minimum(end, column + 1) - begin
+        share = np.bincount(column, inside, _PIXELS + 1)
+        share += np.bincount(np.minimum(column + 1, _PIXELS), end - begin - inside, _PIXELS + 1)
+        return np.clip(share[:_PIXELS], 0, 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 Interval = tuple[int, int]
 
 
-def union(pieces: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(pieces: Iterable[Interval]) -> list[Interval]:
     """Sorts and joins pieces into a set. Drops empty pieces."""
     joined: list[Interval] = []
     for start, end in sorted(pieces):

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,8 @@ from typing import Any, final
 from urllib.parse import quote
 
 from jaxcross._files import holder, lock, replacing
-from jaxcross.interleave.instrument import Instrument
+from jaxcross._schema import spelt, unspelt
+from jaxcross.interleave import Instrument
 
 _log = logging.getLogger("jaxcross")
 _MARKER = "run.json"
@@ -125,7 +125,7 @@ class MetricFiles(Instrument):
     def metrics(self, *, job: str, step: int, values: object) -> None:
         """Adds a line to the job's files."""
         line: dict[str, Value] = {"step": step, "time": round(time.time(), 3)}
-        for key, value in flat(values):
+        for key, value in flatten_metrics(values):
             while key in line:
                 key += "_"
             line[key] = value
@@ -263,14 +263,14 @@ def _file_name(job: str) -> str:
     return f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
-def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
+def flatten_metrics(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
     """Yields names and values of a tree of metrics, e.g. `eval/accuracy` for one in a dict."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from flat(value, f"{path}/{key}" if path else str(key))
+            yield from flatten_metrics(value, f"{path}/{key}" if path else str(key))
     elif isinstance(values, tuple | list) and not all(isinstance(v, int | float) for v in values):
         for n, value in enumerate(values):
-            yield from flat(value, f"{path}/{n}" if path else str(n))
+            yield from flatten_metrics(value, f"{path}/{n}" if path else str(n))
     elif values is not None:
         yield path or "value", _plain(values.tolist() if hasattr(values, "tolist") else values)  # type: ignore[union-attr]
 
@@ -278,25 +278,17 @@ def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
 def as_logged(line: Mapping[str, Value]) -> tuple[int, dict[str, Value]]:
     """Returns a line's step and metrics, with nested names joined by slashes as in the file."""
     values = {
-        _OWN_NAMES.get(key, key): _number(value)
+        _OWN_NAMES.get(key, key): unspelt(value)
         for key, value in line.items()
         if key not in ("step", "time")
     }
     return line["step"], values
 
 
-def _number(value: Value) -> Value:
-    if isinstance(value, list):
-        return [_number(each) for each in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
 def _plain(value: Any) -> Value:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no number for it
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    return spelt(value) if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _scalars(line: Mapping[str, Value]) -> dict[str, Value]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from jaxcross._endings import ExitKind
 from jaxcross.report.event_files import MOST_RANKS, RankRecord
 
 _BEAT_S = 2.0
@@ -15,9 +16,9 @@ another rank's, it has ended later.
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
-def verdict(records: Sequence[RankRecord]) -> str:
+def first_to_end(records: Sequence[RankRecord]) -> str:
     """Returns a paragraph on which rank ended first, and what all ranks were doing at that time."""
-    if all(record.words == "left" for record in records) and len(records) == records[0].size:
+    if all(record.words == ExitKind.LEFT for record in records) and len(records) == records[0].size:
         return "All ranks ended by themselves: their scripts came to their ends."
     first, why = _first(records)
     if not first:
@@ -32,7 +33,7 @@ def verdict(records: Sequence[RankRecord]) -> str:
     return f"{_ranks(r.rank for r in first).capitalize()} {why}, {at}. {others}".strip()
 
 
-def missing(records: Sequence[RankRecord]) -> list[int]:
+def ranks_without_file(records: Sequence[RankRecord]) -> list[int]:
     """Returns the ranks of the run that have no file."""
     return sorted(
         set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records}
@@ -43,11 +44,11 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     by_rank = {record.rank: record for record in records}
     spoken = sorted((r for r in records if r.words), key=lambda r: r.last_s)
     for record in spoken:
-        if record.words == "failed":
+        if record.words == ExitKind.FAILED:
             return [record], f"ended first ({record.text})"
     without_words = [r for r in records if not r.words]
     for record in spoken:
-        if record.words == "reported" and record.lost:
+        if record.words == ExitKind.REPORTED and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
             silent = all(not r.words for r in lost) and "is gone" in record.text
             why = _SILENTLY if silent else f"stopped first (rank {record.rank}: {record.text})"
@@ -57,7 +58,7 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     waiting = max(
         (r.entered for r in without_words if r.where is not None and r.where.number), default=0
     )
-    left = [r for r in spoken if r.words == "left" and r.entered < waiting]
+    left = [r for r in spoken if r.words == ExitKind.LEFT and r.entered < waiting]
     if len(left) == 1:
         return left, "left first (its script ended)"
     if left:
@@ -65,7 +66,7 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     if without_words and len(without_words) < len(records):
         return without_words, _SILENTLY
     for record in spoken:
-        if record.words in ("terminated", "interrupted", "reported"):
+        if record.words in (ExitKind.TERMINATED, ExitKind.INTERRUPTED, ExitKind.REPORTED):
             return [record], f"ended first ({record.text})"
     if not without_words:
         return [], "No rank says why it ended."

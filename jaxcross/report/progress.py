@@ -7,15 +7,15 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from jaxcross.report.metric_files import flat
+from jaxcross._schema import record
+from jaxcross.report.metric_files import flatten_metrics
 from jaxcross.report.units import number
 
-FILE = "progress.json"
+PROGRESS_FILE = "progress.json"
 """The file that rank 0 replaces about once a second during a run."""
 
 VERSION = 1
@@ -95,7 +95,7 @@ class RunProgress:
         return json.dumps({"jaxcross": VERSION, **asdict(self)}) + "\n"
 
 
-class Pace:
+class StepRate:
     """Steps per second of one job, over the last ten seconds and at least one step.
 
     Ignores the first step, because it compiles.
@@ -135,7 +135,7 @@ class LatestMetric:
         """
         new = history[self._seen :]
         for _, values in reversed(new):
-            value = dict(flat(values)).get(name)
+            value = dict(flatten_metrics(values)).get(name)
             if isinstance(value, int | float):
                 self._text = f"{name} {number(value)}"
                 break
@@ -153,7 +153,9 @@ def metric_of(history: Sequence[tuple[int, object]]) -> str:
 
 def metric_text(values: object) -> str:
     """Returns one of the metrics that a job logged: `loss`, or else the first number."""
-    numbers = {key: value for key, value in flat(values) if isinstance(value, int | float)}
+    numbers = {
+        key: value for key, value in flatten_metrics(values) if isinstance(value, int | float)
+    }
     name = "loss" if "loss" in numbers else next(iter(numbers), None)
     return "" if name is None else f"{name} {number(numbers[name])}"
 
@@ -174,7 +176,7 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
         ValueError: The file is damaged or of another version.
         OSError: The file can't be read.
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / PROGRESS_FILE
     try:
         # Open neither a link to elsewhere nor a pipe, which would wait for a writer.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -187,42 +189,35 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
         found = json.loads(text)
         if found["jaxcross"] != VERSION:
             raise ValueError
-        return RunProgress(
-            run=_text(found["run"]),
-            ranks=int(found["ranks"]),
-            at_s=_seconds(found["at_s"]),
-            run_s=_seconds(found["run_s"]),
-            over=bool(found["over"]),
-            shown=bool(found["shown"]),
-            jobs=tuple(_job(job) for job in found["jobs"][:_MOST_JOBS]),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return _cleaned(record(found, RunProgress))
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(
             f"`{path}` is not the progress of a run, or is of another version of jaxcross."
         ) from None
 
 
-def _job(fields: Mapping[str, Any]) -> JobProgress:
-    steps = fields["steps"]
-    rate = fields["steps_per_s"]
-    return JobProgress(
-        name=_text(fields["name"]),
-        step=int(fields["step"]),
-        steps=None if steps is None else int(steps),
-        steps_per_s=None if rate is None else _seconds(rate),
-        doing=_text(fields["doing"]),
-        doing_s=_seconds(fields["doing_s"]),
-        metric=_text(fields["metric"]),
-        status=_text(fields["status"]),
+def _cleaned(run: RunProgress) -> RunProgress:
+    """Returns the progress with texts that can't move a terminal's cursor. Limits all lengths.
+
+    Raises:
+        ValueError: A number is NaN or infinite.
+    """
+    jobs = tuple(
+        replace(
+            job,
+            name=_text(job.name),
+            doing=_text(job.doing),
+            metric=_text(job.metric),
+            status=_text(job.status),
+        )
+        for job in run.jobs[:_MOST_JOBS]
     )
-
-
-def _text(value: Any) -> str:
-    return "".join(c if c.isprintable() else " " for c in str(value)[:_LONGEST_TEXT])
-
-
-def _seconds(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
+    numbers = [run.at_s, run.run_s]
+    numbers += [number for job in jobs for number in (job.doing_s, job.steps_per_s or 0.0)]
+    if not all(map(math.isfinite, numbers)):
         raise ValueError
-    return number
+    return replace(run, run=_text(run.run), jobs=jobs)
+
+
+def _text(value: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in value[:_LONGEST_TEXT])

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxcross._endings import JobStatus
 from jaxcross.report.progress import JobProgress, RunProgress
 from jaxcross.report.units import number
 
@@ -95,7 +96,7 @@ def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str) -> Gr
     for n, job in enumerate(shown):
         style = ""
         if job.status:
-            style = "dim" if job.status == "ended" else "bold"
+            style = "dim" if job.status == JobStatus.ENDED else "bold"
         table.add_row(*(rows[head][n] for head in widths), style=style)
     return Group(Text(title), table, *([Text(_rest_text(rest))] if rest else ()))
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from jaxcross.interleave.instrument import PARAMETER_SERVER, Instrument, Span
+from jaxcross.interleave import PARAMETER_SERVER, Instrument, Span
 
 SPAN_FIELDS = tuple(f.name for f in fields(Span))
 

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from jaxcross._schema import record, spelt, unspelt
 from jaxcross.errors import clause
-from jaxcross.interleave.instrument import Span
+from jaxcross.interleave import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
-from jaxcross.report.summary import JobSummary, RunData, TimeBreakdown
+from jaxcross.report.summary import JobSummary, TimeBreakdown
+from jaxcross.report.table import as_html, printed_text, render
 from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-D_co = TypeVar("D_co", covariant=True)
+    from jaxcross.plan import Difference, Prediction
+
 FORMAT = 2
 IN_TURN = "sequential"  # the policy that runs jobs one after the other: the usual baseline
 _MAX_SPANS = 1_000_000  # of all ranks together
-
-
-class Predicted(Protocol[D_co]):
-    """A prediction of a run, such as `jaxcross.plan.Prediction`."""
-
-    def difference(self, run: RunData) -> D_co: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,15 +152,15 @@ class Report:
         other = self.rounds.s_per_step
         return one / other if one is not None and other else None
 
-    def against(self, predicted: Predicted[D_co]) -> D_co:
+    def against(self, predicted: Prediction) -> Difference:
         """Compares the run with its prediction, and attributes a longer round to causes.
 
         Args:
-            predicted: A prediction of the same jobs under the same policy, e.g. from
+            predicted: A prediction of the same jobs under the same policy, from
                 `jaxcross.plan.predict`.
 
         Returns:
-            A `jaxcross.plan.Difference`; `print` shows its table.
+            The difference; `print` shows its table.
 
         Raises:
             ValueError: Jobs, policy or segments differ, or the run or the prediction has no steady
@@ -230,8 +226,8 @@ class Report:
         """
         content = {
             "format": FORMAT,
-            "summary": _spelt(self.summary()),
-            "jobs": [_spelt(asdict(job)) for job in self.jobs],
+            "summary": spelt(self.summary()),
+            "jobs": [spelt(asdict(job)) for job in self.jobs],
             "wall_ns": [[rank, *when] for rank, when in self.wall_ns.items()],
             "span_fields": SPAN_FIELDS,
             "spans": to_rows(self.spans),
@@ -302,13 +298,11 @@ class Report:
             ValueError: `window` doesn't end after it begins, or `compare` has other jobs.
             MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
-        from jaxcross.report.gantt import draw
+        from jaxcross.report.gantt import draw_gantt
 
-        return draw(self, Path(path), compare, window=window)
+        return draw_gantt(self, Path(path), compare, window=window)
 
     def __rich__(self) -> Group:
-        from jaxcross.report.table import render
-
         return render(self)
 
     def __repr__(self) -> str:
@@ -323,23 +317,10 @@ class Report:
         )
 
     def __str__(self) -> str:
-        from jaxcross.report.table import plain
-
-        return plain(self)
+        return printed_text(render(self))
 
     def _repr_html_(self) -> str:
-        from jaxcross.report.table import as_html
-
-        return as_html(self.__rich__())
-
-
-def _spelt(value: object) -> object:
-    """Replaces each float that JSON can't represent with its name."""
-    if isinstance(value, dict):
-        return {key: _spelt(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_spelt(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return as_html(render(self))
 
 
 def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]:
@@ -355,12 +336,6 @@ def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]
 
 def _read_facts(job: dict[str, Any]) -> JobSummary:
     """Inverts `asdict` for a job whose floats may be spelled out."""
-    numbers = {key: _number(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
-    metrics = {key: _number(v) for key, v in job.get("metrics", {}).items()}
-    return JobSummary(
-        **{**job, **numbers, "metrics": metrics, "left_over": tuple(job.get("left_over", ()))}
-    )
-
-
-def _number(value: float | str | None) -> float | None:
-    return float(value) if isinstance(value, str) else value
+    numbers = {key: unspelt(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
+    metrics = {key: unspelt(value) for key, value in job.get("metrics", {}).items()}
+    return record({**job, **numbers, "metrics": metrics}, JobSummary)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxcross.report.event_files import Begun, RankRecord, read
+from jaxcross._endings import ExitKind
+from jaxcross.report.event_files import Begun, RankRecord, read_event_files
 from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
 
 TAIL_BYTES = 64 << 10
@@ -50,7 +51,7 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
         OSError: The folder can't be read.
     """
     skipped: dict[int, str] = {}
-    records = read(folder, tail_bytes=TAIL_BYTES, skipped=skipped)
+    records = read_event_files(folder, tail_bytes=TAIL_BYTES, skipped=skipped)
     run = read_progress(folder)
     if run is not None and run.run != records[0].run:
         run = None  # left by an earlier run
@@ -72,20 +73,20 @@ def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
     run = read_progress(folder)
     if run is None or not any(job.doing_s >= _LATE_S and not job.status for job in run.jobs):
         return run
-    records = read(folder, tail_bytes=TAIL_BYTES)
+    records = read_event_files(folder, tail_bytes=TAIL_BYTES)
     return with_late_ranks(run, records) if records[0].run == run.run else run
 
 
 def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -> tuple[bool, str]:
-    failed = [record for record in records if record.words and record.words != "left"]
-    for record in sorted(failed, key=lambda record: (record.words != "failed", record.last_s)):
+    failed = [record for record in records if record.words and record.words != ExitKind.LEFT]
+    for record in sorted(failed, key=lambda each: (each.words != ExitKind.FAILED, each.last_s)):
         subject = f"rank {record.rank} "
         says_it = record.text.startswith((f"{subject}failed", f"{subject}was "))
         if says_it:
             return True, record.text
         return True, f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}"
     first = records[0]
-    if first.words == "left":
+    if first.words == ExitKind.LEFT:
         return True, ""
     quiet_s = now_s - max(first.last_s, 0.0 if run is None else run.at_s)
     here = first.host == os.uname().nodename and Path("/proc/self").exists()
@@ -96,12 +97,12 @@ def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -
     return False, ""
 
 
-_ENDS = {
-    "failed": "failed",
-    "terminated": "was told to end",
-    "interrupted": "was interrupted",
-    "reported": "reported a failure",
-    "told": "was ended by another rank",
+_ENDS: dict[str, str] = {
+    ExitKind.FAILED: "failed",
+    ExitKind.TERMINATED: "was told to end",
+    ExitKind.INTERRUPTED: "was interrupted",
+    ExitKind.REPORTED: "reported a failure",
+    ExitKind.TOLD: "was ended by another rank",
 }
 
 

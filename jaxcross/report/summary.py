@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from jaxcross.interleave.instrument import Span
-from jaxcross.interleave.step_graph import StepGraph
+from jaxcross._endings import JobStatus
+from jaxcross.interleave import StepGraph
 
 LOST_TIME = {
     "dispatch": "work was ready, its lane idle",
@@ -59,7 +59,7 @@ class JobSummary:
     examples_per_step: float | None = None
     final_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    how: str = "ended"
+    how: str = JobStatus.ENDED
     why: str = ""
     skipped: int = 0
     replicas: str = ""
@@ -213,28 +213,3 @@ class TimeBreakdown:
             sum(n * job.steps_per_round for n, job in zip(known, self.crossed, strict=True))
             / self.period_s
         )
-
-
-class RunData(Protocol):
-    """The data of a finished run, as the renderers need it. `Report` implements this."""
-
-    @property
-    def spans(self) -> tuple[Span, ...]: ...
-    @property
-    def jobs(self) -> tuple[JobSummary, ...]: ...
-    @property
-    def wall_ns(self) -> Mapping[int, tuple[int, int]]: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def placement(self) -> str: ...
-    @property
-    def link(self) -> str: ...
-    @property
-    def dropped(self) -> int: ...
-    @property
-    def fusion(self) -> tuple[str, ...]: ...
-    @property
-    def rounds(self) -> TimeBreakdown: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -13,10 +14,14 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxcross._endings import JobStatus
 from jaxcross._html import PREFORMATTED
 from jaxcross.errors import first_line
-from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, RunData, TimeBreakdown
+from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, TimeBreakdown
 from jaxcross.report.units import number, seconds, share
+
+if TYPE_CHECKING:
+    from jaxcross.report.report import Report
 
 WIDTH = 110
 """Most characters per line, even if there is no terminal."""
@@ -28,12 +33,7 @@ Longer texts are broken.
 """
 
 
-def plain(report: RunData) -> str:
-    """Returns the table as text without colour."""
-    return printed(render(report))
-
-
-def printed(group: Group, most: int = WIDTH) -> str:
+def printed_text(group: Group, most: int = WIDTH) -> str:
     """Returns text without colour, no wider than `most` characters and the terminal.
 
     If a table is wider than that, it is printed without lines and its texts are broken. If its
@@ -120,12 +120,12 @@ def screen_width(environ: Mapping[str, str]) -> int:
         return 0
 
 
-def render(report: RunData) -> Group:
+def render(report: Report) -> Group:
     """Returns the title, one row per job, the total, and where the time went."""
     rounds = report.rounds
     counted = any(job.facts.examples_per_step is not None for job in rounds.jobs)
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
-    with_left = any(job.facts.how != "ended" for job in rounds.jobs)
+    with_left = any(job.facts.how != JobStatus.ENDED for job in rounds.jobs)
     title = Text(_title(report), style="bold")  # `Text`, since names and links aren't markup
     table = Table(show_footer=len(rounds.jobs) > 1)
     for name, total in zip(
@@ -217,7 +217,7 @@ def too_small(rounds: TimeBreakdown) -> str:
     return f"Too small to gain: {seconds(votes / jobs)} of votes on a {seconds(work / jobs)} step."
 
 
-def _title(report: RunData) -> str:
+def _title(report: Report) -> str:
     ranks = len(report.wall_ns)
     parts = [
         report.policy or "run",
@@ -228,7 +228,7 @@ def _title(report: RunData) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _footnotes(report: RunData) -> list[str]:
+def _footnotes(report: Report) -> list[str]:
     rounds = report.rounds
     lines = _without_round(rounds) if rounds.period_s is None else _with_round(rounds)
     measured = (
@@ -256,7 +256,7 @@ def _footnotes(report: RunData) -> list[str]:
             "one computes."
         )
     for job in report.jobs:
-        if not job.steps and not job.first_step and job.how == "ended":
+        if not job.steps and not job.first_step and job.how == JobStatus.ENDED:
             lines.append(
                 f"{job.name}: 0 steps: only those of `crossover` and of a parameter server are "
                 "counted."

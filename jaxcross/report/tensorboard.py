@@ -8,8 +8,8 @@ from typing import Any, final
 from urllib.parse import quote
 
 from jaxcross.errors import require_extra
-from jaxcross.interleave.instrument import Instrument
-from jaxcross.report.metric_files import flat
+from jaxcross.interleave import Instrument
+from jaxcross.report.metric_files import flatten_metrics
 
 
 @final
@@ -51,7 +51,7 @@ class TensorBoard(Instrument):
                 str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
             )
             self._writers[job] = writer
-        for key, value in flat(values):
+        for key, value in flatten_metrics(values):
             if isinstance(value, bool | int | float):
                 writer.add_scalar(key, value, step)
 

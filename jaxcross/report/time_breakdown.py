@@ -22,9 +22,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
-from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
-from jaxcross.report.rounds import Stretch, at_work_together, sets_together
+from jaxcross.interleave import PARAMETER_SERVER, Span
+from jaxcross.report.intervals import Interval, intersect, measure, merge_intervals, subtract
+from jaxcross.report.steady_state import Stretch, at_work_together, sets_together
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
 
@@ -67,7 +67,7 @@ class _Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _MeasuredRank:
     """One rank's timeline, and its measured stretches: each job's own, and those of the round."""
 
     timeline: Timeline
@@ -77,7 +77,7 @@ class _Rank:
     @classmethod
     def of_all(
         cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool
-    ) -> dict[int, _Rank]:
+    ) -> dict[int, _MeasuredRank]:
         """Chooses where to measure the round: in each job's own steady state, or in a shared one.
 
         The shared round covers all jobs. If there's no such round, it covers the largest set of two
@@ -188,14 +188,14 @@ def break_down(
     timelines = {
         r: Timeline.of(r, of_rank[r], shortest).without_undone(made) for r in sorted(wall_ns) or [0]
     }
-    ranks = _Rank.of_all(timelines, names, in_turn=in_turn)
+    ranks = _MeasuredRank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
     # The rank with the highest bound decides the round: the others wait for it in every exchange.
     decisive = max(measured, key=lambda rank: measured[rank].bottleneck[0], default=min(ranks))
     part = ranks[decisive]
     wall = max(wall_ns.values(), default=0)
     crossed = [job for stretch in part.stretches for job in stretch.steps]
-    steady = union(own.window for own in part.own.values())
+    steady = merge_intervals(own.window for own in part.own.values())
     bound = None
     bottleneck = ""
     lost = {}
@@ -229,7 +229,7 @@ def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
     """Returns the time in which the job computed or exchanged. A job's steps follow one another, so
     no round is shorter than this.
     """
-    return union([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
+    return merge_intervals([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
 
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
@@ -246,12 +246,12 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
 
     `longest` is the job with the longest critical path.
     """
-    transfer = union(piece for pieces in timeline.transfer.values() for piece in pieces)
-    working = union([*timeline.computing, *transfer])
+    transfer = merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
+    working = merge_intervals([*timeline.computing, *transfer])
     late = {
         "compute": timeline.late_compute,
         "exchange": timeline.late_exchange,
-        "chain": union([*timeline.late_compute, *timeline.late_exchange]),
+        "chain": merge_intervals([*timeline.late_compute, *timeline.late_exchange]),
     }[bottleneck]
     busy = {
         "compute": _busiest(timeline.compute_lanes, stretch),
@@ -289,7 +289,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
 
 
 def _job_timing(
-    facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]
+    facts: JobSummary, ranks: Mapping[int, _MeasuredRank], decisive: int, spans: Sequence[Span]
 ) -> JobTiming:
     name = facts.name
     part = ranks[decisive]
@@ -318,7 +318,7 @@ def _job_timing(
     )
 
 
-def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
+def _cost(rank: _MeasuredRank, job: str) -> tuple[float, float] | None:
     """Returns the nanoseconds of compute and of exchange per step on one rank.
 
     Measures the job's stretch, or all steps if the job was never in steady state.
@@ -335,9 +335,9 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
     return (measure(compute) / steps, measure(transfer) / steps) if steps else None
 
 
-def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
+def _input_share(rank: _MeasuredRank, spans: Sequence[Span]) -> dict[str, float]:
     """Returns the shares of the storage levels in the measured waiting for batches."""
-    windows = union(stretch.window for stretch in rank.stretches)
+    windows = merge_intervals(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
     for span in spans:
         if span.kind == "input":
@@ -349,7 +349,7 @@ def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
     }
 
 
-def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
+def _hidden(ranks: Iterable[_MeasuredRank], jobs: Sequence[str]) -> float:
     """Returns the share of these jobs' measured exchange time that was covered by computation."""
     hidden = whole = 0
     for rank in ranks:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from jaxcross.interleave.instrument import PARAMETER_SERVER, TOGETHER, Span
-from jaxcross.report.intervals import Interval, intersect, union
+from jaxcross.interleave import ON_ALL_RANKS, PARAMETER_SERVER, Span
+from jaxcross.report.intervals import Interval, intersect, merge_intervals
 
 ExchangeKey = tuple[str, int, int]
 """Job, number of the call, and segment, which identify a collective segment across ranks."""
@@ -131,7 +131,7 @@ class Timeline:
         for span in own:
             if span.kind == "vote":
                 arrived = _arrival(span, shortest)
-                (together if span.label == TOGETHER else vote).append((arrived, span.end_ns))
+                (together if span.label == ON_ALL_RANKS else vote).append((arrived, span.end_ns))
                 vote_peer.append((span.start_ns, arrived))
             if span.kind not in ("compute", "collective"):
                 continue
@@ -149,22 +149,26 @@ class Timeline:
                 peer.append((span.start_ns, arrived))
         return cls(
             rank=rank,
-            compute={job: union(pieces) for job, pieces in compute.items()},
-            exchange={job: union(pieces) for job, pieces in exchange.items()},
-            transfer={job: union(pieces) for job, pieces in transfer.items()},
-            computing=union(piece for pieces in compute.values() for piece in pieces),
+            compute={job: merge_intervals(pieces) for job, pieces in compute.items()},
+            exchange={job: merge_intervals(pieces) for job, pieces in exchange.items()},
+            transfer={job: merge_intervals(pieces) for job, pieces in transfer.items()},
+            computing=merge_intervals(piece for pieces in compute.values() for piece in pieces),
             compute_lanes={
-                lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "compute"
+                lane: merge_intervals(pieces)
+                for (kind, lane), pieces in lanes.items()
+                if kind == "compute"
             },
             exchange_lanes={
-                lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "exchange"
+                lane: merge_intervals(pieces)
+                for (kind, lane), pieces in lanes.items()
+                if kind == "exchange"
             },
-            peer=union(peer),
-            vote=union(vote),
-            vote_peer=union(vote_peer),
-            together=union(together),
-            input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
-            host=union(
+            peer=merge_intervals(peer),
+            vote=merge_intervals(vote),
+            vote_peer=merge_intervals(vote_peer),
+            together=merge_intervals(together),
+            input=merge_intervals((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
+            host=merge_intervals(
                 [*((s.start_ns, s.end_ns) for s in own if s.kind in ("compile", "host")), *together]
             ),
             late_compute=_late(s for s in own if s.kind == "compute"),
@@ -201,4 +205,4 @@ def _late(spans: Iterable[Span]) -> list[Interval]:
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
         late.append((max(span.ready_ns, free.get(span.lane, span.ready_ns)), span.start_ns))
         free[span.lane] = max(span.end_ns, free.get(span.lane, span.end_ns))
-    return union(late)
+    return merge_intervals(late)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxcross.errors import JobError, first_line, shortened
 from jaxcross.runtime.failure_text import describe
-from jaxcross.world.control_plane import Control
+from jaxcross.world import Control
 
 T = TypeVar("T")
 _LONGEST = 60  # the maximum length of `CollectiveCall.what`, in characters

@@ -16,35 +16,40 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
 from jaxcross._link import Link
 from jaxcross._pytree import PyTree
-from jaxcross.health.abort import INTERRUPTED, TERMINATED, Terminated
+from jaxcross.health import INTERRUPTED, TERMINATED, Terminated
+from jaxcross.interleave import (
+    Instrument,
+    Interleaver,
+    JobRequest,
+    Listeners,
+    Policy,
+    Start,
+    StepGraph,
+)
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import Listeners
-from jaxcross.interleave.interleaver import Interleaver
-from jaxcross.interleave.policy import Policy, Start
-from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.interleave.vote import JobRequest
 from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.collective_call import CollectiveCall
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import (
     MAX_REFUSALS,
-    Execution,
     JobRecord,
-    NonFinite,
     StepCall,
     Stopped,
 )
-from jaxcross.runtime.joint_start import StartGate, StartLimit
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.router import Router
 from jaxcross.runtime.stall_watch import JobWaits
+from jaxcross.runtime.start_gate import StartGate, StartLimit
 from jaxcross.runtime.step_host import T
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world import Control, World
+
+if TYPE_CHECKING:
+    from jaxcross.health import FlightRecorder
+    from jaxcross.program import Execution
 
 
 class Driver:
@@ -133,7 +138,7 @@ class Driver:
 
         Args:
             held: Receives what signal handlers raise during the run; see
-                `jaxcross.health.deferred_signals.defer_signals`.
+                `jaxcross.health.signals.defer_signals`.
 
         Returns:
             Whether a signal on any rank stopped the run. Identical across ranks.
@@ -306,7 +311,6 @@ class Driver:
         job: JobRecord,
         graph: StepGraph,
         execution: Execution,
-        nonfinite: NonFinite = "ignore",
         *,
         in_step: bool = True,
     ) -> PyTree:
@@ -316,7 +320,6 @@ class Driver:
             job: The job that calls.
             graph: The step's segments.
             execution: The call's values.
-            nonfinite: What to do about exchanged values that aren't finite.
             in_step: Whether reports count the call as a step of the job.
 
         Returns:
@@ -325,9 +328,7 @@ class Driver:
         # Set the call before posting the event, because the lanes may get its first segment before
         # `_ask` returns.
         job.calls += 1
-        job.call = StepCall(
-            job.name, job.calls, graph, execution, self.clock_ns(), nonfinite, in_step
-        )
+        job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), in_step)
         try:
             answer = self._ask(job, m.StepCalled(job.number, graph, in_step))
         finally:
@@ -467,3 +468,20 @@ class Driver:
                 # record has got by now.
                 self._fatal = error
         self._over.set()
+
+
+@final
+class FlightNotes(Instrument):
+    """Writes job statuses to the event file, so that a post-mortem shows what ran.
+
+    Leaves out the losses, which come on every step.
+    """
+
+    def __init__(self, flight: FlightRecorder) -> None:
+        self._flight = flight
+
+    def note(
+        self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
+    ) -> None:
+        if kind != "loss":
+            self._flight.note(f"{kind}: {value}", job=job, step=step)

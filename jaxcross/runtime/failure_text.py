@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxcross._endings import JobStatus
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch, step_mismatch
+from jaxcross.program import branch_call_mismatch, signature_mismatch, step_mismatch
 
 _LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 
@@ -35,7 +36,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             `sync`, or nothing), a line break, and details.
     """
     parts = _parts(texts)
-    for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
+    for how, verb in ((JobStatus.FAILED, "failed"), (JobStatus.EJECTED, "was ejected")):
         guilty = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]
         if guilty:
             alike: dict[str, list[str]] = {}
@@ -108,11 +109,11 @@ def printing_ranks(texts: Sequence[str]) -> list[int]:
         for rank, (kind, _) in enumerate(_parts(texts))
         if texts.index(texts[rank]) == rank
     ]
-    failed = [rank for rank, kind in firsts if kind == "failed"]
+    failed = [rank for rank, kind in firsts if kind == JobStatus.FAILED]
     if failed:
         return failed
     # One rank is enough here, because the error names all ranks that ejected the job.
-    return [rank for rank, kind in firsts if kind == "ejected"][:1] or [0]
+    return [rank for rank, kind in firsts if kind == JobStatus.EJECTED][:1] or [0]
 
 
 def _parts(texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -1,21 +1,20 @@
-"""The driver's records of a job and of one call of its step, and the interfaces it needs."""
+"""The driver's records of a job and of one call of its step."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
-from jaxcross._pytree import PyTree
+from jaxcross._endings import JobStatus
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.interleave import StepGraph
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.runtime.collective_call import CollectiveCall
 
-NonFinite = Literal["ignore", "raise", "skip", "eject"]
-"""What a job does about a step whose exchanged values aren't all finite."""
-
+if TYPE_CHECKING:
+    from jaxcross.program import Execution
 
 RestoreMode = Literal["check", "broadcast", "local"]
 """How the ranks' values of a job's initial state are turned into one."""
@@ -23,21 +22,6 @@ RestoreMode = Literal["check", "broadcast", "local"]
 
 class Stopped(BaseException):
     """Unwinds a job's function after a request to stop. Never leaves the job's thread."""
-
-
-class Execution(Protocol):
-    """One step of one job in flight; see `jaxcross.program.execution.Execution`."""
-
-    def run(self, index: int) -> None: ...
-    def wait_inputs(self, index: int) -> None: ...
-    def wait_outputs(self, index: int) -> None: ...
-    def zero_inputs(self, index: int) -> None: ...
-    def nonfinite(self, index: int) -> str | None: ...
-    def branch_mismatch(self, index: int) -> str | None: ...
-    def skip(self) -> None: ...
-    @property
-    def skippable(self) -> bool: ...
-    def outputs(self) -> PyTree: ...
 
 
 @final
@@ -50,7 +34,6 @@ class StepCall:
         graph: The step's segments.
         execution: The call's values.
         called_ns: When the job made the call.
-        nonfinite: What to do about exchanged values that aren't finite.
         in_step: Whether the call is a step of the job.
         ends_ns: For each finished segment, when its outputs were available.
     """
@@ -62,7 +45,6 @@ class StepCall:
         "graph",
         "in_step",
         "name",
-        "nonfinite",
         "number",
     )
 
@@ -73,7 +55,6 @@ class StepCall:
         graph: StepGraph,
         execution: Execution,
         called_ns: int,
-        nonfinite: NonFinite,
         in_step: bool = True,
     ) -> None:
         self.name = name
@@ -81,7 +62,6 @@ class StepCall:
         self.graph = graph
         self.execution = execution
         self.called_ns = called_ns
-        self.nonfinite: NonFinite = nonfinite
         self.in_step = in_step
         self.ends_ns: dict[int, int] = {}
 
@@ -148,7 +128,7 @@ class JobRecord:
         self.cause: BaseException | None = None
         self.error: JobError | ExchangeError | None = None
         self.prints_error = False
-        self.status: m.FinalStatus | None = None
+        self.status: JobStatus | None = None
         self.done = threading.Event()
         self.paused = False
         self.is_only_job = False
@@ -156,14 +136,14 @@ class JobRecord:
         self.preparing = 0
         self.excused = False
         self.refusals = 0
-        self.on_end: Callable[[m.FinalStatus, bool], None] = _ignore
+        self.on_end: Callable[[JobStatus, bool], None] = _ignore
         self.on_pause: Callable[[bool], None] = _ignore
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks and thereby the references to the job's `JobRun`."""
+        """Drops the callbacks and thereby the references to the job's `JobEngine`."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 
 def _ignore(*_: object) -> None:
-    """Stands in for callbacks of the job's `JobRun`."""
+    """Stands in for callbacks of the job's `JobEngine`."""

@@ -9,18 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, final
 
-from jaxcross._link import Link
 from jaxcross.errors import ExchangeError
-from jaxcross.health.activity import Activity
+from jaxcross.health import Activity
+from jaxcross.interleave import ON_ALL_RANKS, Span, Verdict
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import TOGETHER, Listeners, Span
-from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.job_record import StepCall
-from jaxcross.runtime.router import Router
-from jaxcross.world import World
-from jaxcross.world.sched_slice import ask_for_short_slices
+from jaxcross.world import ask_for_short_slices
+
+if TYPE_CHECKING:
+    from jaxcross.runtime.driver import Driver
 
 _FIRST_BACKOFF_S = 0.002
 _LONGEST_BACKOFF_S = 0.05
@@ -32,22 +31,6 @@ def backoff_s(level: int) -> float:
     It decides only when the lane votes, never what, so ranks may wait for different times.
     """
     return min(_FIRST_BACKOFF_S * 2**level, _LONGEST_BACKOFF_S)
-
-
-class LaneDriver(Protocol):
-    """The part of `jaxcross.runtime.driver.Driver` that lanes use."""
-
-    world: World
-    listeners: Listeners
-    link: Link | None
-    clock_ns: Callable[[], int]
-    router: Router
-
-    def queue(self) -> SimpleQueue[Any]: ...
-    def post(self, event: m.Event) -> None: ...
-    def announcement(self) -> str: ...
-    def finished(self) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
 
 
 class LaneThread(threading.Thread):
@@ -66,7 +49,7 @@ class LaneThread(threading.Thread):
         name: str,
         work: Callable[[], object],
         living: set[threading.Thread],
-        driver: LaneDriver | None = None,
+        driver: Driver | None = None,
     ) -> None:
         super().__init__(name=f"jaxcross-{name}", daemon=True)
         self.living = living
@@ -103,7 +86,7 @@ class ComputeLane:
     begins when the device became free for it.
     """
 
-    def __init__(self, driver: LaneDriver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Dispatch, StepCall] | None] = driver.queue()
         self._on_device: SimpleQueue[tuple[m.Dispatch, StepCall, int, int] | None] = driver.queue()
@@ -203,7 +186,7 @@ class ExchangeLane:
     Their order is identical across ranks.
     """
 
-    def __init__(self, driver: LaneDriver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
         self._arrived = threading.Event()  # set whenever an item has been queued
@@ -345,14 +328,12 @@ class ExchangeLane:
         if mismatch is not None:
             driver.post(driver.router.segment_failed(x, call, ExchangeError(mismatch)))
         # Check this now, because later segments may overwrite what was exchanged.
-        what = None if call.nonfinite == "ignore" else execution.nonfinite(x.segment)
-        if what is None:
+        found = execution.check_finite(x.segment)
+        if found is None:
             return True
-        if call.nonfinite == "skip":
-            return not execution.skippable
-        error = FloatingPointError(what)
-        driver.post(driver.router.segment_failed(x, call, error, ejects=call.nonfinite == "eject"))
-        return True
+        if found.error is not None:
+            driver.post(driver.router.segment_failed(x, call, found.error, ejects=found.ejects))
+        return not found.skips
 
     def _communicate(self, instruction: m.Instruction) -> m.Event:
         """Carries out what needs all ranks but belongs to no step.
@@ -388,7 +369,7 @@ class ExchangeLane:
                 # job's thread.
                 record = driver.router.jobs[number]
                 job = record.name
-                label = TOGETHER
+                label = ON_ALL_RANKS
                 assert record.collective is not None
                 with world.monitor(job=job, step=step, segment=-1, what=record.collective.what):
                     record.collective.run(world.control)

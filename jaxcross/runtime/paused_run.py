@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import final
 
-from jaxcross.errors import JobError
+from jaxcross.errors import JobError, quoted
 
 _log = logging.getLogger("jaxcross")
 
@@ -137,4 +137,4 @@ def nobody_resumes(jobs: Sequence[str]) -> JobError:
 
 def _named(names: Sequence[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(f"`{name}`" for name in names[:8]) + more
+    return quoted(names[:8]) + more

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
+from jaxcross._endings import JobStatus
 from jaxcross.errors import InternalError, JobError
+from jaxcross.interleave import Listeners
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import Listeners
 from jaxcross.runtime.failure_text import describe, explain, printing_ranks
 from jaxcross.runtime.job_record import JobRecord, StepCall
-from jaxcross.runtime.joint_start import late_warning, note_at_start
 from jaxcross.runtime.paused_run import PausedRun
+from jaxcross.runtime.start_gate import late_warning, note_at_start
 
 _log = logging.getLogger("jaxcross")
 
@@ -134,8 +135,9 @@ class Router:
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
         # Do this before setting `done`. After that, the job's thread may write its own last note,
-        # and no other note may follow that one.
-        if end.status != "ended":  # the job itself notes a normal end, after its last metrics
+        # and no other note may follow that one. The job itself notes a normal end, after its last
+        # metrics.
+        if end.status != JobStatus.ENDED:
             self._listeners.note(
                 job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
             )
@@ -185,7 +187,7 @@ class Router:
         """Ends all jobs, because the run broke."""
         for job in (*self.jobs.values(), *self.joining.values()):
             if job.status is None:
-                job.status = "failed"
+                job.status = JobStatus.FAILED
                 job.error = JobError(f"Job `{job.name}` cannot go on: the run broke.")
                 job.error.__cause__ = error
             job.answers.put(m.Raised(job.number))

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxcross.health.activity import RankStatus, missing_ranks
-from jaxcross.interleave.local_state import Wait
+from jaxcross.health import RankStatus, missing_ranks
+from jaxcross.interleave import Wait
 
 if TYPE_CHECKING:
-    from jaxcross.health.watchdog import Monitor
+    from jaxcross.health import Monitor
     from jaxcross.world import World
 
 

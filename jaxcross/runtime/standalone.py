@@ -11,18 +11,18 @@ from typing import Protocol, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
-from jaxcross.health.activity import RankStatus, missing_ranks
-from jaxcross.health.watchdog import Monitor
-from jaxcross.program import rank_lists
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
+from jaxcross.health import Monitor, RankStatus, missing_ranks
+from jaxcross.program import Compiled, Program, mpi4jax_lists
 from jaxcross.runtime.step_host import Agreement, T
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world import Control, World
 
 
 class StepInFlight(Protocol):
-    """The part of `jaxcross.program.execution.Execution` that `run_execution` needs."""
+    """A call whose segments `run_execution` runs.
+
+    Implemented by `jaxcross.program.execution.Execution`, and by the trials of
+    `jaxcross.step.timed_trial`, which continue after a failure.
+    """
 
     def run(self, index: int) -> None: ...
     def forget(self, index: int) -> None: ...
@@ -40,7 +40,7 @@ class Standalone:
 
     Every rank makes these calls in the same order, so they match up without a runner having to
     agree on one. The step agrees with the other ranks before it requests executables
-    (`jaxcross.step.crossover`). Several steps may make equal exchanges. So the ranks number the
+    (`jaxcross.step.step`). Several steps may make equal exchanges. So the ranks number the
     steps in the order in which they agree on them, and compare the numbers again in later calls.
 
     Attributes:
@@ -267,7 +267,7 @@ class _Call:
         program = self.compiled.program
         exchanges = program.segments[index].exchanges
         monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
-        if not any(map(rank_lists.is_call, exchanges)):
+        if not any(map(mpi4jax_lists.is_call, exchanges)):
             return monitor(what=exchanges[0].op)
         # mpi4jax calls involve only some of the ranks. Other ranks may make a different number of
         # such calls without being late.
@@ -279,5 +279,5 @@ class _Call:
     ) -> dict[int, str] | None:
         program = self.compiled.program
         world = self.world
-        partners = rank_lists.partners(world.wire().calls(program), world.rank)
+        partners = mpi4jax_lists.partners(world.wire().calls(program), world.rank)
         return missing_ranks(program.name, what, sorted(partners), answers, excuse_local=False)

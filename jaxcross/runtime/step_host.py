@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from jaxcross._pytree import PyTree
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.world.control_plane import Control
+from jaxcross.program import Compiled, Program
+from jaxcross.world import Control
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ class Agreement(Protocol):
 class StepHost(Protocol):
     """Runs a step's programs, and provides what the step needs from other ranks for that.
 
-    Implemented by `jaxcross.jobs.host.JobHost` and by `jaxcross.runtime.standalone.Standalone`.
+    Implemented by `jaxcross.jobs.engine.JobEngine` and by `jaxcross.runtime.standalone.Standalone`.
     """
 
     @property

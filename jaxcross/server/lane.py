@@ -14,12 +14,10 @@ from functools import partial
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import Stopped
+from jaxcross.runtime import Stopped, describe
 from jaxcross.server.clocks import Clocks
-from jaxcross.server.shard import Shard
-from jaxcross.world.mailbox import Mailbox
-from jaxcross.world.sched_slice import ask_for_short_slices
+from jaxcross.server.served_part import ServedPart
+from jaxcross.world import Mailbox, ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
 # Seconds between two polls of the mailbox. We don't use MPI's own wait, because it would keep a
@@ -60,14 +58,14 @@ class Lane:
     Args:
         mailbox: Mailbox of this lane alone.
         clocks: New clocks.
-        shard: Part that this rank serves.
+        part: What this rank serves.
         name: Name of the thread, after `jaxcross-server-`.
     """
 
-    def __init__(self, mailbox: Mailbox, clocks: Clocks, shard: Shard, name: str) -> None:
+    def __init__(self, mailbox: Mailbox, clocks: Clocks, part: ServedPart, name: str) -> None:
         self._mailbox = mailbox
         self._clocks = clocks
-        self._shard = shard
+        self._part = part
         self._commands: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
         self._changed = threading.Condition()
@@ -236,9 +234,9 @@ class Lane:
         if self._arrived:
             arrived = self._arrived
             self._arrived = {}
-            self._shard.apply(arrived)
+            self._part.apply(arrived)
         for rank in free:
-            self._mailbox.send(rank, _PARAMS, self._shard.message())
+            self._mailbox.send(rank, _PARAMS, self._part.message())
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is not None:

@@ -21,17 +21,15 @@ from jax.sharding import Sharding
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.health.activity import RankStatus
-from jaxcross.jobs.context import JobContext, current_job
-from jaxcross.program.mismatch import signature_mismatch
-from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import Stopped
+from jaxcross.health import RankStatus
+from jaxcross.jobs import JobEngine, current_engine
+from jaxcross.program import signature_mismatch
+from jaxcross.runtime import Stopped, describe
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
-from jaxcross.server.layout import Layout
-from jaxcross.server.shard import Shard
-from jaxcross.world import World, current_world
-from jaxcross.world.mailbox import Mailbox
+from jaxcross.server.message_layout import MessageLayout
+from jaxcross.server.served_part import ServedPart
+from jaxcross.world import Mailbox, World, current_world
 
 Params = TypeVar("Params")
 
@@ -113,15 +111,15 @@ class ParameterServer(Generic[Params]):
             )
         self._world = world if world is not None else current_world()
         size = self._world.size
-        self._layout = Layout(params, size)
+        self._layout = MessageLayout(params, size)
         self._shardings = [_committed_sharding(leaf) for leaf in jax.tree.leaves(params)]
         self.params: Params = self._placed([np.array(leaf) for leaf in jax.tree.leaves(params)])
         self.clock = 0
         self._staleness = staleness
         own = self._layout.parts(jax.tree.leaves(self.params))[self._world.rank]
-        self._shard = Shard(optimizer, self._layout, own, ranks=size)
+        self._part = ServedPart(optimizer, self._layout, own, ranks=size)
         self._lane: Lane | None = None
-        self._job: JobContext | None = None
+        self._job: JobEngine | None = None
         self._thread: int | None = None  # of the worker, inside the `with` block
         self._pulled_ns = 0
 
@@ -148,12 +146,12 @@ class ParameterServer(Generic[Params]):
                 "This parameter server was used. Make a new one, with `server.params` to go on "
                 "from them."
             )
-        self._job = current_job()
+        self._job = current_engine()
         if self._job is not None:
-            self._job._host.replicas.serve()
+            self._job.replicas.serve()
         mailbox = self._open_together(lambda _: self._open())
         name = "alone" if self._job is None else self._job.name
-        self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)
+        self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._part, name)
         self._thread = threading.get_ident()
         self._pulled_ns = time.monotonic_ns()
         return self
@@ -213,7 +211,7 @@ class ParameterServer(Generic[Params]):
                 "that entered it."
             )
         leaves = self._layout.leaves(grads)
-        if job is not None and job._host.stopping:
+        if job is not None and job.stopping:
             raise Stopped
         parts = self._layout.parts(jax.block_until_ready(leaves))
         pushed_ns = time.monotonic_ns()
@@ -224,7 +222,7 @@ class ParameterServer(Generic[Params]):
         self._pulled_ns = time.monotonic_ns()
         if job is not None:
             nbytes = 2 * (self._world.size - 1) * self._layout.nbytes
-            job._host.served(
+            job.served(
                 start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes
             )
         return self.params

@@ -9,12 +9,17 @@ from collections.abc import Iterator
 
 from jaxcross import _jax_compat as compat
 from jaxcross._pytree import TreeDef
-from jaxcross.program.ir import Exchange, Program, human_bytes
-from jaxcross.program.mean_of_means import means_of_means
-from jaxcross.program.mini_steps import repeated_exchanges
-from jaxcross.program.own_derivatives import own_derivatives
-from jaxcross.program.repeated_sums import repeated_sums
-from jaxcross.program.trace import Traced
+from jaxcross.errors import quoted
+from jaxcross.program import (
+    Exchange,
+    Program,
+    Traced,
+    human_bytes,
+    means_of_means,
+    own_derivatives,
+    repeated_exchanges,
+    repeated_sums,
+)
 
 _log = logging.getLogger("jaxcross")
 
@@ -33,7 +38,7 @@ def advise(traced: Traced, program: Program, warned: set[str]) -> None:
             step is compiled. Updated in place.
     """
     if not program.exchanges and not program.local_step:
-        axes = ", ".join(f"`{n}`" for n, _ in program.axes)
+        axes = quoted(n for n, _ in program.axes)
         warnings.warn(
             f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a "
             'train step, it lacks something like `grads = jax.lax.pmean(grads, "batch")`; if it is '

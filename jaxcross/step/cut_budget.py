@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
-from jaxcross.world.control_plane import Control
+from jaxcross.world import RunOnAllRanks
 
 SHARE = 0.25
 """The fraction of the uncut steps' total time that a search may take.
@@ -29,16 +28,14 @@ class Budget:
     Args:
         steps: The run's number of steps, as agreed by all ranks. None if it isn't known, in which
             case there's no limit.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks.
+        run_on_all_ranks: Runs work that communicates.
 
     Attributes:
         limit_s: Seconds that the search may take; infinite until `set`.
     """
 
-    def __init__(
-        self, steps: int | None, together: Callable[[str, Callable[[Control], Any]], Any]
-    ) -> None:
-        self.steps, self._together = steps, together
+    def __init__(self, steps: int | None, run_on_all_ranks: RunOnAllRanks) -> None:
+        self.steps, self._run_on_all_ranks = steps, run_on_all_ranks
         self.limit_s, self._marked_s = math.inf, time.perf_counter()
         self._spent_s: float | None = None  # on cuts, without the uncut step, which runs anyway
 
@@ -60,7 +57,9 @@ class Budget:
         took_ns = np.array([-round((now_s - self._marked_s) * 1e9)], np.int64)
         took_s = (
             -float(
-                self._together("cut budget", lambda control: control.allreduce_min(took_ns)).item()
+                self._run_on_all_ranks(
+                    "cut budget", lambda control: control.allreduce_min(took_ns)
+                ).item()
             )
             / 1e9
         )

@@ -23,14 +23,10 @@ from jax.errors import JaxRuntimeError
 
 from jaxcross._files import write_whole
 from jaxcross._jax_compat import compilation_cache_dir
-from jaxcross.program.digest import program_digest
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.program.trace import Traced
+from jaxcross.program import Compiled, Program, Traced, program_digest
 from jaxcross.step.cut_budget import SHARE, Budget
 from jaxcross.step.timed_trial import gather_failures, summary, time_step
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control, gather
+from jaxcross.world import RunOnAllRanks, World, gather
 
 _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)
@@ -40,8 +36,6 @@ _LARGEST_BYTES = 2**24  # of the cache file; a larger one isn't ours
 _SAME_STEP_RATIO = 1.25  # largest ratio of uncut step times on one network and machine
 _QUIET_S = 5.0  # between two progress messages of a search
 _WORTH = 0.99  # a finer cut must save more than the noise in measurements
-
-Together = Callable[[str, Callable[[Control], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +77,7 @@ def gather_hint(
     key: str,
     *,
     rank: int,
-    together: Together,
+    run_on_all_ranks: RunOnAllRanks,
     resumed: int | None = None,
     in_process: int | None = None,
     steps: int | None = None,
@@ -95,8 +89,7 @@ def gather_hint(
     Args:
         key: See `cut_key`.
         rank: The rank of this process.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks, with no
-            other exchange.
+        run_on_all_ranks: Runs work that communicates.
         resumed: This rank's value; see `CutHint`.
         in_process: Likewise.
         steps: Likewise.
@@ -104,11 +97,11 @@ def gather_hint(
     if resumed is not None and not 0 <= resumed <= max(SEGMENT_COUNTS):
         resumed = None
 
-    # Only rank 0 reads its file. It does so before `together`, because otherwise the exchanges of
-    # all jobs would wait for the disk.
+    # Only rank 0 reads its file. It does so before `run_on_all_ranks`, because otherwise the
+    # exchanges of all jobs would wait for the disk.
     cached = CutCache(key).read() if rank == 0 else None
     own = [resumed, in_process, cached, steps]
-    gathered = together("cut", lambda control: gather(control, own))
+    gathered = run_on_all_ranks("cut", lambda control: gather(control, own))
     resumed, in_process, cached, _ = gathered[0]
     if any(each[0] != resumed for each in gathered):
         resumed = None
@@ -155,7 +148,7 @@ class CutSearch:
         world: All ranks.
         cut: Number of segments -> program.
         build: Program -> executables, once all ranks have agreed on it.
-        together: As for `gather_hint`; called once for every step that is tried.
+        run_on_all_ranks: As for `gather_hint`; called once for every step that is tried.
         hint: From `gather_hint`.
     """
 
@@ -167,13 +160,13 @@ class CutSearch:
         world: World,
         cut: Callable[[int], Program],
         build: Callable[[Program], Compiled],
-        together: Together,
+        run_on_all_ranks: RunOnAllRanks,
         hint: CutHint,
     ) -> None:
         self._traced, self._leaves, self._world = traced, leaves, world
         self._cut = cache(cut)
-        self._build, self._together, self._hint = build, together, hint
-        self._budget = Budget(hint.steps, together)
+        self._build, self._run_on_all_ranks, self._hint = build, run_on_all_ranks, hint
+        self._budget = Budget(hint.steps, run_on_all_ranks)
         self._compiled: dict[
             int, Compiled | None
         ] = {}  # by number of segments; None if it fails on some rank
@@ -304,7 +297,9 @@ class CutSearch:
         ) as error:  # an agreement's errors are raised on all ranks, and end the step
             error_text = summary(error)
         self._compiling_s += time.perf_counter() - start_s
-        failed = self._together(f"cut={n}", lambda control: gather_failures(control, error_text))
+        failed = self._run_on_all_ranks(
+            f"cut={n}", lambda control: gather_failures(control, error_text)
+        )
         if failed:
             text = (
                 f"`{self._traced.name}` with `cut={n}` cannot be compiled, and is not tried: "
@@ -316,7 +311,9 @@ class CutSearch:
         return compiled
 
     def _race(self, n: int, *rivals: Compiled) -> tuple[float, ...]:
-        seconds = _race(rivals, self._traced, self._leaves, self._world, self._together, f"cut={n}")
+        seconds = _race(
+            rivals, self._traced, self._leaves, self._world, self._run_on_all_ranks, f"cut={n}"
+        )
         if math.isinf(seconds[0]):
             raise _UncutError
         return seconds
@@ -355,7 +352,7 @@ def _race(
     traced: Traced,
     leaves: Sequence[Any],
     world: World,
-    together: Together,
+    run_on_all_ranks: RunOnAllRanks,
     label: str,
 ) -> tuple[float, ...]:
     """Returns the seconds per step of each rival, one or two, which take turns.
@@ -363,8 +360,8 @@ def _race(
     A rival's time is its best step's, on the slowest rank. If the second rival fails on some rank,
     its time is infinite; if the first one fails, both are.
 
-    Each step is a separate call of `together`, so the watchdog allows as much time for each as for
-    any other exchange.
+    Each step is a separate call of `run_on_all_ranks`, so the watchdog allows as much time for each
+    as for any other exchange.
     """
     running: list[Compiled | None] = [*rivals]
     times_ns: list[list[int]] = [[] for _ in rivals]
@@ -372,7 +369,7 @@ def _race(
         for n, compiled in enumerate(running):
             if compiled is None:
                 continue
-            elapsed = together(
+            elapsed = run_on_all_ranks(
                 label, lambda control, its=compiled: time_step(its, traced, leaves, world, control)
             )
             if isinstance(elapsed, int):
@@ -391,7 +388,7 @@ def _race(
                 running[1] = None
     # The minimum of the negated times is the slowest rank's.
     best = np.array([-min(found, default=0) for found in times_ns], np.int64)
-    slowest = -together(label, lambda control: control.allreduce_min(best))
+    slowest = -run_on_all_ranks(label, lambda control: control.allreduce_min(best))
     pairs = zip(running, slowest, strict=True)
     return tuple(
         math.inf if compiled is None else float(elapsed) / 1e9 for compiled, elapsed in pairs

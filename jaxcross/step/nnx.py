@@ -3,48 +3,24 @@
 Before the step, each object is split into its graph and state. The step runs on these, and its
 results are written back to the objects. Only objects are split; every other argument keeps its
 position and its type. All objects of a call are split together, so shared variables stay shared.
-State that the step adds to an object, and objects that it returns, come back as well.
+State that the step adds to an object, and objects that it returns, come back as well. The `Step` is
+also the tag by which `nnx` finds the same objects again.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxcross._arguments import Selection, in_words
+from jaxcross._arguments import in_words
 from jaxcross._pytree import PyTree
 
 if TYPE_CHECKING:
-    from jaxcross.program.stages import Traced
-
-
-class PureStep(Protocol):
-    """A step over `pure_function`."""
-
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
-    def bind(self, *args: PyTree, **kwargs: PyTree) -> tuple[Traced, list[PyTree]]: ...
-
-
-class ObjectStep(Protocol):
-    """A step that is called with NNX objects.
-
-    It also serves as the tag by which `nnx` finds the same objects again.
-    """
-
-    __name__: str
-    static: Selection
-
-    @property
-    def step(self) -> Callable[..., PyTree]:
-        """The user's function."""
-        ...
-
-    def pure_step(self) -> PureStep:
-        """Returns the step over `pure_function`."""
-        ...
+    from jaxcross.program import Traced
+    from jaxcross.step.step import Step
 
 
 def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
@@ -73,7 +49,7 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     return bool(found)
 
 
-def call(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
+def call(step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
     """Runs `step` on the state of the objects among its arguments, then updates the objects.
 
     Waits and communicates as `step` does. If the step fails, the objects keep the state they had,
@@ -92,7 +68,7 @@ def call(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree])
 
 
 def bind(
-    step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[Traced, list[PyTree]]:
     """Traces `step` on the state of the objects among its arguments, without changing the objects.
 
@@ -106,7 +82,7 @@ def bind(
         return step.pure_step().bind(*split, **split_kwargs)
 
 
-def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
+def pure_function(step: Step[..., Any]) -> Callable[..., PyTree]:
     """Returns the function of `step` over graphs and states instead of objects.
 
     It returns the changed objects and the results, also as graphs and states.
@@ -126,7 +102,7 @@ def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
 
 
 def _split(
-    step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[list[PyTree], dict[str, PyTree]]:
     """Returns the arguments with each object replaced by its graph and state.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from jaxcross.program import stages
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.runtime.step_host import StepHost
-from jaxcross.step.agreement import agree_once
+from jaxcross.program import Compiled, Program, stages
+from jaxcross.runtime import StepHost
 from jaxcross.step.cut_tuner import CutHint, CutSearch, cut_key, gather_hint
-from jaxcross.step.step_record import ChosenCut
-from jaxcross.step.variant import Variant
+from jaxcross.step.exchange_agreement import agree_once
+from jaxcross.step.variant import ChosenCut, Variant
 
 
 def prepare(variant: Variant, host: StepHost) -> Compiled:
@@ -70,7 +67,7 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
     hint = gather_hint(
         key,
         rank=world.rank,
-        together=host.run_on_all_ranks,
+        run_on_all_ranks=host.run_on_all_ranks,
         resumed=host.cut_before_restart(key),
         in_process=None if chosen is None else chosen.n_segments,
         steps=host.steps_left,
@@ -131,7 +128,7 @@ def _search(
         world=variant.world,
         cut=variant.program_in,
         build=build,
-        together=host.run_on_all_ranks,
+        run_on_all_ranks=host.run_on_all_ranks,
         hint=hint,
     ).run()
     return n_segments, variant.compiled.setdefault(n_segments, compiled)

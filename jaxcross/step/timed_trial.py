@@ -16,12 +16,9 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import clause, first_line
-from jaxcross.program.execution import Compiled, Execution
-from jaxcross.program.trace import Traced
-from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.standalone import run_execution
-from jaxcross.world import World
-from jaxcross.world.control_plane import Control, any_rank
+from jaxcross.program import Compiled, Execution, Traced
+from jaxcross.runtime import describe, run_execution
+from jaxcross.world import Control, World, any_rank
 
 
 def time_step(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
@@ -15,18 +16,55 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross.errors import CutError
-from jaxcross.program import stages
-from jaxcross.program.compile import SingleFlightCache
-from jaxcross.program.conditional import Predicate
-from jaxcross.program.execution import Compiled
-from jaxcross.program.ir import Program
-from jaxcross.program.trace import Traced
-from jaxcross.runtime.step_host import StepHost
+from jaxcross.program import (
+    Compiled,
+    Cut,
+    Predicate,
+    Program,
+    SingleFlightCache,
+    Traced,
+    human_bytes,
+    stages,
+)
+from jaxcross.runtime import StepHost
 from jaxcross.step.advice import advise
-from jaxcross.step.profiled import check_profiles
-from jaxcross.step.step_record import StepRecord
-from jaxcross.step.unit_agreement import list_hash
+from jaxcross.step.mpi4jax_agreement import Units, list_hash
+from jaxcross.step.profile import Profile
 from jaxcross.world import World
+
+
+class ChosenCut(NamedTuple):
+    """The cut that `cut="auto"` chose.
+
+    Attributes:
+        n_segments: Its number of segments; 0 for the default cut.
+        signature: Hash of the exchanges of the program in that cut.
+    """
+
+    n_segments: int
+    signature: int
+
+
+@dataclass(slots=True, eq=False)
+class StepRecord:
+    """State that all variants of a step share.
+
+    Attributes:
+        cut, bucket_bytes: As given to `crossover`.
+        profiles: The profiles that determined the cut, if any. They must be of this step.
+        warned: What a warning was logged about, such as loops and `optax.MultiSteps`.
+        chosen_cuts: The cut that `cut="auto"` chose first in this process, by the default program's
+            signature. It's stored here rather than in a variant, because shapes may change on one
+            rank only, and the other ranks wouldn't take part in a new search.
+        units: Agreements on programs that call mpi4jax.
+    """
+
+    cut: Cut
+    bucket_bytes: int
+    profiles: tuple[Profile, ...] = ()
+    warned: set[str] = field(default_factory=set)
+    chosen_cuts: dict[int, ChosenCut] = field(default_factory=dict)
+    units: Units = field(default_factory=Units)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,3 +212,39 @@ def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.Shape
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p)
         for a, p in zip(traced.in_avals, places, strict=True)
     )
+
+
+_ALIKE_BYTES = 64  # plus 1%: one more metric doesn't make it a different step
+
+
+def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) -> None:
+    """Makes sure that profiles are of this step on this number of ranks. Does not communicate.
+
+    Batch sizes aren't compared, because a profile says nothing about arguments. Bytes aren't
+    compared if the host decides between branches with different exchanges, e.g. one on every eighth
+    step, because the profile is of only one branch.
+
+    Raises:
+        CutError: A profile is of a different number of ranks, or of a step that exchanges a
+            different number of bytes.
+    """
+    exchanged = sum(segment.nbytes for segment in program.segments)
+    branches = program.traced is not None and program.traced.choices
+    for profile in profiles:
+        measured = sum(profile.graph.nbytes)
+        if profile.ranks != ranks:
+            raise CutError(
+                f"The profile `{profile.name}` was measured on {profile.ranks} ranks, and "
+                f"`{program.name}` runs on {ranks}. Give the profile of a run on as many ranks, or "
+                "a number of segments as `cut`."
+            )
+        if (
+            measured
+            and not branches
+            and abs(measured - exchanged) > _ALIKE_BYTES + 0.01 * exchanged
+        ):
+            raise CutError(
+                f"The profile `{profile.name}` is of a step that exchanges {measured} bytes "
+                f"({human_bytes(measured)}), and `{program.name}` exchanges {exchanged}. It is of "
+                "another step: measure this one, or give a number of segments as `cut`."
+            )

@@ -12,7 +12,6 @@ loses nothing that a restart needs, and neither does a power failure, if the dis
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxcross._files import holder, lock, write_whole
+from jaxcross._schema import spelt
 from jaxcross.sweeps.schedule import Parameters, Pruned, Started, Status
 
 FORMAT = 1
@@ -196,9 +196,7 @@ class TrialLog:
                 "params": each.parameters,
                 "status": each.status or "running",
                 "step": each.step,
-                "value": each.value
-                if each.value is None or math.isfinite(each.value)
-                else str(each.value),
+                "value": spelt(each.value),
                 "digest": each.digest,
                 "error": each.error,
             }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from collections import Counter
@@ -14,15 +13,16 @@ from typing import Any, final
 
 import jax
 
+from jaxcross._endings import JobStatus
 from jaxcross._pytree import PyTree, snapshot
-from jaxcross.checkpoint.layout import Folders, folder_name
-from jaxcross.errors import JobError
-from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.thread import JobDone, JobThread
-from jaxcross.report.metric_files import flat
+from jaxcross._schema import unspelt
+from jaxcross.checkpoint import Folders, folder_name
+from jaxcross.errors import JobError, quoted
+from jaxcross.jobs import JobContext, JobDone, JobEngine, current_engine
+from jaxcross.report import flatten_metrics
 from jaxcross.sweeps.coordinator import Coordinator
-from jaxcross.sweeps.settings import SweepSettings
-from jaxcross.world import World
+from jaxcross.sweeps.sweep_settings import SweepSettings
+from jaxcross.world import World, gather
 
 _log = logging.getLogger("jaxcross")
 
@@ -105,13 +105,15 @@ class Trials:
             before = None if after is None else shared.closed.get(after)
             shared.closed.setdefault(number, JobDone())
             shared.jobs[number] = job
-        observer = _Observer(self, job, number)
-        job._observe(observer)
+        engine = current_engine()
+        assert engine is not None
+        observer = TrialObserver(self, job, engine, number)
+        engine.metrics.observer = observer
         if before is not None:
             # The previous trial in this place must first free its memory on this rank.
             with job.measure("host", "waits for a place"):
                 before.wait()
-        begins = observer.answer("start of the trial", lambda: self._begins(job, number))
+        begins = observer.answer("start of the trial", lambda: self._begins(engine, number))
         if begins != "begins":  # a restart also submits trials that turn out to have ended
             observer.pruned = begins == "pruned"
             return None
@@ -119,19 +121,18 @@ class Trials:
             state = self._train(job, **params)
             if state is not None:
                 job.state = state
-            job._finish_step()  # a due evaluation may log the metric, too
+            engine.finish_step()  # a due evaluation may log the metric, too
         except TrialPruned:
-            job._host.latest.adopt_results()
+            engine.latest.adopt_results()
             observer.pruned = True
             return None
         return observer.finish(state)
 
-    def _begins(self, job: JobContext, number: int) -> str:
+    def _begins(self, engine: JobEngine, number: int) -> str:
         assert self.coordinator is not None
-        thread = threading.current_thread()
-        if not self.coordinator.is_due(number) and isinstance(thread, JobThread):
-            thread.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
-        if self.coordinator.may_begin(number, lambda: job._host.stopping):
+        if not self.coordinator.is_due(number):
+            engine.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
+        if self.coordinator.may_begin(number, lambda: engine.stopping):
             return "begins"
         return "pruned" if self.coordinator.is_pruned(number) else "over"
 
@@ -139,7 +140,7 @@ class Trials:
         """Notes that a trial has logged the metric."""
         self._shared.metric_logged = True
 
-    def give_up(self, observer: _Observer, error: JobError) -> None:
+    def give_up(self, observer: TrialObserver, error: JobError) -> None:
         """Ends the sweep and its other trials, unless a trial has logged the metric.
 
         Rank 0 decides. Does not wait.
@@ -178,17 +179,15 @@ class Trials:
             for number, _ in nsmallest(count, finished, key=lambda pair: (sign * pair[1], pair[0]))
         ]
 
-    def over(self, observer: _Observer, *, asked: bool) -> None:
+    def over(self, observer: TrialObserver, *, asked: bool) -> None:
         """Notes that a trial's job has ended. Called once on every rank.
 
         Frees the states that need not be kept.
         """
         job, number, shared = observer.job, observer.number, self._shared
         with shared.lock:
-            failed, stopped = (
-                job.status in ("failed", "ejected", "left out"),
-                job.status == "stopped",
-            )
+            failed = job.status in (JobStatus.FAILED, JobStatus.EJECTED, JobStatus.LEFT_OUT)
+            stopped = job.status == JobStatus.STOPPED
             finished = None if failed or stopped else observer.finished
             if finished is not None:
                 shared.finished[number] = finished
@@ -205,7 +204,7 @@ class Trials:
                 best = self.best()
                 for other, each in [*shared.jobs.items()]:
                     if other != best and (
-                        each is job or (each.done.is_set() and each.status != "stopped")
+                        each is job or (each.done.is_set() and each.status != JobStatus.STOPPED)
                     ):
                         each.state = None
                         del shared.jobs[other]
@@ -233,8 +232,11 @@ class Trials:
 
 
 @final
-class _Observer:
-    """Follows one trial's job on one rank. Implements `jaxcross.jobs.observer.JobObserver`.
+class TrialObserver:
+    """Follows one trial's job on one rank.
+
+    The job calls it in its own thread, on every rank at the same step of the job. `logged` and
+    `saving` may raise, which ends the job like an error in its function.
 
     Attributes:
         job: The job.
@@ -244,8 +246,8 @@ class _Observer:
         metric: The metric by which trials are compared.
     """
 
-    def __init__(self, trials: Trials, job: JobContext, number: int) -> None:
-        self._trials, self.job, self.number = trials, job, number
+    def __init__(self, trials: Trials, job: JobContext, engine: JobEngine, number: int) -> None:
+        self._trials, self.job, self._engine, self.number = trials, job, engine, number
         self.finished: Finished | None = None
         self.pruned = False
         self.metric = trials.settings.metric
@@ -265,19 +267,27 @@ class _Observer:
         return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
 
     def restored(self, entries: int) -> None:
+        """Called when entries of earlier runs were added to the job's history.
+
+        A negative number means that they were removed again.
+        """
         self._seen += entries  # the run that logged them has written them down
         known = self.job.history[: self._seen]
-        self._times = Counter(step for step, metrics in known if self.metric in dict(flat(metrics)))
+        self._times = Counter(
+            step for step, metrics in known if self.metric in dict(flatten_metrics(metrics))
+        )
 
     def stepped(self, step: int) -> None:
+        """Called when all ranks have committed the job's step of this number. Doesn't wait."""
         if self._coordinator is not None:
             self._coordinator.advanced(self.number, step)
 
     def logged(self, step: int, metrics: PyTree) -> None:
+        """Called with what the job logs, before it's read back. May wait."""
         if self.pruned:
             return  # a last evaluation as the job ends, which no longer counts
         # Compare only names. The values aren't there yet, and waiting for them every step is slow.
-        names = dict(flat(jax.tree.map(lambda _: 0.0, metrics)))
+        names = dict(flatten_metrics(jax.tree.map(lambda _: 0.0, metrics)))
         if self.metric not in names:
             self._check_evaluation(list(names))
             return
@@ -286,9 +296,9 @@ class _Observer:
         self._check_order(step)
         if not self._trials.prunes:
             return
-        self.job._read_back()
+        self._engine.read_back()
         self._write_values()
-        coordinator, stopping = self._coordinator, lambda: self.job._host.stopping
+        coordinator, stopping = self._coordinator, lambda: self._engine.stopping
 
         def ask() -> str:
             assert coordinator is not None
@@ -309,13 +319,13 @@ class _Observer:
         evaluation = self.metric.partition("/")[0]
         returned = {name.partition("/")[0] for name in names} == {evaluation}
         earlier = self._has_metric or any(
-            self.metric in dict(flat(values)) for _, values in self.job.history
+            self.metric in dict(flatten_metrics(values)) for _, values in self.job.history
         )
-        if returned and not earlier and self.job._host.evaluations.provide(self.metric):
+        if returned and not earlier and self._engine.evaluations.provide(self.metric):
             error = JobError(
                 f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
                 f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
-                f"returned: {_listed(names)}."
+                f"returned: {quoted(names) or 'nothing'}."
             )
             self._trials.give_up(self, error)
             raise error
@@ -340,6 +350,7 @@ class _Observer:
             self._late = step
 
     def saving(self, step: int) -> None:
+        """Called before a checkpoint begins, once everything that was logged has been read back."""
         self._saved = step
         self._write_values()
         if self._coordinator is not None:
@@ -352,9 +363,7 @@ class _Observer:
         if self._coordinator is None:
             return
         for step, metrics in new:
-            value = dict(flat(metrics)).get(self.metric)
-            if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-                value = float(value)
+            value = unspelt(dict(flatten_metrics(metrics)).get(self.metric))
             if value is None:
                 continue
             if not isinstance(value, bool | int | float):
@@ -368,24 +377,24 @@ class _Observer:
     def finish(self, state: PyTree) -> PyTree:
         """Notes on all ranks that the function has returned. Waits for ranks and state."""
         job, coordinator = self.job, self._coordinator
-        job._read_back()
+        self._engine.read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
-        mine = json.dumps([value, _digest(job.state)])
-        everyone = job.run_on_all_ranks(
-            "end of the trial", lambda control: control.allgather_text(mine)
-        )
-        value = json.loads(everyone[0])[0]
+        mine = (value, _digest(job.state))
+        everyone = job.run_on_all_ranks("end of the trial", lambda control: gather(control, mine))
+        value = everyone[0][0]
         if value is None:
-            names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
+            names = sorted(
+                {name for _, metrics in job.history for name, _ in flatten_metrics(metrics)}
+            )
             error = JobError(
                 f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by "
-                f"which trials are compared. It logged: {_listed(names)}. Call "
+                f"which trials are compared. It logged: {quoted(names) or 'nothing'}. Call "
                 f"`job.log({{{self.metric!r}: ...}})`, on rank 0 at least."
             )
             self._trials.give_up(self, error)
             raise error
-        digests = [json.loads(each)[1] for each in everyone]
+        digests = [each for _, each in everyone]
         digest = (
             digests[0]
             if len(set(digests)) == 1
@@ -397,7 +406,15 @@ class _Observer:
         return state
 
     def ended(self, *, asked: bool) -> bool:
-        stopped = self.job.status == "stopped"
+        """Called once the job has ended on all ranks and its results are final.
+
+        Args:
+            asked: Whether someone asked to stop this job alone.
+
+        Returns:
+            Whether the run should save what is left of a job that didn't come to its end.
+        """
+        stopped = self.job.status == JobStatus.STOPPED
         # The state that is saved next covers everything that was logged since `job.save`, so a
         # restart won't log it again. Write it down now.
         if stopped:
@@ -409,10 +426,6 @@ class _Observer:
                 )
         self._trials.over(self, asked=asked)
         return stopped and not asked
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
 def _digest(state: PyTree) -> str:

@@ -7,19 +7,19 @@ mesh          axes and layouts: which rank holds which part of a tensor
 layers        dense, normalisation, embedding; `transformer` combines them, `normalise` and `loss`
               compute
 summa         products of matrices that are cut into q x q blocks
-collectives   the two halves of 1-D parallelism, with their derivatives
+copy_reduce   the two collectives of 1-D parallelism, with their derivatives
 shards        converts between the serial model's parameters and each rank's: partition,
               initialise, split, join, compare
-optimize      norms of trees that are split over ranks
+norms         norms of trees that are split over ranks, and clipping by them
 cost          a step's bytes, messages, operations and memory, and an estimate of its time
 """
 
-from jaxcross.tensor.collectives import copy_to, reduce_from
+from jaxcross.tensor.copy_reduce import copy_to, reduce_from
 from jaxcross.tensor.cost import Cost, Machine, step_cost
 from jaxcross.tensor.layers import Dense, Embedding, LayerNorm, RMSNorm, parameter
 from jaxcross.tensor.loss import cross_entropy
 from jaxcross.tensor.mesh import Mesh
-from jaxcross.tensor.optimize import clip_by_global_norm, global_norm
+from jaxcross.tensor.norms import clip_by_global_norm, global_norm
 from jaxcross.tensor.shards import (
     check_replicas,
     gather,
@@ -60,3 +60,7 @@ __all__ = [
     "step_cost",
     "unshard",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross.tensor import summa
-from jaxcross.tensor.collectives import copy_to, reduce_from
+from jaxcross.tensor.copy_reduce import copy_to, reduce_from
 from jaxcross.tensor.mesh import Mesh, Role
 from jaxcross.tensor.normalise import normalise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxcross.tensor.collectives import reduce_from
+from jaxcross.tensor.copy_reduce import reduce_from
 from jaxcross.tensor.layers import in_vocabulary, owned
 from jaxcross.tensor.mesh import Mesh
 

@@ -8,7 +8,7 @@ Pure: nothing here communicates.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxcross._pytree import PyTree
 from jaxcross._tracing import current_tracing
+from jaxcross.errors import quoted
 
 Role = Literal["column", "row", "table", "positions", "inner", "hidden"]
 Spec = tuple[str | tuple[str, ...] | None, ...]
@@ -276,8 +277,8 @@ class Mesh:
             bound = [axis for axis in trace.axes if axis in self.axes]
         if bound != [axis for axis in self.axes if axis in bound]:
             raise ValueError(
-                f"The mesh has its axes in the order {_listed(self.axes)}, the step in the order "
-                f"{_listed(bound)}: ranks would hold each other's parts. Give `crossover` the "
+                f"The mesh has its axes in the order {quoted(self.axes)}, the step in the order "
+                f"{quoted(bound)}: ranks would hold each other's parts. Give `crossover` the "
                 "mesh's own `axes`."
             )
 
@@ -296,8 +297,8 @@ class Mesh:
         wrong = [a for a in named(spec) if a in foreign]
         if wrong:
             raise ValueError(
-                f"{what} is cut over {_listed(wrong)} by its spec, but the mesh has "
-                f"{_listed(self.axes)}: the spec is another mesh's. Take it from `partition` of a "
+                f"{what} is cut over {quoted(wrong)} by its spec, but the mesh has "
+                f"{quoted(self.axes)}: the spec is another mesh's. Take it from `partition` of a "
                 "model with this mesh."
             )
 
@@ -326,7 +327,3 @@ def named(spec: Sequence[Any]) -> tuple[str, ...]:
 
 def _names(axes: str | tuple[str, ...] | None) -> str:
     return " x ".join(f"`{a}`" for a in named((axes,)))
-
-
-def _listed(axes: Iterable[str]) -> str:
-    return ", ".join(f"`{a}`" for a in axes)

@@ -16,8 +16,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jaxcross._jax_compat import one_result
-from jaxcross._jax_compat.shard_map import checks_varying
+from jaxcross._jax_compat import checks_varying, one_result
 from jaxcross._pytree import PyTree
 from jaxcross.tensor.mesh import Mesh, named
 

@@ -33,7 +33,7 @@ IDLE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Slot:
+class _ArenaSlot:
     memory: mmap.mmap
     lease: ref[np.ndarray] | None = None
     used_s: float = 0.0
@@ -48,7 +48,7 @@ class _Slot:
 class Arena:
     """The slots of one wire. Thread-safe."""
 
-    _slots: dict[int, list[_Slot]] = field(default_factory=dict)  # by size in bytes
+    _slots: dict[int, list[_ArenaSlot]] = field(default_factory=dict)  # by size in bytes
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -69,7 +69,7 @@ class Arena:
                 collect_garbage()
                 slot = _free(slots)
             if slot is None:
-                slot = _Slot(_memory(size))
+                slot = _ArenaSlot(_memory(size))
                 slots.append(slot)
             lease = np.frombuffer(slot.memory, np.uint8)
             slot.lease = ref(lease)
@@ -89,7 +89,7 @@ class Arena:
                 self._slots[size] = kept
 
 
-def _free(slots: list[_Slot]) -> _Slot | None:
+def _free(slots: list[_ArenaSlot]) -> _ArenaSlot | None:
     return next((slot for slot in slots if slot.is_free), None)
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.ir import Exchange
-from jaxcross.wire import collectives, host_calls, messages
+from jaxcross.program import Exchange
+from jaxcross.wire import host_calls, mpi_collectives, mpi_messages
 
 _REDUCE = ("psum", "pmax", "pmin", "mpi.allreduce")
 _GATHER = ("all_gather", "mpi.allgather", "mpi.gather")
@@ -56,8 +56,12 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     size = group_size(exchange, sizes)
     count = exchange.count
     item = _itemsize(exchange.dtype)
-    if exchange.op == "psum" and messages.is_narrow_float(jnp.dtype(exchange.dtype)) and size > 1:
-        if collectives.gathers(count, item, size):
+    if (
+        exchange.op == "psum"
+        and mpi_messages.is_narrow_float(jnp.dtype(exchange.dtype))
+        and size > 1
+    ):
+        if mpi_collectives.gathers(count, item, size):
             return (size - 1) * count * item
         return 2 * (size - 1) * -(-count // size) * item
     if exchange.op in ("pmax", "pmin") and jnp.issubdtype(

@@ -4,6 +4,12 @@ Ranks wait for each other once per message, and a rank whose core is busy comput
 answer, so fewer messages mean fewer waits. The measured gain is in
 benchmarks/results/benchmarks.md. This module is pure, and its result is identical across ranks
 because it depends on the equations alone.
+
+`program/assemble` has packed small exchanges before, below `bucket_bytes` (1 MB by default), into
+shared buffers that are part of the program. Both are needed. An accelerator hands over one array
+per shared buffer, so these must exist before the wire gets them, users set their size, and they
+hold only exchanges of one level. Here, shared buffers are joined with one another and with single
+sums of up to `SMALL_BYTES`, even inside loops, but only once they're on the host.
 """
 
 from __future__ import annotations
@@ -15,13 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program import buffers
-from jaxcross.program.ir import Exchange
-from jaxcross.wire import offsets
+from jaxcross.program import Exchange, shared_buffers
 from jaxcross.wire.bytes import group_size
-from jaxcross.wire.collectives import gathers
-from jaxcross.wire.messages import is_narrow_float
-from jaxcross.wire.recognise import involves_axes, recognise
+from jaxcross.wire.mpi_collectives import gathers
+from jaxcross.wire.mpi_messages import is_narrow_float
+from jaxcross.wire.recognition import involves_axes, recognise
 
 # Above `SMALL_BYTES`, copying a value into the joint message and out of it costs more than it
 # saves. `MESSAGE_BYTES` limits the memory of a joint message.
@@ -66,7 +70,7 @@ def packed(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
 
     Each value is padded with zeros so that its length is a multiple of `multiple`.
     """
-    return buffers.packed(
+    return shared_buffers.packed(
         [
             jnp.pad(jnp.ravel(value), (0, -value.size % multiple))
             if value.size % multiple
@@ -78,7 +82,7 @@ def packed(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
 
 def unpacked(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
     """Splits a vector into the values that `packed` joined."""
-    pieces = offsets.split(flat, [value.size + -value.size % multiple for value in like])
+    pieces = shared_buffers.split(flat, [value.size + -value.size % multiple for value in like])
     return [
         piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)
     ]

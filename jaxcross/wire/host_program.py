@@ -30,9 +30,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Sharding
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.ir import Aval
-from jaxcross.program.jaxpr_utils import holds
-from jaxcross.program.lowered import compile_with_arguments, struct_of
+from jaxcross.program import Aval, compile_with_arguments, holds, struct_of
 from jaxcross.wire import host_calls
 from jaxcross.wire.arena import SMALLEST_BYTES
 from jaxcross.wire.bytes import call_of

@@ -2,7 +2,7 @@
 
 A message is either an mpi4jax call or an equation that the host carries out. We retrace the jaxpr:
 each equation is evaluated as it is, except that exchanges are replaced by the functions of
-`collectives`, and loops and conditionals that contain exchanges are retraced with new bodies.
+`mpi_collectives`, and loops and conditionals that contain exchanges are retraced with new bodies.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
-from jaxcross.program.ir import Exchange
-from jaxcross.program.jaxpr_utils import holds
-from jaxcross.program.lowered import struct_of
-from jaxcross.wire import coalesce, collectives, offsets
-from jaxcross.wire.calls import with_communicators
-from jaxcross.wire.job_comms import Key
-from jaxcross.wire.messages import Channel, is_narrow_float
+from jaxcross.program import Exchange, holds, shared_buffers, struct_of
+from jaxcross.wire import coalesce, mpi_collectives
+from jaxcross.wire.mpi4jax_calls import CommKey, with_communicators
+from jaxcross.wire.mpi_messages import Channel, is_narrow_float
 from jaxcross.wire.rank_grid import RankGrid
-from jaxcross.wire.recognise import (
-    LOCAL,
+from jaxcross.wire.recognition import (
+    LOCAL_PRIMITIVES,
     REDUCTIONS,
     group_of,
     names_axis,
@@ -40,7 +37,10 @@ _LOOPS = ("scan", "while", "cond")
 
 
 def lower(
-    jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
+    jaxpr: compat.Jaxpr,
+    mesh: RankGrid,
+    connect: Connect,
+    comms: Mapping[CommKey, Any] | None = None,
 ) -> Any:
     """Returns a closed jaxpr in which every exchange has become one or several messages.
 
@@ -103,10 +103,10 @@ def _equation(
     if name == "axis_index" and names_axis(eqn, mesh.sizes):
         axis = eqn.params["axis_name"]
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
-    if name in LOCAL and names_axis(eqn, mesh.sizes):
+    if name in LOCAL_PRIMITIVES and names_axis(eqn, mesh.sizes):
         return values
     if name == "split" and values[0].ndim == 1:
-        return offsets.split(values[0], eqn.params["sizes"])
+        return shared_buffers.split(values[0], eqn.params["sizes"])
     inside = [j for j in compat.sub_jaxprs(eqn) if names_axis_inside(j, mesh.sizes)]
     if inside and name in _LOOPS:
         return compat.bind_equation(
@@ -151,8 +151,8 @@ def _exchange(exchange: Exchange, x: Any, mesh: RankGrid, connect: Connect) -> A
     positions = params.pop("positions", ())
     channel = connect(*group_of(exchange, mesh))
     if exchange.op in REDUCTIONS:
-        x = collectives.reduce_locally(exchange.op, jnp.asarray(x), positions)
-    return getattr(collectives, exchange.op)(jnp.asarray(x), channel, **params)
+        x = mpi_collectives.reduce_locally(exchange.op, jnp.asarray(x), positions)
+    return getattr(mpi_collectives, exchange.op)(jnp.asarray(x), channel, **params)
 
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:

@@ -8,42 +8,24 @@ executables, on buffers of its own (`host_program`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.ir import Exchange, Program
-from jaxcross.program.lowered import Lowered, Traceable
+from jaxcross.program import Exchange, Lowered, Program, Traceable
 from jaxcross.wire import host_calls, primitive
-from jaxcross.wire.arena import Arena
-from jaxcross.wire.calls import calls_of
 from jaxcross.wire.host_program import HostLowered, holds_message
-from jaxcross.wire.job_comms import Key
 from jaxcross.wire.lower import calls_mpi4jax, lower
-from jaxcross.wire.messages import MAX_COUNT, Channel
-from jaxcross.wire.rank_grid import RankGrid
-from jaxcross.wire.recognise import group_of, recognise
+from jaxcross.wire.mpi4jax_calls import CommKey, calls_of
+from jaxcross.wire.mpi_messages import MAX_COUNT, Channel
+from jaxcross.wire.recognition import group_of, recognise
 
-Over = Literal["mpi4jax", "mpi4py"]
+if TYPE_CHECKING:
+    from jaxcross.world import World
+
+WireLibrary = Literal["mpi4jax", "mpi4py"]
 """The library that carries out the exchanges."""
-
-
-class WireWorld(Protocol):
-    """The ranks and communicators that a wire uses; implemented by `jaxcross.world.World`."""
-
-    @property
-    def over(self) -> Over: ...
-    @property
-    def arena(self) -> Arena: ...
-    def abort(self, message: str, *, code: int = 1) -> NoReturn: ...
-    def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid: ...
-    def communicator(
-        self,
-        grid: RankGrid,
-        axes: Sequence[str],
-        groups: Sequence[Sequence[int]] | None = None,
-    ) -> Any: ...
 
 
 @final
@@ -61,11 +43,11 @@ class MpiWire:
 
     def __init__(
         self,
-        world: WireWorld,
+        world: World,
         *,
-        over: Over | None = None,
+        over: WireLibrary | None = None,
         max_count: int = MAX_COUNT,
-        comms: Mapping[Key, Any] | None = None,
+        comms: Mapping[CommKey, Any] | None = None,
     ) -> None:
         self._world = world
         self._over = world.over if over is None else over

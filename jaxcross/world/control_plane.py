@@ -8,15 +8,20 @@ mixed up with exchanges.
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 
 class Control(Protocol):
-    """The messages that votes and agreements need.
+    """Small messages between all ranks. `JobContext.run_on_all_ranks` passes it to your function.
 
     Every call waits for every rank. Only one thread may use it.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
     """
 
     rank: int
@@ -32,6 +37,13 @@ class Control(Protocol):
     def allgather_text(self, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
         ...
+
+
+RunOnAllRanks: TypeAlias = Callable[[str, Callable[[Control], Any]], Any]
+"""`(label, work)` -> `work(control)`, run on all ranks while nothing else exchanges.
+
+In a job, that's in the same slot of every rank's exchange lane.
+"""
 
 
 class MpiControl:
@@ -71,8 +83,18 @@ def all_equal(control: Control, number: int) -> bool:
 
     The result is identical across ranks.
     """
-    low, high = control.allreduce_min(np.array([number, -number], np.int64))  # -high is the maximum
-    return bool(low == -high)
+    return which_equal(control, [number])[0]
+
+
+def which_equal(control: Control, numbers: Sequence[int]) -> list[bool]:
+    """Returns for each number whether all ranks pass the same. Waits for all ranks.
+
+    The result is identical across ranks. Each rank passes as many numbers, all below 2**62.
+    """
+    mine = np.array([(number, -number) for number in numbers], np.int64)
+    # The minimum of the negated numbers is the negated maximum.
+    low, high = control.allreduce_min(mine.reshape(-1)).reshape(-1, 2).T
+    return (low == -high).tolist()
 
 
 def any_rank(control: Control, flag: object) -> bool:

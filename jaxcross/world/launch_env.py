@@ -33,22 +33,22 @@ precedence over Open MPI's parameter files.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchedRanks:
     """The number of ranks that the launcher announced, and the variable that it is from."""
 
     size: int
     variable: str
 
 
-def read_launch(environ: Mapping[str, str]) -> Launch | None:
+def read_launch(environ: Mapping[str, str]) -> LaunchedRanks | None:
     """Reads the launcher's variables. Returns None if no launcher started this process."""
     for name in _SIZES:
         if environ.get(name, "").isdecimal():
-            return Launch(size=int(environ[name]), variable=name)
+            return LaunchedRanks(size=int(environ[name]), variable=name)
     return None
 
 
-def check_launch(launch: Launch | None, *, world_size: int, vendor: str) -> None:
+def check_launch(launch: LaunchedRanks | None, *, world_size: int, vendor: str) -> None:
     """Refuses a world whose size isn't the number of launched processes.
 
     This typically means that N processes have been launched, and each of them believes it's alone.

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
 
-class Mailbox(Protocol):
+@final
+class Mailbox:
     """One thread's messages to and from all ranks, including its own.
 
     Messages from the same rank arrive in the order in which they were sent.
+
+    Args:
+        comm: An mpi4py communicator that nothing else uses.
     """
-
-    rank: int
-    size: int
-
-    def send(self, rank: int, tag: int, message: np.ndarray) -> None:
-        """Starts sending bytes (flat, uint8), which must not change afterwards. Does not wait."""
-        ...
-
-    def receive(self) -> tuple[int, int, np.ndarray] | None:
-        """Returns sender, tag and bytes of a message that has arrived, or None.
-
-        If only the beginning of a message has arrived, waits for its remainder.
-        """
-        ...
-
-    def sent(self) -> bool:
-        """Whether every message has left this rank. Calling this makes large messages progress."""
-        ...
-
-    def close(self) -> None:
-        """Frees the communicator. Every rank must call it once everything is sent and received."""
-        ...
-
-
-@final
-class MpiMailbox:
-    """`Mailbox` over a communicator that nothing else uses."""
 
     __slots__ = ("_comm", "_leaving", "_mpi", "_own", "rank", "size")
 
@@ -55,6 +32,7 @@ class MpiMailbox:
         self._leaving: list[tuple[Any, np.ndarray]] = []
 
     def send(self, rank: int, tag: int, message: np.ndarray) -> None:
+        """Starts sending bytes (flat, uint8), which must not change afterwards. Does not wait."""
         if rank == self.rank:
             self._own.append((tag, message))
         else:
@@ -63,6 +41,10 @@ class MpiMailbox:
             )
 
     def receive(self) -> tuple[int, int, np.ndarray] | None:
+        """Returns sender, tag and bytes of a message that has arrived, or None.
+
+        If only the beginning of a message has arrived, waits for its remainder.
+        """
         if self._own:
             return (self.rank, *self._own.popleft())
         status = self._mpi.Status()
@@ -76,10 +58,12 @@ class MpiMailbox:
         return status.Get_source(), status.Get_tag(), message
 
     def sent(self) -> bool:
+        """Whether every message has left this rank. Calling this makes large messages progress."""
         self._leaving = [
             (request, message) for request, message in self._leaving if not request.Test()
         ]
         return not self._leaving
 
     def close(self) -> None:
+        """Frees the communicator. Every rank must call it once everything is sent and received."""
         self._comm.Free()

@@ -17,27 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross import _jax_compat as compat
+from jaxcross._endings import ExitKind
 from jaxcross._versions import mpi4jax_fault, mpi4jax_remedy
 from jaxcross.errors import ExchangeError, clause
-from jaxcross.health import process
-from jaxcross.health.abort import (
+from jaxcross.health import (
     INTERRUPTED,
     AbortReason,
     ExceptionHooks,
+    FlightRecorder,
+    SigtermHandler,
+    Watchdog,
     abort_everywhere,
     end_processes,
+    install_interrupt,
     print_error,
+    process,
 )
-from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.gc_safe_signals import install_interrupt
-from jaxcross.health.sigterm import SigtermHandler
-from jaxcross.health.watchdog import Watchdog
-from jaxcross.program.compile import ExecutableCache
-from jaxcross.wire.mpi_wire import MpiWire, Over
+from jaxcross.program import ExecutableCache
+from jaxcross.wire import MpiWire, WireLibrary
 from jaxcross.world import malloc, wire_choice, xla_pool
 from jaxcross.world.control_plane import MpiControl
 from jaxcross.world.exchange_owner import ExchangeOwner, check_interval
-from jaxcross.world.launch_env import MPI_SETTINGS, Launch, check_launch, read_launch, vendor_of
+from jaxcross.world.launch_env import (
+    MPI_SETTINGS,
+    LaunchedRanks,
+    check_launch,
+    read_launch,
+    vendor_of,
+)
 from jaxcross.world.neighbours import Neighbours
 from jaxcross.world.start_limit import limited_start
 from jaxcross.world.start_notice import StartNotice, no_progress_wanted
@@ -61,7 +68,7 @@ def initialize(
     *,
     stall_timeout_s: float = 300.0,
     heartbeat_timeout_s: float = 30.0,
-    wire: Over | None = None,
+    wire: WireLibrary | None = None,
 ) -> World:
     """Joins the MPI world. Waits for every rank. Call it before the first JAX array.
 
@@ -141,10 +148,10 @@ def initialize(
 
 
 def _start(
-    launch: Launch | None,
+    launch: LaunchedRanks | None,
     stall_timeout_s: float,
     heartbeat_timeout_s: float,
-    over: Over | None,
+    over: WireLibrary | None,
 ) -> World:
     """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
     with limited_start(1 if launch is None else launch.size, stall_timeout_s, os.environ):
@@ -211,7 +218,7 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
     timer = threading.Timer(
         min(limit_s, threading.TIMEOUT_MAX),
         abort_everywhere,
-        args=(message, AbortReason(text=reason, kind="reported")),
+        args=(message, AbortReason(text=reason, kind=ExitKind.REPORTED)),
     )
     timer.daemon = True
     timer.start()
@@ -228,7 +235,7 @@ def _join(
     vendor: str,
     stall_timeout_s: float,
     heartbeat_timeout_s: float,
-    over: Over | None,
+    over: WireLibrary | None,
 ) -> World:
     """Returns this rank's view of the world. Waits for every rank."""
     world = mpi.COMM_WORLD
@@ -339,7 +346,7 @@ def load_mpi() -> Any:
     return MPI
 
 
-def _load_wire(world: Any, over: Over | None, accelerators: int) -> Over:
+def _load_wire(world: Any, over: WireLibrary | None, accelerators: int) -> WireLibrary:
     """Returns the library for the exchanges, ready to use. Waits for every rank.
 
     Raises:

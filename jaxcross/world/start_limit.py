@@ -74,12 +74,12 @@ def limit_text(rank: str, size: int, limit_s: float) -> str:
     return (
         f"jaxcross: {f'rank {rank}' if rank else 'a rank'} of {size} has waited {limit_s:g} s in "
         "the start of MPI; all ranks end. Either the script of some rank hangs before "
-        f"`jaxcross.initialize()`, or ranks cannot reach each other. {CHECKS} For start-ups that "
-        "take longer, raise `initialize(stall_timeout_s=...)`."
+        f"`jaxcross.initialize()`, or ranks cannot reach each other. {START_CHECKS} For "
+        "start-ups that take longer, raise `initialize(stall_timeout_s=...)`."
     )
 
 
-CHECKS = (
+START_CHECKS = (
     "Check, with `jaxcross doctor --hosts A,B`, that no firewall is between the hosts (MPI uses "
     "any TCP port), that each host's name means the same address on all hosts (`getent hosts "
     "NAME`), and which network interface MPI takes: name the one that the hosts share by "

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
 
-FIRST_S = 5.0
+FIRST_NOTICE_S = 5.0
 """Seconds until the first notice. The time until the next notice doubles with each one."""
 
 
@@ -41,7 +41,7 @@ class StartNotice:
 
     def _watch(self) -> None:
         start_s = time.monotonic()
-        next_s = FIRST_S
+        next_s = FIRST_NOTICE_S
         while not self._begun.wait(start_s + next_s - time.monotonic()):
             self.notify(next_s)
             next_s *= 2

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
 from jaxcross.errors import ExchangeError
-from jaxcross.wire.mpi_wire import Over
+from jaxcross.wire import WireLibrary
 
 VARIABLE = "JAXCROSS_WIRE"
-CHOICES: tuple[Over, ...] = get_args(Over)
+CHOICES: tuple[WireLibrary, ...] = get_args(WireLibrary)
 
 
-def chosen(argument: str | None, environ: Mapping[str, str]) -> Over | None:
+def chosen(argument: str | None, environ: Mapping[str, str]) -> WireLibrary | None:
     """Returns the wire requested by `initialize(wire=...)` or else by the environment, or None.
 
     Raises:
@@ -25,11 +25,11 @@ def chosen(argument: str | None, environ: Mapping[str, str]) -> Over | None:
                 raise ValueError(
                     f"{what} must be {' or '.join(map(repr, CHOICES))}, got {value!r}."
                 )
-            return cast(Over, value)
+            return cast(WireLibrary, value)
     return None
 
 
-def default(accelerators: int, environ: Mapping[str, str]) -> tuple[Over, str]:
+def default(accelerators: int, environ: Mapping[str, str]) -> tuple[WireLibrary, str]:
     """Returns the wire of a rank for which none was requested, and the reason if it isn't mpi4jax.
 
     Args:
@@ -46,7 +46,7 @@ def default(accelerators: int, environ: Mapping[str, str]) -> tuple[Over, str]:
     return "mpi4jax", ""
 
 
-def check_equal(wires: Sequence[Over], reasons: Sequence[str] = ()) -> None:
+def check_equal(wires: Sequence[WireLibrary], reasons: Sequence[str] = ()) -> None:
     """Checks that all ranks use the same wire.
 
     Ranks that mix wires aren't tested, and could wait for each other forever.

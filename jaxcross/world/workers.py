@@ -21,8 +21,7 @@ from typing import Any, NoReturn, final
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.health.abort import AbortReason, abort_everywhere
-from jaxcross.health.process import ProcessId, process_state, this_process
+from jaxcross.health import AbortReason, ProcessId, abort_everywhere, process_state, this_process
 from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"

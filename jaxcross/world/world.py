@@ -10,30 +10,36 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line
-from jaxcross.health.abort import INTERRUPTED, TERMINATED, AbortReason, abort_everywhere
-from jaxcross.health.activity import missing_ranks
-from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.watchdog import Monitor, WaitingFor, Watchdog
-from jaxcross.wire.arena import Arena
-from jaxcross.wire.job_comms import JobComms
-from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
+from jaxcross.health import (
+    INTERRUPTED,
+    TERMINATED,
+    AbortReason,
+    FlightRecorder,
+    Monitor,
+    WaitingFor,
+    Watchdog,
+    abort_everywhere,
+    missing_ranks,
+)
+from jaxcross.wire import Arena, JobComms, RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
 from jaxcross.world.exchange_owner import ExchangeOwner
-from jaxcross.world.mailbox import Mailbox, MpiMailbox
+from jaxcross.world.mailbox import Mailbox
 from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 if TYPE_CHECKING:
-    from jaxcross.program.compile import ExecutableCache
-    from jaxcross.wire.mpi_wire import MpiWire, Over
+    from jaxcross.program import ExecutableCache
+    from jaxcross.wire import MpiWire, WireLibrary
 
 _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 
 @dataclass(slots=True)
-class _Slot:
-    """A communicator that is being made.
+class _GroupComm:
+    """The communicator of one group of ranks, once it has been made.
 
     Each one has its own lock, so that making one group's communicator never blocks another group's.
     """
@@ -77,7 +83,7 @@ class World:
     vendor: str
     pool_size: int
     heartbeat_timeout_s: float
-    over: Over
+    over: WireLibrary
     control: Control
     arena: Arena = field(default_factory=Arena, repr=False)
     flight: FlightRecorder = field(repr=False)
@@ -94,8 +100,8 @@ class World:
     _watchdog: Watchdog = field(repr=False)
     job_comms: JobComms = field(default_factory=JobComms, repr=False)
     _neighbours: Neighbours = field(repr=False)
-    _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)
-    _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _group_comms: dict[Any, _GroupComm] = field(default_factory=dict, repr=False)
+    _group_comms_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
         """Pickles as "the world of the process that unpickles it".
@@ -132,10 +138,10 @@ class World:
         ranks = grid.group(axes, groups)
         if len(ranks) == 1:
             return MPI.COMM_SELF
-        with self._slots_lock:
-            slot = self._slots.setdefault(ranks, _Slot())
-        with slot.lock:
-            if slot.comm is None:
+        with self._group_comms_lock:
+            group_comm = self._group_comms.setdefault(ranks, _GroupComm())
+        with group_comm.lock:
+            if group_comm.comm is None:
                 what = f"making a communicator of ranks {ranks}"
                 others = [r for r in ranks if r != self.rank]
                 # We may be in a job's thread, so this wait has no fixed order relative to what the
@@ -144,8 +150,8 @@ class World:
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
                     # MPI distinguishes concurrent creations over the same parent by nothing but
                     # their tags.
-                    slot.comm = self.new_communicator(ranks, repr(ranks))
-        return slot.comm
+                    group_comm.comm = self.new_communicator(ranks, repr(ranks))
+        return group_comm.comm
 
     def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
         """Returns a new mpi4py communicator of these ranks in this order. Waits for these ranks.
@@ -188,7 +194,7 @@ class World:
         Waits for all ranks, which must make these calls in the same order.
         """
         with self.monitor(job="", step=0, segment=-1, what="making a mailbox"):
-            return MpiMailbox(self._base.Dup())
+            return Mailbox(self._base.Dup())
 
     def monitor(
         self,
@@ -224,7 +230,8 @@ class World:
         """Prints `message` with this rank's number and terminates all ranks. Does not return."""
         first = clause(first_line(message))
         size = self._base.Get_size()  # raises in a worker, which must not terminate any rank
-        kind = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(code, "failed")
+        kinds = {INTERRUPTED: ExitKind.INTERRUPTED, TERMINATED: ExitKind.TERMINATED}
+        kind = kinds.get(code, ExitKind.FAILED)
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
             AbortReason(text=f"rank {self.rank} aborts all ranks: {first}", kind=kind, code=code),
@@ -254,7 +261,7 @@ class World:
             ExchangeError: The trees differ or, with `check`, the values do. Raised on every rank,
                 naming the leaf and two ranks.
         """
-        from jaxcross.world.replicas import broadcast, check_equal
+        from jaxcross.world.initial_state import broadcast, check_equal
 
         if mode not in ("check", "broadcast"):
             raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")

@@ -178,7 +178,7 @@ def small_work(world: Any, device: Any, host: Any) -> None:
     leaves = jax.tree.leaves((args, {}))
     traced = trace(step, args, axes={"batch": 4}, wire=LocalRanks(1))
 
-    with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
+    with mock.patch("jaxcross.program.cut.on_accelerator", return_value=True):
         with mock.patch.object(HostWork, "costs_less", return_value=False):
             apart, expected = handed_over(traced, leaves, host)
         kept, got = handed_over(traced, leaves, host)
@@ -203,7 +203,7 @@ def constants(world: Any, device: Any, host: Any) -> None:
     args = (jax.device_put(np.linspace(0.0, 1.0, 5000, dtype=np.float32), device),)
     leaves = jax.tree.leaves((args, {}))
     traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks(1))
-    with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
+    with mock.patch("jaxcross.program.cut.on_accelerator", return_value=True):
         program = stages.cut(traced)
         (there, back), got = handed_over(traced, leaves, host)
     (constant,) = program.inputs[: program.constants]

@@ -12,7 +12,7 @@ from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy, RoundRobin
-from jaxcross.interleave.script import Action, Add, Await
+from jaxcross.interleave.simulator import Action, Add, Await
 
 Script = tuple[Action, ...]
 
@@ -24,7 +24,7 @@ class Case:
     Attributes:
         scripts: `scripts[rank][job]` holds the actions of the simulator. Durations are ignored,
             because a model has no clock. A job ends if its `Batch` is refused. In `fails` of a
-            `Step`, an exchange can be marked as having non-finite values on this rank, along with
+            `Call`, an exchange can be marked as having non-finite values on this rank, along with
             what the job does about them: `skip`, `raise` or `eject`.
         policy: Decides whose turn it is.
         depth: Number of compute segments that may be on the device at once.

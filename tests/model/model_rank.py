@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.script import Add, Await, Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.interleave.simulator import Add, Await, Batch, Call, Fail, Prepare, Sync, Think
 from jaxcross.interleave.vote import JobRequest, Verdict
 from tests.model.model_case import Arrival, Case, Script
 from tests.model.model_spec import Spec
@@ -266,7 +266,7 @@ class RankModel:
                             thread.does = "runs"
                             return None
                     continue
-                case Step(graph):
+                case Call(graph):
                     return self._post(m.StepCalled(job, graph))
                 case Batch(stream, index):
                     return self._post(m.BatchWanted(job, stream, index))
@@ -297,7 +297,7 @@ class RankModel:
             case m.StartJob(job):
                 self.threads[job].does = "runs"
             case m.StepReturned(job):
-                self._answer(job, Step)
+                self._answer(job, Call)
             case m.SyncReturned(job):
                 self._answer(job, Sync)
             case m.BatchGranted(job, more):
@@ -307,7 +307,7 @@ class RankModel:
                 else:
                     self.threads[job].at = len(self.scripts[job])
             case m.Raised(job):
-                self._answer(job, Step | Sync | Batch)
+                self._answer(job, Call | Sync | Batch)
                 self.threads[job].does = "unwinds"
             case m.Dispatch():
                 self._dispatch(instruction)
@@ -376,9 +376,9 @@ class RankModel:
             m.SegmentFailed(*key, "on the device", "failed") if how else m.SegmentCompleted(*key)
         )
 
-    def _step(self, job: int) -> Step:
+    def _step(self, job: int) -> Call:
         action = self.scripts[job][self.threads[job].at - 1]
-        assert isinstance(action, Step)
+        assert isinstance(action, Call)
         return action
 
     def _exchange(self, run: m.RunExchange) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ def test_steps_jobs_and_reports_need_no_extra() -> None:
             ),
         ),
         (
-            "from jaxcross.report.gantt import draw; draw(None, None)",
+            "from jaxcross.report.gantt import draw_gantt; draw_gantt(None, None)",
             ("matplotlib",),
             (
                 "a picture of a run needs `matplotlib`, not installed here. Remedy: `pip install "

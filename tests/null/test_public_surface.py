@@ -87,6 +87,14 @@ def test_completion_offers_the_public_names() -> None:
     assert {"JobContext", "Runner", "data", "lab", "plan", "testing"} <= set(jaxcross.__all__)
 
 
+@pytest.mark.parametrize(
+    "name", ["data", "errors", "exchange", "lab", "plan", "report", "tensor", "testing"]
+)
+def test_completion_in_a_module_offers_its_public_names_only(name: str) -> None:
+    module = getattr(jaxcross, name)
+    assert dir(module) == sorted(module.__all__)
+
+
 def test_a_public_name_is_the_object_of_its_module() -> None:
     instrument = importlib.import_module("jaxcross.interleave.instrument")
     assert jaxcross.Instrument is instrument.Instrument

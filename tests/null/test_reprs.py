@@ -12,11 +12,9 @@ import pytest
 
 from jaxcross import plan
 from jaxcross.jobs.fused import Fusion
-from jaxcross.plan.estimate import estimate_of
-from jaxcross.plan.step_cost import StepCost
+from jaxcross.plan.speedup import StepCost, estimate_of
 from jaxcross.report import Comparison, JobSummary, Report
-from jaxcross.report.sweep import SweepResult
-from jaxcross.report.sweep_trial import SweepTrial
+from jaxcross.report.sweep_result import SweepResult, SweepTrial
 from tests.support.fakes import plain_program
 from tests.support.report_spans import S, span
 

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_jobs import batches, loop

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
@@ -36,7 +36,7 @@ def make_step(world, name="step", result=lambda new: new):
         )
 
     compiled = FakeCompiled(plain_program(name), world, compute)
-    return lambda state, batch: current_job()._host.run(compiled, [state, batch], compiled)
+    return lambda state, batch: current_engine().run(compiled, [state, batch], compiled)
 
 
 def batches(world, seed=0):

@@ -17,7 +17,7 @@ import optax
 from jaxcross.exchange import parallel_norms
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum, chunk
-from jaxcross.exchange.blocks import width
+from jaxcross.exchange.bits import BLOCK
 from jaxcross.exchange.decoupled_momentum import decoupled_momentum
 from jaxcross.exchange.delayed_mean import delayed_mean
 from jaxcross.exchange.diloco import diloco
@@ -25,7 +25,7 @@ from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
 from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
-from jaxcross.exchange.integers import BLOCK
+from jaxcross.exchange.layouts import block_width
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.no_loco import draw, no_loco, pairings
@@ -214,7 +214,7 @@ def _adasum_over(shapes: Shapes, ranks: int, local: int) -> int:
     base = 1 << (ranks.bit_length() - 1)
     levels, row = base.bit_length() - 1, 20 * len(shapes)
     size = chunk(shapes, base * local)
-    columns = 4 * sum(width(s, base * local, size) for s in shapes)
+    columns = 4 * sum(block_width(s, base * local, size) for s in shapes)
     inside = blocks(base * local * columns, local) + all_gather(base * columns, local)
     statistics = levels * (all_gather(row, local) + all_gather(local * row, ranks))
     fold = 2 * base * columns + all_gather(row, local) if base < ranks else 0
@@ -258,7 +258,7 @@ _GRIDS = {
 
 
 def _sharded(shapes: Shapes, ranks: int) -> int:
-    part = 4 * sum(width(s, ranks) for s in shapes)
+    part = 4 * sum(block_width(s, ranks) for s in shapes)
     return blocks(ranks * part, ranks) + all_gather(part, ranks)
 
 

@@ -15,13 +15,23 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.interleave.script import Batch, Fail, Prepare, Step, Sync, Think
-from jaxcross.interleave.simulator import RankResult, Simulation
+from jaxcross.interleave.simulator import (
+    Batch,
+    Call,
+    Fail,
+    Prepare,
+    RankResult,
+    Simulation,
+    Sync,
+    Think,
+)
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
+from jaxcross.program.nonfinite import NonFinite, NonFiniteOutcome
 from jaxcross.program.verify import verify
 
 __all__ = [
     "Batch",
+    "Call",
     "Fail",
     "FakeCompiled",
     "FakeControl",
@@ -31,7 +41,6 @@ __all__ = [
     "Prepare",
     "RankResult",
     "Simulation",
-    "Step",
     "Sync",
     "Think",
     "plain_program",
@@ -328,7 +337,7 @@ class FakeExecution:
     def __init__(self, compiled: FakeCompiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
         self._env: dict[int, Any] = dict(zip(compiled.program.inputs, inputs, strict=True))
-        self._watches = False
+        self._policy: NonFinite = "ignore"
 
     def run(self, index: int) -> None:
         segment = self._compiled.program.segments[index]
@@ -352,15 +361,16 @@ class FakeExecution:
     def wait_outputs(self, index: int) -> None:
         """A no-op, because `run` computes at once."""
 
-    def watch(self) -> FakeExecution:
-        self._watches = True
+    def watch(self, policy: NonFinite) -> FakeExecution:
+        self._policy = policy
         return self
 
-    def nonfinite(self, index: int) -> str | None:
+    def check_finite(self, index: int) -> NonFiniteOutcome | None:
         segment = self._compiled.program.segments[index]
-        if not self._watches or np.isfinite(self._env[segment.outputs[0]]).all():
+        if self._policy == "ignore" or np.isfinite(self._env[segment.outputs[0]]).all():
             return None
-        return f"`{segment.exchanges[0].line()}` made values that are not finite"
+        what = f"`{segment.exchanges[0].line()}` made values that are not finite"
+        return NonFiniteOutcome.by_policy(self._policy, what, skippable=self.skippable)
 
     def branch_mismatch(self, index: int) -> str | None:
         """Always None, because these programs have no conditionals."""

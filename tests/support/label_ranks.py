@@ -12,7 +12,7 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program import stages
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
-from jaxcross.step.exchange_order import agree_on_order, order_hash
+from jaxcross.step.exchange_agreement import agree_on_order, order_hash
 from jaxcross.testing import LocalRanks, decide
 from tests.support.fakes import run_ranks
 

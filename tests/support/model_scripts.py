@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.script import Batch, Prepare, Step
+from jaxcross.interleave.simulator import Batch, Call, Prepare
 from jaxcross.interleave.step_graph import StepGraph
 from tests.model.explore import explore
 from tests.model.model_case import Case
@@ -36,7 +36,7 @@ EXHAUSTIVE = pytest.mark.exhaustive  # seconds each; benchmarks/model_check.py h
 
 def step(graph, **fails):
     """`step(PLAIN, s0="dispatch")`: segment 0 fails when it is dispatched."""
-    return Step(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
+    return Call(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
 
 
 def fed(batches, graph=PLAIN):

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
@@ -20,7 +20,7 @@ def make_step(world, name="step", *, exchanges=1, compute=add, shape=(), program
     )
 
     def step(state, batch):
-        return current_job()._host.run(compiled, [state, batch], compiled)
+        return current_engine().run(compiled, [state, batch], compiled)
 
     return step
 

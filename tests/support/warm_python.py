@@ -70,7 +70,7 @@ _IMPORTS = (
     "jaxcross.world.workers",
     "jaxcross.wire.mpi_wire",
     "jaxcross.jobs.runner",
-    "jaxcross.step.crossover",
+    "jaxcross.step.step",
     "jaxcross.exchange",
     "jaxcross.tensor",
     "jaxcross.server",

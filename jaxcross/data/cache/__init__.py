@@ -8,9 +8,7 @@
     page_store.py    one level: records in the pages of a shared file
     origin.py        where the data set is stored: a folder, or byte ranges through fsspec
     array_record.py  finds and decodes single records of a shard
-    remote.py        the metadata of a data set that is given by URL
     locks.py         file locks that work across processes and runs
-    small_files.py   small files that are either whole or absent
     statistics.py    how much each level has delivered
     info.py          the same for people, without joining the cache's users
 

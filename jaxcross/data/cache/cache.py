@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -19,11 +20,11 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from jaxcross._arguments import is_whole
+from jaxcross._files import write_whole
 from jaxcross.data.cache.feed import Feeds
 from jaxcross.data.cache.locks import Claims, FileLock, Users, has_users
 from jaxcross.data.cache.origin import Origin
 from jaxcross.data.cache.page_store import PageStore
-from jaxcross.data.cache.small_files import read_json, write_json
 from jaxcross.data.cache.split import CachedSplit, Levels
 from jaxcross.data.cache.statistics import LevelStatistics, Statistics, as_json
 from jaxcross.data.cache.streams import Streams
@@ -328,3 +329,17 @@ def _is_entry(found: Any) -> bool:
 def _machine() -> str:
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else os.uname().nodename
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Returns an empty one if the file is missing or damaged."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON object, completely or not at all."""
+    write_whole(path, json.dumps(value, indent=1).encode(), shared=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
 from jaxcross.data.cache.next_use import groups
-from jaxcross.data.cache.statistics import Statistics
-from jaxcross.data.cache.streams import OwnStream
+
+if TYPE_CHECKING:
+    from jaxcross.data.cache.split import CachedSplit
+    from jaxcross.data.cache.streams import OwnStream
 
 
 class Arrival(NamedTuple):
@@ -28,20 +30,6 @@ class Arrival(NamedTuple):
     record: int
     raw: bytes | None
     level: str
-
-
-class Source(Protocol):
-    """The part of `jaxcross.data.cache.split.CachedSplit` that a feed uses."""
-
-    @property
-    def statistics(self) -> Statistics: ...
-    def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream: ...
-    def has_image(self, record: int) -> bool: ...
-    def read(self, record: int) -> tuple[bytes, str]: ...
-    def find(self, record: int) -> tuple[bytes, str] | None: ...
-    def fetch(
-        self, records: Sequence[int], stream: OwnStream, stop: threading.Event
-    ) -> Iterator[tuple[int, bytes, str]]: ...
 
 
 @final
@@ -97,7 +85,7 @@ class Feed:
 
     def __init__(
         self,
-        split: Source,
+        split: CachedSplit,
         passes: Passes,
         *,
         length: int,

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxcross.data.cache.cache import MARKER
+from jaxcross.data.cache.cache import MARKER, read_json
 from jaxcross.data.cache.next_use import PAGE_BYTES
 from jaxcross.data.cache.page_store import FIRST, FREE, HEADER
-from jaxcross.data.cache.small_files import read_json
 from jaxcross.data.cache.statistics import LEVELS, LevelStatistics, from_json, total
 
 

@@ -6,18 +6,21 @@ Nothing here writes to the data set or deletes any of it.
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
+import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
 from fsspec.asyn import AsyncFileSystem
 
+from jaxcross._files import write_whole
 from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
-from jaxcross.data.cache.small_files import FooterFiles
 
 CONNECTIONS = 32
 """Number of byte ranges that are read at once. With fsspec's default of 128 some requests starved:
@@ -25,6 +28,7 @@ over an 8 Mbit/s link we measured 19 s rather than 12 s, and once 200 s.
 """
 TRIES = 7
 WAIT_S = 0.5  # doubled after each try: 31.5 s in all, because rate-limited stores ask for that
+FOOTER_HEAD = struct.Struct("<QQQI")  # size of the shard, offset and size of the footer, checksum
 
 
 class Fetched(NamedTuple):
@@ -89,6 +93,39 @@ class LocalOrigin(Origin):
     def read(self, records: Sequence[int]) -> Fetched:
         found = list(self._source.__getitems__(list(records)))
         return Fetched(found, sum(map(len, found)))
+
+
+@final
+class FooterFiles:
+    """Footers in a folder of the node, by their shard's path. Treats damaged files as missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, shard: str) -> Footer | None:
+        """Returns a footer that was saved, or None."""
+        with suppress(OSError, struct.error):
+            content = self._path(shard).read_bytes()
+            nbytes, start, index_bytes, crc = FOOTER_HEAD.unpack_from(content)
+            found = content[FOOTER_HEAD.size :]
+            if (
+                zlib.crc32(found, zlib.crc32(FOOTER_HEAD.pack(nbytes, start, index_bytes, 0)))
+                == crc
+            ):
+                return Footer(nbytes, start, found[:index_bytes], found[index_bytes:])
+        return None
+
+    def save(self, shard: str, footer: Footer) -> None:
+        """Saves a footer. If the disk is full, it isn't saved, and will be fetched again."""
+        content = footer.index + footer.postscript
+        head = (footer.nbytes, footer.start, len(footer.index))
+        crc = zlib.crc32(content, zlib.crc32(FOOTER_HEAD.pack(*head, 0)))
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(shard), FOOTER_HEAD.pack(*head, crc) + content, shared=True)
+
+    def _path(self, shard: str) -> Path:
+        return self._folder / f"{hashlib.sha256(shard.encode()).hexdigest()[:32]}.footer"
 
 
 @final

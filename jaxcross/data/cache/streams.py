@@ -41,7 +41,7 @@ record.
 SUFFIX = ".stream"
 
 
-class _Table(NamedTuple):
+class _StreamFile(NamedTuple):
     """A mapped file: its header, and the next position of each record."""
 
     header: np.ndarray
@@ -58,7 +58,7 @@ class OwnStream:
 
     def __init__(
         self,
-        table: _Table,
+        table: _StreamFile,
         next_use: Future[NextUse],
         record_at: Callable[[int], int],
         start: int,
@@ -113,8 +113,8 @@ class Streams:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._tables: dict[str, _Table] = {}
-        self._private: dict[str, _Table] = {}  # streams for which we couldn't write a file
+        self._tables: dict[str, _StreamFile] = {}
+        self._private: dict[str, _StreamFile] = {}  # streams for which we couldn't write a file
         self._lock = threading.Lock()
         self._are_several = False
         self._counted_s = -math.inf
@@ -139,7 +139,7 @@ class Streams:
                 f"The data cache cannot announce a stream in `{self._folder}`: {error}. Other "
                 "processes will not know what this one needs next, and may drop it."
             )
-            table = _Table(np.zeros(HEADER, np.int64), np.empty(records, np.int64))
+            table = _StreamFile(np.zeros(HEADER, np.int64), np.empty(records, np.int64))
             self._private[name] = table
             withdraw = partial(self._private.pop, name, None)
         table.header[:3] = base, records, start
@@ -148,7 +148,7 @@ class Streams:
         pool.shutdown(wait=False)
         return OwnStream(table, next_use, record_at, start, withdraw)
 
-    def _shared(self, name: str, records: int) -> tuple[_Table, Callable[[], object]]:
+    def _shared(self, name: str, records: int) -> tuple[_StreamFile, Callable[[], object]]:
         path = self._folder / name
         # The file gets its final name only once it's locked. Other processes would take an unlocked
         # one for a dead process's stream, and remove it.
@@ -187,7 +187,7 @@ class Streams:
             self._counted_s = time.monotonic()
         return self._are_several
 
-    def _refreshed(self) -> list[_Table]:
+    def _refreshed(self) -> list[_StreamFile]:
         with self._lock:
             names = {path.name for path in self._folder.glob(f"*{SUFFIX}")}
             for name in self._tables.keys() - names:
@@ -201,7 +201,7 @@ class Streams:
             every = [*self._tables.values(), *self._private.values()]
         return [each for each in every if len(each.header) == HEADER and each.header[3] == COMPLETE]
 
-    def _opened(self, path: Path) -> _Table | None:
+    def _opened(self, path: Path) -> _StreamFile | None:
         """Maps a file, or removes it if its owner is dead."""
         with suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -216,6 +216,6 @@ class Streams:
         return None
 
 
-def _map(fd: int) -> _Table:
+def _map(fd: int) -> _StreamFile:
     words = np.frombuffer(mmap.mmap(fd, 0), np.int64)
-    return _Table(words[:HEADER], words[HEADER:])
+    return _StreamFile(words[:HEADER], words[HEADER:])

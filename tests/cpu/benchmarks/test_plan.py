@@ -13,9 +13,9 @@ import carried_show
 import plan_show
 from plan_cases import CASES, ESTIMATED, KINDS, PARTS, kind_of
 
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import predict
 from jaxcross.report import JobSummary, Report
+from jaxcross.step.profile import Profile
 
 RACE = Path(__file__).parents[3] / "benchmarks" / "results" / "race.json"
 

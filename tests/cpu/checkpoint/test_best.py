@@ -9,7 +9,7 @@ import pytest
 
 import jaxcross
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.errors import JobError
 from tests.support.checkpoint_damage import newest
 from tests.support.checkpoint_jobs import same

@@ -10,10 +10,9 @@ import pytest
 
 import jaxcross
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.checkpoint.checkpointer import JobCheckpointer
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.checkpointer import JobCheckpointer, Writer
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.checkpoint.rank_gather import JobLog
-from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.jobs.plain_loop import Job, run

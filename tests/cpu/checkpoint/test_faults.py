@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from jaxcross.checkpoint import Checkpoints, Session, arrays
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.errors import JobError
 from tests.support.checkpoint_damage import flip, half_written, names, newest, refused
 from tests.support.checkpoint_jobs import init, resumes, same, train

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 from jaxcross import _pytree, exchange
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.layout import Folders, checkpoint_name
+from jaxcross.checkpoint.folders import Folders, checkpoint_name
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.exchange.decoupled_momentum import DecoupledMomentumState
 

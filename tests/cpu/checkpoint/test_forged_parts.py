@@ -1,7 +1,7 @@
 """The text of a checkpoint part: any change to it is detected, and a forged part does no harm."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxcross import _pytree
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.checkpoint.part import (
     Part,
     SavedLeaf,
@@ -45,6 +45,21 @@ def test_a_part_says_what_it_was_told():
 def test_a_part_of_a_rank_that_its_run_did_not_have_is_rejected():
     with pytest.raises(UnusableError, match="rank 2 of 2"):
         parse(to_text(replace(PART_0, rank=2)))
+
+
+@pytest.mark.parametrize("path", [(), ("leaves", "['w']"), ("leaves", "['w']", "form")])
+def test_a_part_with_an_unknown_or_a_missing_field_is_rejected(path):
+    """Also if the field has a default, since then the part is of another format."""
+    for change in (lambda inner: inner.update(more=1), dict.popitem):
+        body = asdict(PART_0)
+        inner = body
+        for key in path:
+            inner = inner[key]
+        change(inner)
+        with mock.patch("jaxcross.checkpoint.part.asdict", return_value=body):
+            text = to_text(PART_0)
+        with pytest.raises(UnusableError, match="makes no sense"):
+            parse(text)
 
 
 def parsed(text):

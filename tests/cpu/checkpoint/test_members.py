@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxcross.checkpoint import Checkpoints
+from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.checkpoint.job_list import JobList, parse, read
-from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.checkpoint.part import UnusableError
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner

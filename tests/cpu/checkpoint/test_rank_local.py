@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 from jaxcross import exchange
 from jaxcross._pytree import digests
-from jaxcross.checkpoint.rank_local import common_leaves, named_leaves, rank_local_leaves
+from jaxcross.checkpoint.rank_local import RankLocal, common_leaves, named_leaves, rank_local_leaves
 
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]
@@ -227,6 +227,27 @@ def test_nested_and_nnx_strategy_states_are_recognised():
         assert rank_local_leaves(made) and all(
             "residual" in path for path in rank_local_leaves(made)
         )
+
+
+class OwnState(NamedTuple):
+    """The state of a user's own exchange, which declares its rank-local field."""
+
+    age: Any
+    unsent_part: Any
+
+    rank_local = RankLocal(unsent=("unsent_part",))
+
+
+def test_state_of_a_users_own_exchange_may_declare_its_fields():
+    """It's recognised by its class, and as a dict of NNX by the names of its fields."""
+    own = OwnState(jnp.int32(0), {"w": jnp.zeros(2)})
+    for state, path in (
+        ({"opt": (own,), "params": PARAMS}, "['opt'][0].unsent_part['w']"),
+        ({"opt_state": own._asdict(), "params": PARAMS}, "['opt_state']['unsent_part']['w']"),
+    ):
+        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+        assert rank_local_leaves(state) == [path]
+        assert common_leaves(state) == [each for each in paths if each != path]
 
 
 def test_batch_statistics_of_linen_are_left_out():

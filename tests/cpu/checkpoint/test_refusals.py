@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.checkpoint.layout import Folders, folder_name
+from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
 from tests.support.checkpoint_damage import newest, refused

@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 from jaxcross.data import Cache, open_records, synthesise, train_batches
 from jaxcross.data.cache import origin as origin_module
 from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
-from jaxcross.data.cache.small_files import FooterFiles
+from jaxcross.data.cache.origin import FooterFiles
 from tests.support.data_caches import STREAM, digests, records_of, tree
 from tests.support.examples import scaled
 from tests.support.range_server import range_server

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.data import Batches, SharedDecode, synthesise, train_batches
-from jaxcross.data.batches import Stream
+from jaxcross.data.batches import BatchStream
 from jaxcross.jobs import prefetch
 
 STEPS = 6
@@ -72,9 +72,9 @@ def test_one_after_the_other_gets_the_same_bits(folder: Path) -> None:
 
 def test_every_reader_gets_an_unreadable_batchs_error(folder: Path, monkeypatch: Any) -> None:
     """Readers don't skip to the next batch, or later ones would differ from a lone stream's."""
-    whole = Stream.example
+    whole = BatchStream.example
 
-    def damaged(self: Stream, place: Any) -> Any:
+    def damaged(self: BatchStream, place: Any) -> Any:
         if place.epoch == 1 and place.record == bad:
             raise ValueError("record is damaged")
         return whole(self, place)
@@ -82,7 +82,7 @@ def test_every_reader_gets_an_unreadable_batchs_error(folder: Path, monkeypatch:
     options: dict[str, Any] = {"batch_size": 4, "image_size": 8, "seed": 1, "steps": STEPS}
     stream = train_batches(folder, **options)
     bad = int(stream._stream.order[9])  # of batch 2
-    monkeypatch.setattr(Stream, "example", damaged)
+    monkeypatch.setattr(BatchStream, "example", damaged)
     shared = SharedDecode(train_batches(folder, **options))
     for reader in (shared.reader(), shared.reader()):
         for _ in range(2):

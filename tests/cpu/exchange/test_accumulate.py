@@ -13,7 +13,7 @@ import pytest
 
 from jaxcross.exchange import accumulate, local_sgd, mean, one_bit_adam, top_k
 from jaxcross.program import stages
-from jaxcross.program.mini_steps import repeated_exchanges
+from jaxcross.program.suspect_exchanges import repeated_exchanges
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 

@@ -11,8 +11,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 from jaxcross.exchange import sharded_optimizer
-from jaxcross.server.layout import Layout
-from jaxcross.server.shard import Shard
+from jaxcross.server.message_layout import MessageLayout
+from jaxcross.server.served_part import ServedPart
 from jaxcross.testing import vmapped
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -161,8 +161,8 @@ def collective(optimizer: optax.GradientTransformation) -> None:
 
 
 def real(optimizer: optax.GradientTransformation) -> None:
-    layout = Layout(PARAMS, 2)
-    Shard(optimizer, layout, layout.parts(jax.tree.leaves(PARAMS))[0], ranks=2)
+    layout = MessageLayout(PARAMS, 2)
+    ServedPart(optimizer, layout, layout.parts(jax.tree.leaves(PARAMS))[0], ranks=2)
 
 
 BOTH = pytest.mark.parametrize(

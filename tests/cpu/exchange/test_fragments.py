@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcross.exchange import fragments, integers
+from jaxcross.exchange.bits import BLOCK, dequantise, quantise, quantised_mean
+from jaxcross.exchange.layouts import cut_fragments
 
 TREE = {
     "a": np.arange(5.0),
@@ -22,7 +23,7 @@ TREE = {
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_fragments_are_even_and_cover_each_element_once(count, multiple):
     tree = jax.tree.map(jnp.asarray, TREE)
-    cut = fragments.cut(tree, count, multiple=multiple)
+    cut = cut_fragments(tree, count, multiple=multiple)
     taken = [np.asarray(cut.take(tree, n)) for n in range(count)]
     sizes = [sum(p.stop - p.start for p in pieces) for pieces in cut.pieces]
     assert {len(x) for x in taken} == {cut.width} and cut.width % multiple == 0
@@ -42,7 +43,7 @@ def test_fragments_are_even_and_cover_each_element_once(count, multiple):
 
 def test_narrow_types_are_kept_wide_in_vectors():
     tree = {"h": jnp.ones(3, jnp.bfloat16), "f": jnp.ones(3, jnp.float16)}
-    cut = fragments.cut(tree, 2)
+    cut = cut_fragments(tree, 2)
     assert cut.dtype == jnp.float32
     back = cut.put(tree, 0, cut.split(cut.take(tree, 0) * 3, 0))
     assert jax.tree.map(lambda x: (x.dtype, x.tolist()), back) == {
@@ -57,7 +58,7 @@ def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
     tree = {name: jnp.ones(shape) for name, shape in shapes.items()} | {
         "h": jnp.ones((7, 3), jnp.bfloat16)
     }
-    cut = fragments.cut(tree, count)
+    cut = cut_fragments(tree, count)
 
     def twice(tree):
         for n in range(count):
@@ -74,18 +75,13 @@ def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
 @pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
 def test_an_element_is_off_by_half_a_unit_at_most(bits, levels):
     rng = np.random.default_rng(0)
-    x = (
-        rng.normal(size=4 * integers.BLOCK) * np.repeat([1e-30, 1, 1e30, 0], integers.BLOCK)
-    ).astype(np.float32)
-    packed = integers.pack(jnp.asarray(x), bits)
-    got = np.asarray(integers.unpack(packed, bits)).reshape(4, -1)
+    x = (rng.normal(size=4 * BLOCK) * np.repeat([1e-30, 1, 1e30, 0], BLOCK)).astype(np.float32)
+    packed = quantise(jnp.asarray(x), bits)
+    got = np.asarray(dequantise(packed, bits)).reshape(4, -1)
     unit = np.abs(x).reshape(4, -1).max(1, keepdims=True) / levels
     assert (np.abs(got - x.reshape(4, -1)) <= unit * (0.5 + 1e-5)).all()
-    assert (
-        packed.codes.nbytes == x.size * bits // 8
-        and packed.units.nbytes == x.size // integers.BLOCK * 4
-    )
-    again = integers.unpack(integers.pack(jnp.asarray(got.reshape(-1)), bits), bits)
+    assert packed.codes.nbytes == x.size * bits // 8 and packed.units.nbytes == x.size // BLOCK * 4
+    again = dequantise(quantise(jnp.asarray(got.reshape(-1)), bits), bits)
     np.testing.assert_allclose(np.asarray(again).reshape(4, -1), got, rtol=1e-6)
 
 
@@ -93,19 +89,19 @@ def test_an_element_is_off_by_half_a_unit_at_most(bits, levels):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_what_is_not_finite_stays_so_for_its_block(bits, bad):
-    x = jnp.ones(3 * integers.BLOCK).at[integers.BLOCK + 5].set(bad)
-    finite = np.isfinite(np.asarray(integers.unpack(integers.pack(x, bits), bits)).reshape(3, -1))
+    x = jnp.ones(3 * BLOCK).at[BLOCK + 5].set(bad)
+    finite = np.isfinite(np.asarray(dequantise(quantise(x, bits), bits)).reshape(3, -1))
     assert finite[0].all() and not finite[1].any() and finite[2].all()
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("bits", [8, 4])
 def test_mean_is_that_of_the_rounded_vectors(bits):
-    x = np.random.default_rng(1).normal(size=(3, 2 * integers.BLOCK)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(3, 2 * BLOCK)).astype(np.float32)
 
     def both(mine):
-        packed = integers.pack(mine, bits)
-        return integers.mean(packed, bits, ("ranks",)), integers.unpack(packed, bits)
+        packed = quantise(mine, bits)
+        return quantised_mean(packed, bits, ("ranks",)), dequantise(packed, bits)
 
     got, rounded = jax.vmap(both, axis_name="ranks")(jnp.asarray(x))
     np.testing.assert_allclose(

@@ -12,8 +12,7 @@ import pytest
 
 from jaxcross.exchange import finish
 from jaxcross.exchange.diloco import diloco
-from jaxcross.exchange.streaming_diloco import streaming_diloco
-from jaxcross.exchange.turns import Clock, Turns
+from jaxcross.exchange.streaming_diloco import Clock, FragmentTurns, streaming_diloco
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
@@ -104,7 +103,7 @@ def test_rounds_of_another_length_keep_fragments(before, after, stopped):
     """
     clock, captured, slices, applied = Clock.begin(), [], [], []
     for every, steps in ((before, stopped), (after, 2 * after)):
-        turns = Turns.checked(every, 3, 2, "it")
+        turns = FragmentTurns.checked(every, 3, 2, "it")
         for _ in range(steps):
             turn = turns.kinds()[int(turns.kind(clock))]
             slices += [] if turn.slice is None else [turn.slice]
@@ -152,7 +151,8 @@ def programs(tx: Any, steps: int) -> Any:
         traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=(0, 1))
         yield stages.cut(decide(traced, jax.tree.leaves(args)))
         clock = jax.tree.map(
-            lambda x: jnp.int32(np.asarray(x)), Turns.checked(4, 2, 0, "").after(args[1].clock)
+            lambda x: jnp.int32(np.asarray(x)),
+            FragmentTurns.checked(4, 2, 0, "").after(args[1].clock),
         )
         state = args[1]._replace(clock=clock)
         args = (args[0], state, args[2])
@@ -255,7 +255,7 @@ def test_what_cannot_be_cut_is_refused():
     [(8, 4, 0, 5), (8, 4, 1, 9), (8, 4, 2, 7), (8, 1, 3, 5), (16, 4, 4, 9), (100, 4, 25, 30)],
 )
 def test_a_step_has_as_many_programs_as_is_said(every, fragments, delay, programs):
-    turns, clock, found = Turns.checked(every, fragments, delay, "it"), Clock.begin(), set()
+    turns, clock, found = FragmentTurns.checked(every, fragments, delay, "it"), Clock.begin(), set()
     for _ in range(2 * every):
         found.add(int(turns.kind(clock)))
         clock = turns.after(clock)

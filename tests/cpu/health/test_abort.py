@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,17 @@ def test_an_exception_of_the_only_rank_is_python_s_own_and_is_recorded(shown):
     uncaught_in_thread(hooks, "mine")
     assert shown == [NameError] * 2
     assert [reason.text for reason in reasons] == ["rank 0 failed with NameError: x"]
+
+
+def test_only_an_exception_that_is_not_mpi_s_is_the_script_s(monkeypatch, shown):
+    """A restarted run would raise the script's own exception again, but can reach a lost rank."""
+    mpi = SimpleNamespace(Exception=type("Exception", (RuntimeError,), {}))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    hooks, reasons = ExceptionHooks(0, 1), []
+    hooks.notify = reasons.append
+    for error in (Exception("no MPI here"), mpi.Exception("MPI_ERR_OTHER")):
+        uncaught(hooks, error)
+    assert [reason.script_raised for reason in reasons] == [True, False]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from jaxcross.health import deferred_signals
+from jaxcross.health import signals
 from jaxcross.health.abort import Terminated
-from jaxcross.health.deferred_signals import defer_signals
+from jaxcross.health.signals import defer_signals
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def terminated():
 def test_deferred_signals_stay_ordered_then_raise(terminated, monkeypatch):
     """Signals are stored in order; afterwards, they're raised directly again."""
     now_s, asked = [0.0], []
-    monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now_s[0])
     with defer_signals() as kept:
         for number in (signal.SIGINT, signal.SIGTERM):
             for after_s in (1.0, 0.1):  # and again right away
@@ -44,7 +44,7 @@ def test_deferred_signals_stay_ordered_then_raise(terminated, monkeypatch):
 def test_unclaimed_signal_lets_a_later_one_raise(terminated, monkeypatch):
     """If a stored signal isn't handled, a later one is raised."""
     now_s = [0.0]
-    monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now_s[0])
     with defer_signals() as kept:
         os.kill(os.getpid(), signal.SIGTERM)
         now_s[0] = 0.2
@@ -84,9 +84,8 @@ def test_handler_that_raises_nothing_is_still_called():
 FORK = """
 import os, select, signal
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.health.process import this_process
-from jaxcross.health.sigterm import SigtermHandler
+from jaxcross.health.signals import SigtermHandler, defer_signals
 SigtermHandler(FlightRecorder([this_process()], 0)).install()
 for number in (signal.SIGTERM, signal.SIGINT):
     with defer_signals() as kept:

@@ -12,7 +12,7 @@ from jaxcross.health import flight_recorder as flight_module
 from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.process import this_process
-from jaxcross.report.event_files import read
+from jaxcross.report.event_files import read_event_files
 from tests.support.interleavings import WatchedLock, interrupted
 
 
@@ -31,7 +31,7 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
     token = flight.begin(compute(1))
     flight.end(token)
     flight.begin(Activity.now("exchange", job='"b"\n', step=2, segment=1, number=7))
-    (record,) = read(tmp_path / "events")
+    (record,) = read_event_files(tmp_path / "events")
     assert str(record.where) == "job '\"b\" ', step 2, segment 1 (exchange)", (
         "read as text of one line"
     )
@@ -53,7 +53,7 @@ def test_folder_is_fixed_when_script_changes_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     for step in range(500):
         recorder.end(recorder.begin(compute(step)))
-    (record,) = read(tmp_path / "events")
+    (record,) = read_event_files(tmp_path / "events")
     assert str(record.done) == "job 'a', step 499, segment 0 (compute)"
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -65,7 +65,7 @@ def test_newest_checkpoints_outlive_a_change_of_file(flight, tmp_path, monkeypat
         flight.checkpoint(f"{step:012d}-00000000000000aa", job="a", any_ranks=step == 20)
     for step in range(500):
         flight.end(flight.begin(compute(step)))
-    (record,) = read(tmp_path / "events")
+    (record,) = read_event_files(tmp_path / "events")
     assert {job: (part.step, part.any_ranks) for job, part in record.saved.items()} == {
         "a": (20, True)
     }
@@ -73,7 +73,7 @@ def test_newest_checkpoints_outlive_a_change_of_file(flight, tmp_path, monkeypat
 
 def test_checkpoint_with_a_strange_name_is_none(flight, tmp_path):
     flight.checkpoint("../../etc", job="a", any_ranks=True)
-    (record,) = read(tmp_path / "events")
+    (record,) = read_event_files(tmp_path / "events")
     assert record.saved == {}
 
 
@@ -86,7 +86,7 @@ def test_two_bounded_files_hold_current_activities(flight, tmp_path, monkeypatch
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "events").iterdir()}
     assert set(sizes) == {"rank-0.jsonl", "rank-0.old.jsonl"}
     assert all(size < 3500 for size in sizes.values())
-    (record,) = read(tmp_path / "events")
+    (record,) = read_event_files(tmp_path / "events")
     assert [b.what for b in record.under_way.values()] == ["vote"]
     assert record.done is not None and record.done.step == 499
     assert record.unread == 0
@@ -109,7 +109,7 @@ def test_activity_during_file_rotation_is_recorded(flight, tmp_path, monkeypatch
     monkeypatch.setattr(os, "replace", slow)
     while len(tokens) == 1:
         flight.end(flight.begin(compute(6)))
-    (record,) = read(tmp_path / "events")
+    (record,) = read_event_files(tmp_path / "events")
     assert [(token, begun.what) for token, begun in record.under_way.items()] == [
         (tokens[2], "exchange")
     ]
@@ -197,11 +197,13 @@ def test_first_exit_record_counts_and_names_activity(flight, tmp_path):
     """The first exit record is the valid one, and names the activity that raised."""
     with pytest.raises(ValueError, match="x"), flight.during("compile", job="a", step=1):
         raise ValueError("x")
-    assert flight.record_exit("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"
+    where = flight.record_exit("failed", "with x" * 10_000, script_raised=True)
+    assert where == "in job 'a', step 1 (compile)"
     flight.record_exit("left", "its script ended")
-    (record,) = read(tmp_path / "events")
-    assert (record.words, record.place, record.unread) == (
+    (record,) = read_event_files(tmp_path / "events")
+    assert (record.words, record.script_raised, record.place, record.unread) == (
         "failed",
+        True,
         "in job 'a', step 1 (compile)",
         0,
     )

@@ -11,9 +11,9 @@ import pytest
 START = """
 import atexit, gc, os, signal, threading
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.gc_safe_signals import install_interrupt
+from jaxcross.health.signals import install_interrupt
 from jaxcross.health.process import this_process
-from jaxcross.health.sigterm import SigtermHandler
+from jaxcross.health.signals import SigtermHandler
 """
 
 IN_COLLECTION = """

@@ -9,7 +9,7 @@ import os, signal
 from jaxcross.health.abort import Terminated
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.process import this_process
-from jaxcross.health.sigterm import SigtermHandler
+from jaxcross.health.signals import SigtermHandler
 termination = SigtermHandler(FlightRecorder([this_process()], 0))
 """
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxcross.health.stacks import stacks
+from jaxcross.health.tracebacks import stacks
 
 
 @pytest.fixture(autouse=True)

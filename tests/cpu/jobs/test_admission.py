@@ -14,8 +14,8 @@ import pytest
 import jaxcross
 from jaxcross.errors import JobError
 from jaxcross.jobs.admission import MemoryAdmission, Need, needed_by
+from jaxcross.jobs.memory import PROCESS_BYTES, JobMemory
 from jaxcross.jobs.runner import Runner
-from jaxcross.plan.memory import PROCESS_BYTES, JobMemory
 from tests.support.fakes import FakeControl
 
 WIDTH, RANK = 1024, 2

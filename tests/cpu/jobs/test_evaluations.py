@@ -101,7 +101,9 @@ def test_an_evaluation_that_no_checkpoint_covers_counts_once(tmp_path):
 def test_a_job_stops_early_on_all_ranks(early, rank, tmp_path):
     for job, _ in train(2, None, early=early, rank=rank):
         assert (job.step, job.status, job.error) == (10, "stopped early", None)
-        assert job._host.evaluations.stop_reason.startswith("`eval/score` has not been better than")
+        assert job._engine.evaluations.stop_reason.startswith(
+            "`eval/score` has not been better than"
+        )
 
 
 def test_ranks_that_score_differently_stop_at_one_step():

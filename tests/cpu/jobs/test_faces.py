@@ -9,8 +9,7 @@ import pytest
 from jaxcross.errors import JobError
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.plain_job import Job
-from jaxcross.jobs.plain_loop import run
+from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step, solo
@@ -273,3 +272,24 @@ def test_ranks_may_have_a_policy_of_their_own_without_a_repr() -> None:
         return job.status
 
     assert run_ranks(2, work) == ["ended", "ended"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        ("examples_per_step", "8", TypeError, "`examples_per_step` of job `a` must be a number"),
+        ("examples_per_step", -3, ValueError, "`examples_per_step` of job `a` must be above 0"),
+        ("examples_per_step", float("nan"), ValueError, "must be above 0, got nan"),
+        ("unit", 3, TypeError, "`unit` of job `a` must be"),
+        ("non_finite", "skip", AttributeError, "non_finite"),  # misspelt
+    ],
+)
+def test_both_refuse_wrong_values_and_misspelt_names(
+    name: str, value: Any, kind: type[Exception], message: str
+) -> None:
+    def work(world: Any) -> None:
+        for job in (plain(world, []), Runner(world).add("a", lambda job: None)):
+            with pytest.raises(kind, match=message):
+                setattr(job, name, value)
+
+    run_ranks(1, work)

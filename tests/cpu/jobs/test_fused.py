@@ -8,9 +8,8 @@ import pytest
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
-from jaxcross.jobs.fused import FusedJob
+from jaxcross.jobs.fused import FusedBatches, FusedJob, MemberBatches
 from jaxcross.jobs.plain_loop import Job, run
-from jaxcross.jobs.side_by_side import SideBySide, Source
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step, solo
 
@@ -210,13 +209,13 @@ def test_what_nobody_received_is_given_back() -> None:
         finally:
             closed.append(True)
 
-    sources = [Source(data(), None), Source(range(3), None)]
-    taken = SideBySide(sources)
+    sources = [MemberBatches(data(), None), MemberBatches(range(3), None)]
+    taken = FusedBatches(sources)
     assert [next(taken), next(taken), next(taken)] == [(0, 0), (1, 1), (2, 2)]
     taken.delivered()
     taken.close()
     assert taken.ends() == [None, None]
-    rest = SideBySide(sources)
+    rest = FusedBatches(sources)
     assert list(rest) == [(1, 1), (2, 2)]
     rest.delivered()
     rest.delivered()
@@ -239,7 +238,7 @@ def test_data_are_closed_behind_the_batch_that_is_being_read(caplog: Any) -> Non
         finally:
             closed.append(threading.current_thread())
 
-    source = Source(data(), None)
+    source = MemberBatches(data(), None)
     reader = threading.Thread(target=source.take)
     reader.start()
     assert reading.wait(60)

@@ -14,7 +14,7 @@ from jaxcross.jobs.runner import Runner
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
-from jaxcross.world.replicas import broadcast
+from jaxcross.world.initial_state import broadcast
 from tests.support.fakes import run_ranks
 
 

@@ -323,7 +323,7 @@ def test_many_short_jobs_leave_nothing_behind():
             return step(0.0, 1.0)
 
         def parent(job, step):
-            driver = job._life.driver
+            driver = job._engine.driver
             for n in range(60):
                 one = runner.add(f"j{n}", child, {"step": make_step(world, f"j{n}")})
                 until(job, step, lambda: one.done.is_set() and not threads[-1].is_alive())  # noqa: B023

@@ -12,7 +12,7 @@ from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.runner import Runner
-from jaxcross.runtime.joint_start import StartGate, StartLimit, note_at_start
+from jaxcross.runtime.start_gate import StartGate, StartLimit, note_at_start
 from jaxcross.server import ParameterServer
 from tests.support.fakes import run_ranks
 from tests.support.membership_jobs import all_see
@@ -61,7 +61,7 @@ def test_first_steps_wait_for_the_slow_compiler(ranks, policy):
 
         def compiles(job):
             state = job.restore(0.0)
-            with job._host.compiling("step"):
+            with job._engine.compiling("step"):
                 hears.wait_for("a", "ready, waits for `b`")
                 early.extend(span for span in log.spans if span.kind in ("compute", "collective"))
             for batch in job.batches(DATA):
@@ -88,7 +88,7 @@ def test_as_ready_a_job_begins_at_once(policy):
             stepped.set()
 
         def second(job):
-            with job._host.compiling("step"):
+            with job._engine.compiling("step"):
                 assert stepped.wait(50)
             return loop(job, make_step(world), DATA)
 

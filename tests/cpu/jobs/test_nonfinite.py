@@ -8,9 +8,10 @@ import pytest
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.jobs.plain_loop import Job
 from jaxcross.jobs.runner import Runner
+from jaxcross.program.nonfinite import NonFiniteOutcome
 from jaxcross.report import Report
 from tests.support.checkpoint_jobs import ending
 from tests.support.fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
@@ -160,15 +161,15 @@ class OneSided(FakeCompiled):
     """In step 3, only rank 1 gets a non-finite value, as if received from one rank."""
 
     def execution(self, inputs):
-        seen = current_job().step == 2 and self.world.rank == 1  # pyright: ignore[reportOptionalMemberAccess]
+        seen = current_engine().step == 2 and self.world.rank == 1  # pyright: ignore[reportOptionalMemberAccess]
         return (Seen if seen else FakeExecution)(self, inputs)
 
 
 class Seen(FakeExecution):
     """The exchanged values are non-finite."""
 
-    def nonfinite(self, index):
-        return "`ppermute`"
+    def check_finite(self, index):
+        return NonFiniteOutcome.by_policy(self._policy, "`ppermute`", skippable=self.skippable)
 
 
 @pytest.mark.parametrize("policy", ["eject", "skip"])
@@ -180,7 +181,7 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
             job.nonfinite = policy
             return loop(
                 job,
-                lambda state, batch: current_job()._host.run(compiled, [state, batch], compiled),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+                lambda state, batch: current_engine().run(compiled, [state, batch], compiled),  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
                 [1.0, 2.0, 3.0, 4.0],
             )
 
@@ -233,7 +234,7 @@ def test_nonfinite_policies_that_differ_are_rejected():
 
         def fn(job):
             job.nonfinite = "skip" if world.rank else "ignore"
-            job.run_on_all_ranks("first call", job._host.check_nonfinite)
+            job.run_on_all_ranks("first call", job._engine.check_nonfinite)
             return loop(job, step, [1.0])
 
         runner = Runner(world)

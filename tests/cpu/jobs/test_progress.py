@@ -13,18 +13,22 @@ from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.process import this_process
 from jaxcross.jobs.prefetch import number_of_batches
-from jaxcross.jobs.progress import ProgressReporter, interval_of
+from jaxcross.jobs.progress_reporter import ProgressReporter, interval_of
 from jaxcross.report.progress import read_progress
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
 
 
 def make_job(name="a", *, step=0, steps=None, status=None, history=(), made=None) -> Any:
-    host = SimpleNamespace(
-        steps_made=step if made is None else made, planned_steps=steps, observer=None
-    )
     return SimpleNamespace(
-        name=name, step=step, status=status, history=list(history), _host=host, paused=False
+        name=name,
+        step=step,
+        status=status,
+        history=list(history),
+        paused=False,
+        steps_made=step if made is None else made,
+        planned_steps=steps,
+        metrics=SimpleNamespace(observer=None),
     )
 
 
@@ -83,7 +87,7 @@ def test_a_line_says_what_a_job_waits_for(capsys):
 
 def test_a_sweeps_metric_is_shown_instead_of_the_loss(capsys):
     job = make_job(step=1, history=[(1, {"loss": 2.0})])
-    job._host.observer = SimpleNamespace(metric="eval/accuracy")
+    job.metrics.observer = SimpleNamespace(metric="eval/accuracy")
     shown = reporter([job])
     shown.look(5.0)
     assert "loss 2.00" in capsys.readouterr().err, "it is not logged yet"
@@ -119,7 +123,7 @@ def test_a_resumed_job_has_the_pace_of_this_run(capsys):
     job = make_job(step=500, steps=1000, made=0)
     shown = reporter([job], progress=1)
     for now_s in (0, 1, 2, 3):
-        job.step, job._host.steps_made = 500 + 2 * now_s, 2 * now_s
+        job.step, job.steps_made = 500 + 2 * now_s, 2 * now_s
         shown.look(float(now_s))
     assert (
         capsys.readouterr().err.splitlines()[-1]

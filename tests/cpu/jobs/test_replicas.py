@@ -9,10 +9,17 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.jobs.arguments import checked_interval
-from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.job_state import JobState
 from jaxcross.jobs.plain_loop import Job, run
-from jaxcross.jobs.replica_checks import ReplicaChecks
-from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, Difference, Findings, RankReport, judge
+from jaxcross.jobs.replicas import (
+    BETWEEN,
+    UNCHANGED,
+    Findings,
+    RankReport,
+    ReplicaChecks,
+    ReplicaDifference,
+    judge,
+)
 from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobSummary, Report
@@ -48,9 +55,12 @@ def test_reports_are_gathered_only_where_they_differ():
         ([RankReport(1, "", {"x": "1"})] * 3, None),
         (
             [RankReport(1, "", {"x": "1", "y": "1"}), RankReport(1, "", {"x": "1", "y": "2"})],
-            Difference("y", (0, 1)),
+            ReplicaDifference("y", (0, 1)),
         ),
-        ([*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})], Difference("x", (0, 2))),
+        (
+            [*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})],
+            ReplicaDifference("x", (0, 2)),
+        ),
         (
             [RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})],
             "its ranks are at different steps, 1, 2",
@@ -72,7 +82,7 @@ def test_findings_keep_the_last_comparison_that_held():
         [RankReport(9, "", {"x": "1"}), RankReport(9, "", {"x": "2"})],
     )
     assert findings.add(alike, 1) is None and (findings.text, findings.held) == ("equal", 4)
-    assert findings.add(apart, 1) == Difference("x", (0, 1))
+    assert findings.add(apart, 1) == ReplicaDifference("x", (0, 1))
     assert findings.text == "differ after step 9, first `x` on ranks 0 and 1; equal after step 4"
     assert (
         "Job `a`: its replicas differ after step 9, first in `x` on ranks 0 and 1."
@@ -154,7 +164,7 @@ def test_one_rank_is_silent(caplog):
 
 def trains_apart(job, donate, hands_over):
     state = job.restore({"w": jnp.zeros(3)})
-    for batch in job.batches([jnp.full(3, 1.0 + job._world.rank)] * 3):
+    for batch in job.batches([jnp.full(3, 1.0 + job._engine.world.rank)] * 3):
         state = jax.jit(
             lambda s, x: jax.tree.map(lambda w: w + x, s), donate_argnums=(0,) if donate else ()
         )(state, batch)
@@ -221,7 +231,7 @@ def test_unreadable_state_is_reported_without_hanging():
         def __jax_array__(self):
             raise RuntimeError("lost")
 
-    latest = LatestState()
+    latest = JobState()
     checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest)
     start = {"w": jnp.ones(3)}
     latest.set(start, 0)
@@ -232,7 +242,7 @@ def test_unreadable_state_is_reported_without_hanging():
         named=(),
         check_every=None,
         resumed=False,
-        together=lambda *_: None,
+        run_on_all_ranks=lambda *_: None,
     )
     latest.set({"w": Unreadable()}, 0)
     checks.finish("ended", 0)
@@ -243,7 +253,7 @@ def test_unreadable_state_is_reported_without_hanging():
 
 def trains_together(job, rate, check_replicas=None, mode="check"):
     state = job.restore(0.0, check_replicas=check_replicas, mode=mode)
-    step = make_step(job._world)
+    step = make_step(job._engine.world)
     for batch in job.batches([1.0] * 6):
         state = job.state = step(state, batch) * rate
     return state

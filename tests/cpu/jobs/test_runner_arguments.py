@@ -16,8 +16,7 @@ import jaxcross
 from jaxcross.interleave import compute_queue
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.interleave.policy import Turns
-from jaxcross.jobs.arguments import checked_interval, checked_names
-from jaxcross.jobs.options import RunOptions
+from jaxcross.jobs.arguments import RunOptions, checked_interval, checked_names
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import run_ranks

@@ -11,7 +11,7 @@ import pytest
 
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument
-from jaxcross.jobs.examples import count_examples
+from jaxcross.jobs.batch_loops import count_examples
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import loop, make_step, solo

@@ -43,7 +43,7 @@ def test_evaluation_with_exchanges_is_no_step():
         job = runner.add("a", fn, {"step": make_step(world)})
         report = runner.run()
         assert report.rounds.rounds == 1  # the report doesn't count them
-        assert job._host.planned_steps == 2
+        assert job._engine.planned_steps == 2
         return job.state, report.jobs[0].steps
 
     assert run_ranks(2, work) == [(2, 2)] * 2

@@ -12,8 +12,7 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
-from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
-from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.runner import MAX_ERRORS_SHOWN, Runner
 from tests.support.fakes import FakeCompiled, carried_program, plain_program, run_ranks
 from tests.support.runner_jobs import add, failing_loop_results, loop, make_step, solo
 
@@ -272,7 +271,9 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
             state = 0.0
             for batch in job.batches(iter(lambda: 1.0, None)):
                 if world.rank == 0 and job.step == 3 and job.name == "a":
-                    job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                    job._engine.driver.post(
+                        m.StopRequested()
+                    )  # what the main thread does on Ctrl-C
                 state = step(state, batch)
                 job.save(state)
 
@@ -301,7 +302,7 @@ def test_exchanges_at_different_calls_are_reported():
                 state = (
                     exchanges(state, 1.0)
                     if n % 3 == 2
-                    else job._host.run(compiled, [state, 1.0], compiled)
+                    else job._engine.run(compiled, [state, 1.0], compiled)
                 )
 
         runner = Runner(world)

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from jaxcross.errors import JobError
-from jaxcross.jobs.context import current_job
-from jaxcross.jobs.job_run import JobRun
+from jaxcross.jobs.engine import JobEngine, current_engine
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import run_ranks
@@ -170,7 +169,7 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
                 caught.append(str(error))
 
         def fn(job):
-            assert current_job() is job
+            assert current_engine() is job._engine
             owner.check_not_stray("train_step")
             thread = threading.Thread(target=stray, name="mine")
             thread.start()
@@ -189,7 +188,7 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
 
 def test_jobs_are_seen_while_they_are_put_in_order(monkeypatch):
     """Another thread may look at the jobs of an ending run, e.g. to show its progress."""
-    seen, order = [], JobRun.order.fget
+    seen, order = [], JobEngine.order.fget
 
     def work(world):
         runner = Runner(world)
@@ -198,7 +197,7 @@ def test_jobs_are_seen_while_they_are_put_in_order(monkeypatch):
             seen.append([job.name for job in runner.jobs])
             return order(run)
 
-        monkeypatch.setattr(JobRun, "order", property(looking))
+        monkeypatch.setattr(JobEngine, "order", property(looking))
         for name in ("a", "b"):
             runner.add(name, lambda job: None)
         runner.run()

@@ -18,15 +18,15 @@ def known(job):
         prefetcher = getattr(getattr(thread, "_target", None), "__self__", None)
         if (
             isinstance(prefetcher, Prefetcher)
-            and prefetcher._driver is job._life.driver
+            and prefetcher._driver is job._engine.driver
             and prefetcher.closed
         ):
             thread.join(60)
             assert not thread.is_alive()
-    interleaver = job._life.driver._interleaver
-    number = job._life.record.number
+    interleaver = job._engine.driver._interleaver
+    number = job._engine.record.number
     mine, shared = interleaver._jobs[number], interleaver.shared.jobs[number]
-    return max(map(len, (job._host.loops, mine.prepared, mine.limits, shared.streams)))
+    return max(map(len, (job._engine.loops, mine.prepared, mine.limits, shared.streams)))
 
 
 def loops(job, n):
@@ -75,10 +75,12 @@ def test_open_loop_positions_are_stored_in_order(tmp_path):
             for inner in job.batches([1.0, 2.0]):
                 loops(job, n)
                 state = step(state, batch + inner)
-                places.append([position.n_batches for position in job._life.resumption._positions])
+                places.append(
+                    [position.n_batches for position in job._engine.resumption._positions]
+                )
             loops(job, n)
             state = step(state, batch)
-            places.append([position.n_batches for position in job._life.resumption._positions])
+            places.append([position.n_batches for position in job._engine.resumption._positions])
         job.log(places)
         return state
 

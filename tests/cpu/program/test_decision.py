@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxcross.errors import CutError
 from jaxcross.program import stages
-from jaxcross.program.decision import Decision
+from jaxcross.program.decision import BranchDecision
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
 
@@ -108,7 +108,7 @@ def test_no_vote_is_made_between_exchanges() -> None:
     assert len(decisions(program)) == 1 and "eq" not in names and "concatenate" not in names
 
 
-DECISION = Decision(axes=("row", "col"), takers=(0, 2), source="train.py:12 (step)")
+DECISION = BranchDecision(axes=("row", "col"), takers=(0, 2), source="train.py:12 (step)")
 
 
 @pytest.mark.parametrize("counts", [[4, 0, 0], [0, 3, 0], [0, 0, 4], [0, 0, 0]])
@@ -123,7 +123,7 @@ def test_what_is_said() -> None:
         "in it over `row`, `col`, 2 took branch 0, which exchanges, and 1 took one that does not. "
         "They would average zeros of those that"
     )
-    both = Decision(axes=("row",), takers=(0, 1), source="here").mismatch([1.0, 3.0])
+    both = BranchDecision(axes=("row",), takers=(0, 1), source="here").mismatch([1.0, 3.0])
     assert "1 took branch 0, which exchanges, and 3 took branch 1, which exchanges." in str(both)
 
 

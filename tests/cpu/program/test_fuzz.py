@@ -74,7 +74,7 @@ def test_cut_program_equals_its_jaxpr_bit_for_bit(examples: int) -> None:
         expected = bits(run_jaxpr(flat.jaxpr, flat.axes, [consts + x for x in leaves]))
         seen = set()
         for cut, packed in itertools.product(CUTS, (False, True)):
-            with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
+            with mock.patch("jaxcross.program.cut.on_accelerator", return_value=packed):
                 program = stages.cut(flat, cut, bucket_bytes=bucket_bytes)
             text = program.text()
             assert parse(text).text() == text
@@ -149,7 +149,7 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
         counts["bucket"] += len(stages.cut(flat, "whole", bucket_bytes=0).exchanges) > len(
             program.exchanges
         )
-        with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
+        with mock.patch("jaxcross.program.cut.on_accelerator", return_value=True):
             counts["packed"] += stages.cut(flat, "whole").text() != program.text()
 
     count()

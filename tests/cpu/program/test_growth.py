@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxcross.program import buffers, stages
+from jaxcross.program import shared_buffers, stages
 from jaxcross.program.digest import program_digest
 from jaxcross.program.ir import Program
 from jaxcross.program.lowered import compile_with_arguments
 from jaxcross.program.trace import trace
 from jaxcross.program.verify import verify
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
-from jaxcross.wire import offsets
 from tests.support.calls import count_calls
 
 AXES = {"batch": 2}
@@ -152,12 +151,15 @@ def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 21])
 def test_a_buffer_gives_back_what_was_put_in(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses one concatenation, several, and several nested ones: four operands are the most here."""
-    monkeypatch.setattr(buffers, "OPERANDS", 4)
+    monkeypatch.setattr(shared_buffers, "OPERANDS", 4)
     shapes = [((), (3,), (2, 2))[n % 3] for n in range(count)]
     values = [jnp.full(shape, n) for n, shape in enumerate(shapes)]
-    flat = buffers.packed(values)
+    flat = shared_buffers.packed(values)
     assert flat.tolist() == [n for n, v in enumerate(values) for _ in range(v.size)]
-    for parted in (buffers.unpacked(flat, shapes), offsets.split(flat, [v.size for v in values])):
+    for parted in (
+        shared_buffers.unpacked(flat, shapes),
+        shared_buffers.split(flat, [v.size for v in values]),
+    ):
         assert all(
             np.array_equal(np.ravel(a), np.ravel(b)) for a, b in zip(parted, values, strict=True)
         )
@@ -169,7 +171,7 @@ def test_pieces_of_one_size_share_a_kernel() -> None:
     flat, host = np.arange(sum(sizes), dtype=np.float32), jax.devices("cpu")[0]
     struct = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
     bound = compile_with_arguments(
-        lambda x: offsets.split(x, sizes), [struct], name="split", host=host, place=None
+        lambda x: shared_buffers.split(x, sizes), [struct], name="split", host=host, place=None
     )
     wanted = np.split(flat, np.cumsum(sizes)[:-1])
     assert all(map(np.array_equal, bound(flat), wanted))

@@ -29,7 +29,7 @@ def traced(step: Any, *args: Any, ranks: int = 4) -> Traced:
 
 
 def program(flat: Traced, *, accelerator: bool = True, **options: Any) -> Program:
-    with mock.patch("jaxcross.program.stages.on_accelerator", return_value=accelerator):
+    with mock.patch("jaxcross.program.cut.on_accelerator", return_value=accelerator):
         return stages.cut(flat, **options)
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxcross.program.exchange_labels import labelled, order_of
 from jaxcross.program.flatten import UNROLLED
-from jaxcross.program.labels import labelled, order_of
-from jaxcross.program.provenance import Scope, leaf_hashes, marked
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
-from jaxcross.step.exchange_order import order_hash
+from jaxcross.program.value_marks import Scope, leaf_hashes, marked
+from jaxcross.step.exchange_agreement import order_hash
 from jaxcross.testing import LocalRanks
 from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
 
@@ -348,7 +348,7 @@ def test_leaves_are_known_by_their_paths() -> None:
 HASHED = """
 from tests.support.label_ranks import TREE, program_of
 from jax import lax
-from jaxcross.step.exchange_order import order_hash
+from jaxcross.step.exchange_agreement import order_hash
 print(order_hash(program_of(lambda t: lax.pmean(t, "x"), TREE)))
 """
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program import stages
+from jaxcross.program.exchange_labels import labelled, order_of
 from jaxcross.program.ir import Program
-from jaxcross.program.labels import labelled, order_of
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, decide
 from tests.support.label_ranks import verdict

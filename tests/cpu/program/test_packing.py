@@ -19,7 +19,7 @@ LEAVES = 12
 
 def program(step: Any, *, packed: bool, cut: Any = "whole", **options: Any) -> Program:
     args = ({f"w{n}": jnp.ones((n + 1, 4)) for n in range(LEAVES)}, jnp.ones(4))
-    with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
+    with mock.patch("jaxcross.program.cut.on_accelerator", return_value=packed):
         return stages.cut(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), cut, **options)
 
 
@@ -77,7 +77,7 @@ def test_checked_decisions_stay_in_collective_segments() -> None:
     traced = decide(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), list(args))
     assert traced.decisions
     for packed in (False, True):
-        with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
+        with mock.patch("jaxcross.program.cut.on_accelerator", return_value=packed):
             program = stages.cut(traced)
         checking = [segment for segment in program.segments if segment.decisions]
         assert checking and all(segment.kind == "collective" for segment in checking)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcross.program.aliasing import copy_shared
+from jaxcross.program.step_checks import copy_shared
 
 
 def test_array_also_passed_to_be_retained_is_retained() -> None:

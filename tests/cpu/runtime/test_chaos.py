@@ -6,7 +6,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from jaxcross.errors import JobError
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import current_engine
 from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.chaos import Chaos, LateQueue, chaos_of
 from tests.support.fakes import FakeCompiled, plain_program, run_ranks
@@ -27,9 +27,7 @@ def trained(world):
         for batch in job.batches(float(n) for n in range(4 + world.rank)):
             if job.name == "bad" and job.step == 2 and world.rank == world.size - 1:
                 raise ValueError("boom")
-            state = current_job()._host.run(
-                compiled[job.name], [state, batch + world.rank], compiled
-            )
+            state = current_engine().run(compiled[job.name], [state, batch + world.rank], compiled)
             job.state = state
         return state
 
@@ -95,7 +93,7 @@ def test_without_chaos_nothing_is_in_the_way(monkeypatch):
     def work(world):
         monkeypatch.setattr(Chaos, "pause", lambda self: pytest.fail("late"))
         runner = Runner(world)
-        runner.add("a", lambda job: queues.append(type(job._life.running()[0].queue())))
+        runner.add("a", lambda job: queues.append(type(job._engine.running()[0].queue())))
         runner.run()
 
     queues = []

@@ -16,10 +16,9 @@ from jaxcross.errors import InternalError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential
-from jaxcross.jobs.context import current_job
+from jaxcross.jobs.engine import JobThread, current_engine
 from jaxcross.jobs.runner import Runner
 from jaxcross.jobs.step_registry import step_graph_of
-from jaxcross.jobs.thread import JobThread
 from jaxcross.runtime import lanes
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.job_record import JobRecord, StepCall
@@ -36,7 +35,7 @@ def runner_of(world, *, steps=2, program=None, compiled=None, **options):
     def fn(job):
         state = 0.0
         for _ in range(steps):
-            state = current_job()._host.run(compiled, [state, 1.0], compiled)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+            state = current_engine().run(compiled, [state, 1.0], compiled)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
         return state
 
     runner = Runner(world, **options)
@@ -149,9 +148,7 @@ def test_every_segment_is_dispatched_and_then_waited_for():
             listeners=Listeners(),
         )
         compiled: Any = FakeCompiled(plain_program(), world, lambda i, values: sum(values))
-        call = StepCall(
-            "a", 1, step_graph_of(compiled.program), compiled.execution([1.0, 2.0]), 0, "ignore"
-        )
+        call = StepCall("a", 1, step_graph_of(compiled.program), compiled.execution([1.0, 2.0]), 0)
         lane = ComputeLane(driver)
         lane.start()
         lane.put(m.Dispatch(0, 1, 1, 0), call)
@@ -267,7 +264,7 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
             instruments=[BreaksIn(kind)],
             checkpoints=Checkpoints(tmp_path / "kept"),
         )
-        second = runner.add("b", runner._runs[0]._function)
+        second = runner.add("b", runner._engines[0]._function)
         with pytest.raises(OSError, match="no space left") as broken:
             runner.run()
         assert broken.value.__notes__[0] == (
@@ -313,7 +310,7 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
 
     def steps_once_it_is_asked(job):
         found[1].join()
-        return Overtaken.runner._runs[0]._function(job)  # pyright: ignore[reportAttributeAccessIssue]
+        return Overtaken.runner._engines[0]._function(job)  # pyright: ignore[reportAttributeAccessIssue]
 
     class Overtaken(Driver):
         def run(self, held):

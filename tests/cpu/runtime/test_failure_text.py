@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.abort import _short
-from jaxcross.jobs.outcome import raise_errors
-from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.runner import Runner, raise_errors
 from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.runtime.failure_text import describe, explain, printing_ranks
 from jaxcross.step.timed_trial import gather_failures

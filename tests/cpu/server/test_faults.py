@@ -11,7 +11,7 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
-from jaxcross.server.shard import Shard
+from jaxcross.server.served_part import ServedPart
 from tests.support.fakes import run_ranks
 from tests.support.server_jobs import assert_close, gradient, parameters, synchronous, train
 
@@ -84,7 +84,7 @@ def test_what_the_other_ranks_are_told():
 
 @pytest.mark.integration
 def test_failing_server_ends_its_job_on_every_rank(monkeypatch):
-    apply = Shard.apply
+    apply = ServedPart.apply
 
     def broken(shard, gradients):
         if shard in bad:
@@ -92,13 +92,13 @@ def test_failing_server_ends_its_job_on_every_rank(monkeypatch):
         apply(shard, gradients)
 
     bad = []
-    monkeypatch.setattr(Shard, "apply", broken)
+    monkeypatch.setattr(ServedPart, "apply", broken)
 
     def start(world):
         def fn(job):
             with ParameterServer(parameters(), optax.sgd(0.1), staleness=0, world=world) as server:
                 if world.rank == 1:
-                    bad.append(server._shard)
+                    bad.append(server._part)
                 for step in range(3):
                     server.push_pull(gradient(server.params, world.rank, step))
 
@@ -118,7 +118,9 @@ def test_an_interrupt_stops_all_ranks(staleness):
         ) as server:
             while True:
                 if world.rank == 0 and job.step == 3 and job.name == "a":
-                    job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                    job._engine.driver.post(
+                        m.StopRequested()
+                    )  # what the main thread does on Ctrl-C
                 server.push_pull(gradient(server.params, world.rank, job.step))
 
     def work(world):

@@ -8,8 +8,8 @@ import pytest
 
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
-from jaxcross.server.layout import Layout
-from jaxcross.server.shard import Shard
+from jaxcross.server.message_layout import MessageLayout
+from jaxcross.server.served_part import ServedPart
 from tests.support.server_jobs import parameters
 
 
@@ -19,7 +19,7 @@ def test_a_layout_puts_together_what_it_took_apart(ranks):
         "h": jnp.arange(11, dtype=jnp.bfloat16),
         "c": jnp.ones((2, 2), jnp.complex64),
     }
-    layout = Layout(params, ranks)
+    layout = MessageLayout(params, ranks)
     leaves = jax.tree.leaves(params)
     messages = layout.parts(leaves)
     assert {message.nbytes for message in messages} == {layout.nbytes}
@@ -32,8 +32,8 @@ def test_a_layout_puts_together_what_it_took_apart(ranks):
 
 def test_16_bit_gradients_are_added_in_32():
     params = {"h": jnp.zeros(2, jnp.bfloat16)}
-    layout = Layout(params, 1)
-    shard = Shard(optax.sgd(1.0), layout, layout.parts([params["h"]])[0], ranks=3)
+    layout = MessageLayout(params, 1)
+    shard = ServedPart(optax.sgd(1.0), layout, layout.parts([params["h"]])[0], ranks=3)
     grads = [jnp.asarray([x, 1], jnp.bfloat16) for x in (256, 1, 1)]
     shard.apply({rank: layout.parts([g])[0] for rank, g in enumerate(grads)})
     (got,) = layout.join([shard.message()])

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from optax.contrib import sophia
 
 from jaxcross.program import stages
-from jaxcross.program.own_derivatives import own_derivatives
+from jaxcross.program.suspect_exchanges import own_derivatives
 from jaxcross.program.trace import Traced, trace
 from jaxcross.step.advice import advise
 from jaxcross.testing import LocalRanks

@@ -12,8 +12,8 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.runtime.standalone import Standalone
-from jaxcross.step.agreement import ExchangeAgreement, comparison_of_calls
-from jaxcross.step.crossover import Step, crossover
+from jaxcross.step.exchange_agreement import ExchangeAgreement, comparison_of_calls
+from jaxcross.step.step import Step, crossover
 from tests.support.fakes import FakeControl, FakeWorld, plain_program, run_ranks
 from tests.support.interleavings import WatchedLock
 
@@ -165,7 +165,7 @@ def test_threads_that_call_a_step_first_have_one_host(
             assert lock.awaited.wait(60)
         return made
 
-    module = "jaxcross.step.crossover"
+    module = "jaxcross.step.step"
     monkeypatch.setattr(step, "_host_lock", lock, raising=False)
     monkeypatch.setattr(f"{module}.Standalone", make)
     monkeypatch.setattr(f"{module}.prepare", lambda variant, host: None)

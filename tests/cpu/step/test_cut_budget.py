@@ -24,13 +24,16 @@ def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_budget, "time", clock)
 
     def work(world: Any) -> tuple[int | None, list[bool]]:
-        def together(_: str, work: Any) -> Any:
+        def run_on_all_ranks(_: str, work: Any) -> Any:
             return work(world.control)
 
         steps = gather_hint(
-            "key", rank=world.rank, together=together, steps=(200, 120, None)[world.rank]
+            "key",
+            rank=world.rank,
+            run_on_all_ranks=run_on_all_ranks,
+            steps=(200, 120, None)[world.rank],
         ).steps
-        budget = Budget(steps, together)
+        budget = Budget(steps, run_on_all_ranks)
         assert math.isinf(budget.limit_s)
         budget.set(1.0)
         return steps, [budget.allows_another() for _ in range(6)]
@@ -52,11 +55,11 @@ def test_a_job_knows_how_many_steps_its_loops_have() -> None:
         seen: list[Any] = []
 
         def fn(job: Any, step: Any) -> None:
-            seen.append(job._host.steps_left)
+            seen.append(job._engine.steps_left)
             for batch in job.batches([1.0] * 5, 3):
-                seen.append(job._host.steps_left)
+                seen.append(job._engine.steps_left)
                 step(0.0, batch)
-            seen.extend(job._host.steps_left for _ in job.batches([1.0]))
+            seen.extend(job._engine.steps_left for _ in job.batches([1.0]))
 
         runner = Runner(world)
         runner.add("a", fn, {"step": make_step(world)})

@@ -30,8 +30,7 @@ from jaxcross.runtime.step_host import Agreement
 from jaxcross.step import cut_budget, cut_tuner, timed_trial
 from jaxcross.step import prepare as prepare_module
 from jaxcross.step.prepare import prepare
-from jaxcross.step.step_record import ChosenCut, StepRecord
-from jaxcross.step.variant import Variant
+from jaxcross.step.variant import ChosenCut, StepRecord, Variant
 from jaxcross.testing import LocalRanks
 from tests.support.fakes import FakeControl, run_ranks
 from tests.support.layers import step

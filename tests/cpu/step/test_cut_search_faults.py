@@ -92,7 +92,7 @@ def found(
                     out_of_memory()
                 return compile_for(world, program, fails)
 
-            def together(_: str, work: Callable[[Any], Any]) -> Any:
+            def run_on_all_ranks(_: str, work: Callable[[Any], Any]) -> Any:
                 return run_collectively(work, world.control) if in_job else work(world.control)
 
             with ThreadPoolExecutor(1) as world.exchanger:
@@ -102,7 +102,7 @@ def found(
                     world=world,
                     cut=lambda n: stages.cut(traced(), n, bucket_bytes=0),
                     build=build,
-                    together=together,
+                    run_on_all_ranks=run_on_all_ranks,
                     hint=CutHint(key="", resumed=None, in_process=None, is_first=True, cached=kept),
                 ).run()
             assert world.control.allgather_text("at the same place") == ["at the same place"] * 2
@@ -226,7 +226,9 @@ def test_kept_cuts_are_read_by_rank_0_alone(
     cached = run_ranks(
         2,
         lambda world: (
-            gather_hint("key", rank=world.rank, together=lambda _, work: work(world.control)).cached
+            gather_hint(
+                "key", rank=world.rank, run_on_all_ranks=lambda _, work: work(world.control)
+            ).cached
         ),
     )
     assert cached == [None if forbidden == 0 else (4, 0.5)] * 2

@@ -12,7 +12,8 @@ from jaxcross.errors import CutError
 from jaxcross.plan import Profile
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
-from jaxcross.step.profiled import check_profiles
+from jaxcross.step.step import crossover
+from jaxcross.step.variant import check_profiles
 from jaxcross.testing import LocalRanks
 
 X = jnp.ones(100, jnp.float32)
@@ -25,6 +26,14 @@ def of_all(x: Any) -> Any:
 
 def of_one(x: Any) -> Any:
     return x * lax.psum(x[0], "batch")
+
+
+@pytest.mark.parametrize("cut", [PROFILE, [PROFILE], (PROFILE, PROFILE)])
+def test_profiles_in_place_of_a_cut_name_the_remedy(cut: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^cut is .*: to cut by profiles, pass `jaxcross\.plan\.cut\("
+    ):
+        crossover(of_all, axes="batch", cut=cut)
 
 
 def test_a_step_of_other_bytes_is_refused() -> None:

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxcross
 from jaxcross.errors import CutError, JobError
 from jaxcross.jobs.runner import Runner
-from jaxcross.step.skip_nonfinite import with_commit_flag
+from jaxcross.step.commit_flag import with_commit_flag
 
 
 class Out(NamedTuple):

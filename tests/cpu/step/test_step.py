@@ -17,7 +17,7 @@ import pytest
 from jaxcross._arguments import Selection
 from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
-from jaxcross.step.crossover import crossover
+from jaxcross.step.step import crossover
 from jaxcross.world.exchange_owner import ExchangeOwner
 from tests.support import warm_python
 from tests.support.script_text import RAISED

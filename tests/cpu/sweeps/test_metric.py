@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxcross.checkpoint.layout import Folders
+from jaxcross.checkpoint.folders import Folders
 from jaxcross.errors import JobError
 from jaxcross.sweeps import Grid
-from jaxcross.sweeps.sweep import sweep
-from jaxcross.sweeps.trial import _Observer
+from jaxcross.sweeps.run_sweep import sweep
+from jaxcross.sweeps.trial import TrialObserver
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
 
@@ -140,7 +140,7 @@ def test_a_later_evaluation_may_lack_the_metric():
 
 def test_values_are_on_disk_before_a_checkpoint_covers_them(monkeypatch, tmp_path):
     """Values survive a power failure, as the file is synced before the checkpoint starts."""
-    on_disk, covered, real, saving = [""], {}, os.fsync, _Observer.saving
+    on_disk, covered, real, saving = [""], {}, os.fsync, TrialObserver.saving
 
     def fsync(descriptor):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -153,7 +153,7 @@ def test_values_are_on_disk_before_a_checkpoint_covers_them(monkeypatch, tmp_pat
         covered[step] = on_disk[0]
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(_Observer, "saving", saved)
+    monkeypatch.setattr(TrialObserver, "saving", saved)
     on_ranks(1, [1], logs="score", folder=tmp_path)
     assert 4 in covered
     for step, text in covered.items():

@@ -8,7 +8,7 @@ import pytest
 from jaxcross.errors import JobError
 from jaxcross.interleave.messages import StopRequested
 from jaxcross.sweeps import Grid, Optuna
-from jaxcross.sweeps.sweep import sweep
+from jaxcross.sweeps.run_sweep import sweep
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
 
@@ -150,7 +150,7 @@ def test_stop_before_a_decision_leaves_it_to_the_restart(tmp_path):
                     if stops and world.rank == 0:
                         if lr == 2.0 and job.step == 1:
                             late.wait(30)
-                            job._life.driver.post(
+                            job._engine.driver.post(
                                 StopRequested()
                             )  # what the main thread does on Ctrl-C
                         elif lr == 1.0 and job.step == 2:

@@ -11,8 +11,8 @@ from jaxcross.interleave.messages import StopRequested
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.runner import Runner
 from jaxcross.sweeps import Choices, Draws, Grid
-from jaxcross.sweeps.script import search_of
-from jaxcross.sweeps.sweep import sweep
+from jaxcross.sweeps.run_sweep import sweep
+from jaxcross.sweeps.sweep_rank import search_of
 from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import make_step
 
@@ -357,7 +357,7 @@ def test_values_before_a_stop_are_not_lost(at, tmp_path):
                     job.state = state = step(state, batch)
                     job.log({"score": state})
                     if stops and job.step == at and lr == 1 and world.rank == 0:
-                        job._life.driver.post(
+                        job._engine.driver.post(
                             StopRequested()
                         )  # what the main thread does on Ctrl-C
                 return state

@@ -21,7 +21,7 @@ from jaxcross.wire import host_calls, host_program
 from jaxcross.wire.arena import IDLE_S, SMALLEST_BYTES, Arena
 from jaxcross.wire.host_program import HostLowered
 from jaxcross.wire.lower import lower
-from jaxcross.wire.messages import Channel
+from jaxcross.wire.mpi_messages import Channel
 from jaxcross.wire.rank_grid import make_rank_grid
 
 RANKS = 2

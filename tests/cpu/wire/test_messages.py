@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
-from jaxcross.wire import MAX_COUNT, split_counts, wire_bytes
-from jaxcross.wire.messages import carrier, is_narrow_float
+from jaxcross.wire import wire_bytes
+from jaxcross.wire.mpi_messages import MAX_COUNT, carrier, is_narrow_float, split_counts
 
 
 @given(st.integers(0, 2**40), st.integers(1, 2**31 - 1))

@@ -8,7 +8,7 @@ from jax import lax
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
-from jaxcross.wire.recognise import recognise
+from jaxcross.wire.recognition import recognise
 
 AXES = {"a": 2, "b": 3}
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from jaxcross.plan.memory import PROCESS_BYTES
+from jaxcross.jobs.memory import PROCESS_BYTES
 
 pytestmark = pytest.mark.integration
 

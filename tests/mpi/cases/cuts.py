@@ -31,7 +31,7 @@ def next_to_an_accelerator(rank: int) -> Any:
     """Makes that rank cut steps as if it had an accelerator."""
     if rank != RANK:
         return nullcontext()
-    return mock.patch("jaxcross.program.stages.on_accelerator", return_value=True)
+    return mock.patch("jaxcross.program.cut.on_accelerator", return_value=True)
 
 
 def adasum(grads: Any) -> Any:

@@ -17,7 +17,7 @@ from jax import lax
 
 import jaxcross
 from jaxcross.plan import Profile, cut
-from jaxcross.plan.estimate import estimate_of
+from jaxcross.plan.speedup import estimate_of
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size

@@ -14,8 +14,8 @@ from runner_steps import RATES, WORLD, data, init, make_step, same
 import jaxcross
 from jaxcross import exchange
 from jaxcross.errors import JobError
+from jaxcross.gains.fusion import fused_step
 from jaxcross.jobs.fused import FusedJob
-from jaxcross.step.fuse import fused_step
 
 K, STEPS = 3, 4
 

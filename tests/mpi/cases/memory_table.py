@@ -14,7 +14,7 @@ import pytest
 
 import jaxcross
 from jaxcross import JobError, Runner
-from jaxcross.plan.memory import PROCESS_BYTES
+from jaxcross.jobs.memory import PROCESS_BYTES
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 LAST = WORLD.size - 1
@@ -123,7 +123,7 @@ def the_last_of_equal_jobs_is_refused():
     runner = Runner(WORLD, memory=three - 1)
 
     def slow(job):
-        with job._host.preparing():
+        with job._engine.preparing():
             came.wait()
         return train(job, BIG)
 

@@ -133,15 +133,15 @@ def eager_calls_in_another_job():
             state = jax.jit(step)(state)
         np.testing.assert_array_equal(jobs[name].state, state)
     assert (
-        len(world.job_comms.for_job(jobs["step"]._host))
-        == len(world.job_comms.for_job(jobs["again"]._host))
+        len(world.job_comms.for_job(jobs["step"]._engine))
+        == len(world.job_comms.for_job(jobs["again"]._engine))
         == 1
     )
     # A later job gets a communicator of the jobs that have ended.
     jobs, text = run(later=repeated(step, jnp.ones(7)))
     assert not text, text
-    assert len(world.job_comms.for_job(jobs["later"]._host)) == 1
-    assert sum(map(len, map(world.job_comms.for_job, (job._host for job in jobs.values())))) == 1
+    assert len(world.job_comms.for_job(jobs["later"]._engine)) == 1
+    assert sum(map(len, map(world.job_comms.for_job, (job._engine for job in jobs.values())))) == 1
 
 
 def communicators_that_look_alike():

@@ -217,7 +217,7 @@ def no_false_alarms(*names):
             if name not in models and mode == "check" and "short" not in name:
                 assert text.startswith("equal in "), (name, text)
             # Parameters are compared, unless each rank has its own model.
-            common = job._host.replicas._common
+            common = job._engine.replicas._common
             assert ("[0]['w']" in common) == (not models & set(name.split())), (name, mode, common)
 
 

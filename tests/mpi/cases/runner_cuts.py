@@ -114,7 +114,7 @@ def joined_while_it_is_searched_for():
     with mock.patch.object(cut_tuner, "_race", race):
         runner.run()
     (b,) = added
-    (pieces,), (beside,) = a._host.cuts.values(), b._host.cuts.values()
+    (pieces,), (beside,) = a._engine.cuts.values(), b._engine.cuts.values()
     assert pieces > 1 and beside == 0
     same(a.state, by_hand(deep_step(pieces)))
     same(b.state, by_hand(deep_step(1), 6))
@@ -147,7 +147,7 @@ def resumed_beside_another():
 
     with mock.patch.object(cut_tuner, "_race", race):
         (a,) = run(3, "a")
-    (pieces,) = a._host.cuts.values()
+    (pieces,) = a._engine.cuts.values()
     assert pieces > 1
     with mock.patch.object(cut_tuner, "_race", never):
         a, b = run(6, "a", "b")

@@ -173,7 +173,7 @@ def failure_of_a_server():
     def fail():
         with ParameterServer(PARAMS, optax.sgd(0.01), staleness=0) as server:
             if WORLD.rank == LAST:
-                server._shard.apply = mock.Mock(side_effect=MemoryError("no room"))
+                server._part.apply = mock.Mock(side_effect=MemoryError("no room"))
             server.push_pull(gradient(server.params, 0))
 
     with pytest.raises(

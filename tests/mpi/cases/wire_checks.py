@@ -16,10 +16,10 @@ from mpi4py import MPI
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.lowered import Traceable
-from jaxcross.wire import MpiWire, host_calls, issued_bytes, wire_bytes
-from jaxcross.wire.bytes import call_of
-from jaxcross.wire.messages import split_counts
-from jaxcross.wire.recognise import recognise
+from jaxcross.wire import MpiWire, host_calls, wire_bytes
+from jaxcross.wire.bytes import call_of, issued_bytes
+from jaxcross.wire.mpi_messages import split_counts
+from jaxcross.wire.recognition import recognise
 from jaxcross.world import initialize
 from tests.support.quick_compiler import AS_USERS_HAVE_IT
 

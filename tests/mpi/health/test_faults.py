@@ -13,8 +13,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import faults  # pyright: ignore[reportMissingImports]
 
-from jaxcross.report.event_files import read
-from jaxcross.report.post_mortem import verdict
+from jaxcross.report.event_files import read_event_files
+from jaxcross.report.post_mortem import first_to_end
 from tests.support.fault_scripts import HURT, START, WAIT
 
 # One fault for each outcome: a job leaves, all ranks are terminated, all ranks stop.
@@ -116,7 +116,7 @@ def test_event_files_are_evidence_under_plain_mpirun(mpirun, tmp_path):
     code = START.format("heartbeat_timeout_s=5") + HURT.format("KILL") + WAIT
     done = mpirun(2, code, env={"JAXCROSS_EVENTS": str(tmp_path)})
     assert done.returncode != 0
-    text = verdict(read(tmp_path))
+    text = first_to_end(read_event_files(tmp_path))
     assert (
         text.startswith("Rank 1 ") and "Rank 0 waited in job 'a', step 3, segment 1 (psum)." in text
     )

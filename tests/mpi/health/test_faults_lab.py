@@ -13,7 +13,7 @@ import faults
 
 from jaxcross.commands.launch import find_mpirun, supervised
 from jaxcross.lab import Lab, available
-from jaxcross.report.event_files import read
+from jaxcross.report.event_files import read_event_files
 
 ENDS = "jaxcross: rank 0 ends all ranks while in job 'a', step "
 REASON = available()
@@ -67,12 +67,12 @@ def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
         # MPI's `mpirun` waits forever for processes beyond that link, and ends with the lab.
         wait_until(
             lambda: (
-                all(record.words for record in read(tmp_path / "events"))
+                all(record.words for record in read_event_files(tmp_path / "events"))
                 and ENDS in told.read_text()
             )
         )
     process.communicate(timeout=240)
-    records = read(tmp_path / "events")
+    records = read_event_files(tmp_path / "events")
     assert [record.words for record in records] == ["reported"] * 2, told.read_text()
     for record, other in zip(records, (1, 0), strict=True):
         assert record.lost == (other,)
@@ -109,14 +109,16 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
         comes = wait_until(lambda: (tmp_path / "hurt").exists() or process.poll() is not None)
         lab.set_link(1, up=False)
         (tmp_path / "cut").touch()  # until now, the last rank waits at that point
-        told = comes and wait_until(lambda: all(record.words for record in read(events)))
+        told = comes and wait_until(
+            lambda: all(record.words for record in read_event_files(events))
+        )
         process.kill()
     output = "\n".join(process.communicate(timeout=240))
     assert told, output
-    for record, other in zip(read(events), (1, 0), strict=True):
+    for record, other in zip(read_event_files(events), (1, 0), strict=True):
         assert (record.words, record.lost) == ("reported", (other,)), output
     # The last rank may already have rank 0's part, and wait in the next exchange.
-    assert read(events)[0].place.startswith(place), output
+    assert read_event_files(events)[0].place.startswith(place), output
     with Lab(hosts=2) as lab:
         environ = {**lab.environment(), **environ}
         line = lab.wrap([*line, *faults.program(tmp_path, "none", point)])
@@ -147,12 +149,12 @@ def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
     """
     with Lab(hosts=2) as lab:
         process = start(lab, 8.0, tmp_path, supervised)
-        (victim,) = (record for record in read(tmp_path / "events") if record.rank == 1)
+        (victim,) = (record for record in read_event_files(tmp_path / "events") if record.rank == 1)
         # The process number is the one inside the lab, so the signal is sent from there.
         subprocess.run(lab.wrap(["kill", "-KILL", str(victim.pid)]), check=True)
         _, stderr = process.communicate(timeout=240)
     assert process.returncode != 0
-    first, second = read(tmp_path / "events")
+    first, second = read_event_files(tmp_path / "events")
     assert (first.words, first.lost, second.words) == ("reported", (1,), ""), stderr
     assert ENDS in stderr
 

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import faults
 
-from jaxcross.report.event_files import read
+from jaxcross.report.event_files import read_event_files
 from tests.support.fault_scripts import HURT, START, WAIT
 
 
@@ -121,6 +121,6 @@ def test_launcher_forwards_a_stop_and_cleans_up(tmp_path, number, words, code):
     said = output.replace("Nothing was saved", "")  # two ranks' output may be on one line
     assert said.count("saved") == 2, "Open MPI's own patience ends after a second"
     assert "post-mortem" not in output
-    records = read(tmp_path / "events")
+    records = read_event_files(tmp_path / "events")
     assert [record.words for record in records] == [words] * 2
     assert not any(faults.lives(record.pid) for record in records)

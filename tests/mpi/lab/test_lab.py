@@ -52,7 +52,7 @@ def test_a_tool_that_is_not_on_the_path_is_found(monkeypatch, tmp_path):
     """Users other than root often lack `sbin` in their path, so the remedy isn't a package."""
     (tmp_path / "ip").touch(mode=0o755)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("jaxcross.lab.SBIN", str(tmp_path))
+    monkeypatch.setattr("jaxcross.lab.network.SBIN", str(tmp_path))
     with (
         pytest.raises(OSError, match=f"`ip` is in `{tmp_path}`, which is not on the path. Add it"),
         Lab(),
@@ -62,7 +62,7 @@ def test_a_tool_that_is_not_on_the_path_is_found(monkeypatch, tmp_path):
 
 def test_a_missing_tool_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("jaxcross.lab.SBIN", "")
+    monkeypatch.setattr("jaxcross.lab.network.SBIN", "")
     with pytest.raises(OSError, match="no lab on this machine: the command `ip` is missing"), Lab():
         pass
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxcross.commands.doctor import Findings, exit_code, judge, libraries_of, reason_in
+from jaxcross.commands.doctor import MachineFacts, exit_code, judge, libraries_of, reason_in
 
-HEALTHY = Findings(
+HEALTHY = MachineFacts(
     probe={
         "mpi": {"library": "MPICH 5", "standard": "5.0", "thread_level": "multiple"},
         "mpi4jax": {"version": "0.9", "built_for": "MPICH 5", "cuda": False},

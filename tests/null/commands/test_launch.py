@@ -19,7 +19,7 @@ from jaxcross.commands.launch import (
     supervised,
     vendor_of_mpirun,
 )
-from jaxcross.commands.run_end import is_explained, stop_text
+from jaxcross.commands.restart_decision import is_explained, stop_text
 from jaxcross.world import malloc
 from jaxcross.world.launch_env import MPI_SETTINGS
 

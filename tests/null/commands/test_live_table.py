@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxcross.commands import live_table
 from jaxcross.commands.live_table import LaunchTable
-from jaxcross.report.progress import FILE, JobProgress, RunProgress
+from jaxcross.report.progress import PROGRESS_FILE, JobProgress, RunProgress
 
 
 def launched(code, events, *, ranks=2):
@@ -65,7 +65,7 @@ def test_the_table_of_the_run_is_drawn_unless_it_is_silent(tmp_path, shown):
     (tmp_path / "rank-0.jsonl").write_text(header)
     jobs = (JobProgress(name="lr-0.1", step=3, steps=9, steps_per_s=2.0),)
     run = RunProgress(run="h 1 1", ranks=2, at_s=9e9, run_s=13.0, jobs=jobs, shown=shown)
-    (tmp_path / FILE).write_text(run.to_json())
+    (tmp_path / PROGRESS_FILE).write_text(run.to_json())
     printed = launched("", tmp_path)
     assert ("lr-0.1" in printed) == ("steps/s" in printed) == shown
     assert ("13 s after the start of the run, which did not come to its end" in printed) == shown
@@ -73,7 +73,7 @@ def test_the_table_of_the_run_is_drawn_unless_it_is_silent(tmp_path, shown):
 
 def test_a_run_before_this_launch_is_not_shown(tmp_path):
     run = RunProgress(run="h 1 1", ranks=2, at_s=1e9, run_s=13.0, jobs=(JobProgress(name="old"),))
-    (tmp_path / FILE).write_text(run.to_json())
+    (tmp_path / PROGRESS_FILE).write_text(run.to_json())
     assert "old" not in launched("", tmp_path)
 
 

@@ -19,8 +19,8 @@ from jaxcross import cli
 from jaxcross.commands.plan_launch import write_launch_files
 from jaxcross.interleave.contention import Contention
 from jaxcross.plan import Plan, PlannedGroup, PlannedJob, Profile, predict
-from jaxcross.plan.contention import TWO_CORES, MachineContention
 from jaxcross.plan.jobs_file import MAX_FILE_BYTES, read_jobs
+from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
 from jaxcross.report import JobSummary, Report
 from tests.support.examples import scaled
 

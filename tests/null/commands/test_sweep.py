@@ -110,7 +110,7 @@ def test_ranks_are_started_as_launch_does(tmp_path, monkeypatch, text):
     assert (code, args.ranks, module, script) == (
         0,
         4,
-        "jaxcross.sweeps.script",
+        "jaxcross.sweeps.sweep_rank",
         str(tmp_path / "train.py"),
     )
     assert json.loads(task) == {

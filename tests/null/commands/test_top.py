@@ -14,7 +14,7 @@ from jaxcross import cli
 from jaxcross.commands.live_table import table_of
 from jaxcross.commands.top import shown
 from jaxcross.report import run_state
-from jaxcross.report.progress import FILE, JobProgress, RunProgress
+from jaxcross.report.progress import PROGRESS_FILE, JobProgress, RunProgress
 from jaxcross.report.run_state import TAIL_BYTES, read_state
 
 NOW_S = 2e9
@@ -58,7 +58,7 @@ def write(folder, run, *ranks, host="elsewhere", pid=1, before=""):
         header, *rest = (json.dumps(line) + "\n" for line in lines)
         (folder / f"rank-{rank}.jsonl").write_text(header + before + "".join(rest))
     if run is not None:
-        (folder / FILE).write_text(run.to_json())
+        (folder / PROGRESS_FILE).write_text(run.to_json())
 
 
 def seen(folder, later_s=0.0, width=100):
@@ -167,7 +167,7 @@ def test_event_files_are_read_only_where_a_job_waits(tmp_path, monkeypatch):
         )
         run = run_state.read_run(tmp_path)
         assert run is not None and run.jobs[0].doing == doing
-    monkeypatch.setattr(run_state, "read", None)
+    monkeypatch.setattr(run_state, "read_event_files", None)
     write(tmp_path, progress(jobs=(replace(waits, status="ended"),)), (), ())
     assert run_state.read_run(tmp_path) == progress(jobs=(replace(waits, status="ended"),))
 
@@ -247,7 +247,7 @@ def test_a_table_leaves_room_on_a_small_terminal():
 
 def test_the_folder_of_another_program_is_left_alone(tmp_path):
     write(tmp_path, progress(), (), ())
-    (tmp_path / FILE).unlink()
-    Path(tmp_path / FILE).symlink_to("/etc/passwd")
+    (tmp_path / PROGRESS_FILE).unlink()
+    Path(tmp_path / PROGRESS_FILE).symlink_to("/etc/passwd")
     with pytest.raises(OSError, match="symbolic links"):
         read_state(tmp_path, NOW_S)

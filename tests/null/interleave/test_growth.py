@@ -12,8 +12,7 @@ import pytest
 
 from jaxcross.interleave.local_state import LocalCall
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.script import Step
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from tests.support.calls import count_calls
 
@@ -50,7 +49,7 @@ def calls_a_segment(graph: StepGraph, jobs: int, steps: int) -> float:
 
     def script() -> Iterator[Any]:
         for _ in range(steps):
-            yield Step(graph, (1e-3,) * segments)
+            yield Call(graph, (1e-3,) * segments)
 
     simulation = Simulation(
         [[script() for _ in range(jobs)] for _ in range(2)],

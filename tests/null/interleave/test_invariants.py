@@ -8,10 +8,10 @@ import pytest
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave.compute_queue import ComputeQueue
-from jaxcross.interleave.invariants import check_lanes
+from jaxcross.interleave.interleaver import check_lanes
 from jaxcross.interleave.local_state import LocalCall, LocalJob
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.shared_state import SharedState
+from jaxcross.interleave.shared_order import SharedState
 from jaxcross.interleave.step_graph import StepGraph
 
 GRAPH = StepGraph(

@@ -11,9 +11,8 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.joint_start import JointStart
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.script import Add, Await, Fail, Sync, Think
-from jaxcross.interleave.shared_state import SharedState
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.shared_order import SharedState
+from jaxcross.interleave.simulator import Add, Await, Fail, Simulation, Sync, Think
 from jaxcross.interleave.vote import AtStart, JobRequest
 from tests.model.explore import explore
 from tests.model.model_case import Case

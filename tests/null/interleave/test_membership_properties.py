@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Think
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Add, Batch, Call, Fail, Prepare, Simulation, Think
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from tests.support.examples import scaled
@@ -67,7 +66,7 @@ def script(rng, plan, *, fails_at=-1, adds=None):
             yield Add(name, added)
         if n == fails_at:
             yield Fail("boom")
-        yield Step(each, tuple(duration(rng) for _ in each.kinds))
+        yield Call(each, tuple(duration(rng) for _ in each.kinds))
     for name, added in (adds or {}).get(len(plan), ()):
         yield Add(name, added)
 
@@ -217,7 +216,7 @@ def test_requests_and_failures_take_effect_uniformly(part, seed):
 
 def endless():
     while True:
-        yield Step(graph(1, 1), (0.1, 0.0, 0.0))
+        yield Call(graph(1, 1), (0.1, 0.0, 0.0))
 
 
 def test_one_ranks_request_suffices_and_pause_wins():
@@ -287,7 +286,7 @@ def test_a_job_may_add_its_successor_as_its_last_act():
     """With 1,000 of them in a row, the interleaver's state doesn't grow."""
 
     def link(n):
-        yield Step(graph(1, n % 7), (0.1, 0.0, 0.1))
+        yield Call(graph(1, n % 7), (0.1, 0.0, 0.1))
         if n < 1000:
             yield Add(f"{n + 1}", link(n + 1))
 
@@ -321,14 +320,14 @@ def test_failure_waits_for_every_rank_to_commit():
     """
 
     def fails(rank):
-        yield Step(graph(1, 1), (0.1, 0.0, 0.1))
+        yield Call(graph(1, 1), (0.1, 0.0, 0.1))
         if rank == 1:
             yield Fail("boom")
-        yield Step(graph(1, 1), (0.1, 0.0, 0.1))
+        yield Call(graph(1, 1), (0.1, 0.0, 0.1))
 
     def busy(rank):
         yield Think(0.5)
-        yield Step(StepGraph(kinds=("compute",), needs=((),)), (30.0 if rank == 0 else 0.0,))
+        yield Call(StepGraph(kinds=("compute",), needs=((),)), (30.0 if rank == 0 else 0.0,))
 
     results = Simulation(
         [[fails(rank), busy(rank)] for rank in range(2)], policy=RoundRobin(), depth=1

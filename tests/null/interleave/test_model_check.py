@@ -8,7 +8,7 @@ import pytest
 
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import Sequential
-from jaxcross.interleave.script import Add, Fail, Sync, Think
+from jaxcross.interleave.simulator import Add, Fail, Sync, Think
 from jaxcross.interleave.vote import JobRequest
 from tests.model.explore import explore
 from tests.model.model_case import Case

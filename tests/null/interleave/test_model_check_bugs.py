@@ -9,8 +9,8 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.compute_queue import ComputeQueue
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.local_state import LocalJob
-from jaxcross.interleave.script import Fail
-from jaxcross.interleave.shared_state import SharedState, Slot
+from jaxcross.interleave.shared_order import SharedState, Slot
+from jaxcross.interleave.simulator import Fail
 from jaxcross.interleave.vote import JobRequest
 from tests.model.explore import explore
 from tests.support.model_scripts import (

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.script import Add, Batch, Fail, Prepare, Step, Sync
+from jaxcross.interleave.simulator import Add, Batch, Call, Fail, Prepare, Sync
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from tests.model.model_case import Case, meet
@@ -53,7 +53,7 @@ def scripts(draw):
             batches += 1
         else:
             what = {"step": step, "local": local}.get(kind)
-            loop.append(Sync("save") if what is None else Step(what, (0.0,) * len(what.kinds)))
+            loop.append(Sync("save") if what is None else Call(what, (0.0,) * len(what.kinds)))
     return loop, batches
 
 
@@ -93,7 +93,7 @@ def cases(draw):
                 Prepare(0, 0, 0, True)
             ]
             row[number] = [*prepared, *job] if batches else list(job)
-        steps = [n for n, action in enumerate(job) if isinstance(action, Step)]
+        steps = [n for n, action in enumerate(job) if isinstance(action, Call)]
         fault = draw(st.sampled_from(("none", "none", "raise", "dispatch", "complete")))
         if steps and fault != "none":
             row, at = rows[draw(st.integers(0, ranks - 1))], draw(st.sampled_from(steps))
@@ -106,7 +106,7 @@ def cases(draw):
             elif compute:
                 graph = job_step(row[number][at])
                 fails = {draw(st.sampled_from(compute)): fault}
-                row[number][at] = Step(graph, (0.0,) * len(graph.kinds), fails)
+                row[number][at] = Call(graph, (0.0,) * len(graph.kinds), fails)
     policy = draw(
         st.sampled_from((RoundRobin(), Sequential(), Weighted((1.0, 0.3, 3.0, 1.0)[: len(jobs)])))
     )
@@ -122,7 +122,7 @@ def cases(draw):
 
 
 def job_step(action):
-    assert isinstance(action, Step)
+    assert isinstance(action, Call)
     return action.graph
 
 

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Turns, Weighted
-from jaxcross.interleave.script import Step
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
 
 
@@ -133,7 +132,7 @@ def rates(policy, jobs, horizon_s=400.0):
             0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1]
         )
         while simulation._now < horizon_s:
-            yield Step(graph, (*seconds, 0.05 * compute_s))
+            yield Call(graph, (*seconds, 0.05 * compute_s))
             if rank == 0:
                 done[number].append(simulation._now)
 
@@ -177,7 +176,7 @@ def seconds_a_round(policy, jobs, steps=20):
             0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1]
         )
         for _ in range(steps):
-            yield Step(graph, (*seconds, 0.05 * compute_s))
+            yield Call(graph, (*seconds, 0.05 * compute_s))
 
     simulation = Simulation(
         [[loop(*job) for job in jobs]],

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.script import Batch, Fail, Prepare, Step, Sync, Think
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Batch, Call, Fail, Prepare, Simulation, Sync, Think
 from jaxcross.interleave.step_graph import StepGraph
 from tests.support.examples import scaled
 from tests.support.parts import in_parts
@@ -109,9 +108,9 @@ def script(
         if n == fault_step and fault == "segment":
             compute = [i for i, kind in enumerate(graph.kinds) if kind == "compute"]
             fails = {compute[segment % len(compute)]: how} if compute else {}
-        yield Step(graph, tuple(duration(rng) for _ in graph.kinds), fails)
+        yield Call(graph, tuple(duration(rng) for _ in graph.kinds), fails)
         if n % 2:
-            yield Step(local, tuple(duration(rng) for _ in local.kinds))
+            yield Call(local, tuple(duration(rng) for _ in local.kinds))
         if n == 2:
             yield Sync("save")
 
@@ -253,7 +252,7 @@ def test_data_ending_on_one_rank_ends_loop_everywhere(part, seed):
         n = 0
         while (yield Batch(0, n)):
             assert n < length
-            yield Step(graph, tuple(duration(rng) for _ in graph.kinds))
+            yield Call(graph, tuple(duration(rng) for _ in graph.kinds))
             n += 1
         yield Think(duration(rng))
 
@@ -299,7 +298,7 @@ def test_round_robin_reaches_the_bound_after_start_up(part, times, ranks):
 
     def loop(c):
         for _ in range(steps):
-            yield Step(graph, (c, 0.0))
+            yield Call(graph, (c, 0.0))
 
     scripts = [[loop(c) for c, _ in times] for _ in range(ranks)]
     end = (

@@ -4,8 +4,7 @@ import pytest
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.script import Await, Step, Think
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Await, Call, Simulation, Think
 from jaxcross.interleave.step_graph import StepGraph
 
 PLAIN = StepGraph(
@@ -17,7 +16,7 @@ PLAIN = StepGraph(
 
 def loop(steps, seconds=(1.0, 0.0, 0.5)):
     for _ in range(steps):
-        yield Step(PLAIN, seconds)
+        yield Call(PLAIN, seconds)
 
 
 def test_one_job_alone_takes_the_sum_of_its_parts():
@@ -48,7 +47,7 @@ def test_a_job_awaits_the_end_of_one_job():
 
     def waits():
         yield Await(2)
-        yield Step(PLAIN, (1.0, 0.0, 0.5))
+        yield Call(PLAIN, (1.0, 0.0, 0.5))
 
     (result,) = Simulation([[waits(), loop(1), loop(3)]], policy=RoundRobin()).run()
     awaited = max(span.end_ns for span in result.spans if span.job == "2")
@@ -58,7 +57,7 @@ def test_a_job_awaits_the_end_of_one_job():
 
 def test_a_segment_fails_when_its_script_says():
     def fails(when):
-        yield Step(PLAIN, (1.0, 0.0, 0.5), {0: when})
+        yield Call(PLAIN, (1.0, 0.0, 0.5), {0: when})
 
     for when, where in (("dispatch", "at dispatch"), ("complete", "on the device")):
         (result,) = Simulation([[fails(when)]], policy=RoundRobin()).run()

@@ -14,9 +14,9 @@ import jaxcross.plan
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.difference import PARTS, Difference
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import JobSummary, Report
+from jaxcross.step.profile import Profile
 from tests.support.examples import scaled
 
 VOTE_S = 1e-5

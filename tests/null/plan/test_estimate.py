@@ -12,14 +12,12 @@ import pytest
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import RoundRobin
-from jaxcross.interleave.script import Step
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.contention import TWO_CORES
-from jaxcross.plan.estimate import contention_at, estimate_of, memory_bytes, period_s
-from jaxcross.plan.memory import JobMemory
-from jaxcross.plan.profile import Profile
-from jaxcross.plan.step_cost import StepCost
+from jaxcross.jobs.memory import JobMemory
+from jaxcross.plan.machine_contention import TWO_CORES
+from jaxcross.plan.speedup import StepCost, contention_at, estimate_of, memory_bytes, period_s
+from jaxcross.step.profile import Profile
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 WHOLE = StepGraph(
@@ -144,7 +142,7 @@ def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> No
 
     def script() -> Any:
         for _ in range(steps):
-            yield Step(WHOLE, seconds)
+            yield Call(WHOLE, seconds)
 
     simulation = Simulation(
         [[script() for _ in range(jobs)]],

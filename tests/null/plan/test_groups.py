@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxcross.jobs.memory import JobMemory
 from jaxcross.plan.groups import Grouping, Load, group
-from jaxcross.plan.memory import JobMemory
 
 LARGE = Load(
     name="large",

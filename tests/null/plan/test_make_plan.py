@@ -7,11 +7,11 @@ import pytest
 
 import jaxcross
 from jaxcross.interleave.contention import Contention
-from jaxcross.plan.contention import TWO_CORES
+from jaxcross.jobs.memory import JobMemory
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.make_plan import make, predict_group
-from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan
-from jaxcross.plan.profile import Profile
+from jaxcross.step.profile import Profile
 
 
 def _profile(name: str, compute_s: float, exchange_s: float, **fields: Any) -> Profile:
@@ -62,7 +62,7 @@ def test_the_prediction_of_a_group_is_the_plan_s() -> None:
 @pytest.mark.parametrize("step_s", [1e-300, 1e-5])
 def test_a_group_too_unlike_is_not_predicted(step_s: float) -> None:
     """A plan may come from any file. Predicting it takes no longer than predicting a plan made by
-    `of`.
+    `make`.
     """
     (pair, _) = make(UNLIKE).groups
     loaded = replace(pair, jobs=(pair.jobs[0], replace(pair.jobs[1], step_s=step_s)))
@@ -159,8 +159,28 @@ def test_contention_is_that_of_the_link_s_rate() -> None:
         (UNLIKE, {"steps": {"large": 1}}, "`other` is in one of both only"),
         (UNLIKE, {"steps": {"large": 1, "small": 1, "other": float("nan")}}, "must be finite"),
         ([_profile("a", 1, 1, memory=JobMemory(peak_bytes=9))], {"memory": 8}, "`a` needs 9 bytes"),
+        (UNLIKE, {"vote_s": -1}, "`vote_s` must be finite and not negative, got -1"),
+        (UNLIKE, {"vote_s": float("nan")}, "`vote_s` must be finite"),
     ],
 )
 def test_what_cannot_be_planned_is_an_error(jobs: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        make(jobs, **options)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "options", "message"),
+    [
+        (UNLIKE[0], {}, "`profiles` must be an iterable, got <Profile of"),
+        (["a"], {}, "each of `profiles` must be a `Profile`, got 'a'"),
+        (UNLIKE, {"vote_s": "1"}, "`vote_s` must be a number, got '1'"),
+        (UNLIKE, {"most": 2.0}, "`most` must be a whole number, got 2.0"),
+        (UNLIKE, {"floor": "1"}, "`floor` must be a number or None, got '1'"),
+        (UNLIKE, {"steps": [1]}, "`steps` must be a mapping or None"),
+        (UNLIKE, {"steps": {"large": "1"}}, "`steps` of `large` must be a number, got '1'"),
+        (UNLIKE, {"contention": 1.5}, "`contention` must be a `Contention` or a `MachineCont"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(jobs: Any, options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         make(jobs, **options)

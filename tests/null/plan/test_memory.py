@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxcross.plan.memory import JobMemory, as_bytes, device_limit_bytes, group_limits, needed_bytes
+from jaxcross.jobs.memory import JobMemory, as_bytes, device_limit_bytes, group_limits, needed_bytes
 
 
 def _job(peak: int, boundary: int, temporary: int = 0) -> JobMemory:

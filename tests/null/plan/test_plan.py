@@ -97,12 +97,12 @@ def test_each_row_of_a_narrow_table_has_its_group(
     ("change", "message"),
     [
         ({"format": 2}, "format 1"),
-        ({"groups": {}}, "`groups` is {}"),
-        ({"groups": [1]}, "there is 1"),
-        ({"groups": [{}]}, "`jobs` is missing"),
-        ({"memory_bytes": True}, "`memory_bytes` is True"),
-        ({"memory_bytes": 10**400}, "larger than any number"),
-        ({"notes": [1]}, "`notes` holds texts"),
+        ({"groups": {}}, "expected `array`, got `object` at `groups`"),
+        ({"groups": [1]}, r"expected `object`, got `int` at `groups\[0\]`"),
+        ({"groups": [{}]}, r"object missing required field `jobs` at `groups\[0\]`"),
+        ({"memory_bytes": True}, "expected `int . null`, got `bool` at `memory_bytes`"),
+        ({"memory_bytes": 10**400}, "`memory_bytes` of the plan is out of range"),
+        ({"notes": [1]}, r"expected `str`, got `int` at `notes\[0\]`"),
         ({"groups": [PLAN.as_data()["groups"][1]] * 2}, "two jobs of the plan have the name `c`"),
     ],
 )

@@ -3,7 +3,7 @@ refused.
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.contention import TWO_CORES, MachineContention
-from jaxcross.plan.memory import JobMemory
-from jaxcross.plan.profile import MAX_FILE_BYTES, Profile
+from jaxcross.jobs.memory import JobMemory
+from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
 from jaxcross.plan.twin import predict
 from jaxcross.report import JobSummary, Report
+from jaxcross.step.profile import MAX_FILE_BYTES, Profile
 
 GRAPH = StepGraph(
     kinds=("compute", "collective", "compute"),
@@ -51,18 +51,18 @@ def test_compute_and_exchange_are_sums() -> None:
         ({"format": 2}, "format 1"),
         ({"graph": []}, "a step graph has the lists"),
         ({"seconds": [1.0, 2.0]}, "3 segments and 2 times"),
-        ({"seconds": [1.0, 2.0, "3"]}, "seconds of each segment"),
-        ({"ranks": True}, "`ranks` is True"),
-        ({"ranks": 0}, "must be finite"),
-        ({"host_s": -1.0}, "must be finite"),
+        ({"seconds": [1.0, 2.0, "3"]}, r"expected `float`, got `str` at `seconds\[2\]`"),
+        ({"ranks": True}, "expected `int`, got `bool` at `ranks`"),
+        ({"ranks": 0}, "`ranks` of `resnet` must be from 1"),
+        ({"host_s": -1.0}, "`host_s` of `resnet` must be finite and not negative, got -1.0"),
         (
             {"memory": {"peak_bytes": 9}},
             "the memory of a job has peak_bytes, boundary_bytes, exchange_temporary_bytes",
         ),
         ({"memory": [9, 8, 1]}, "the memory of a job has"),
-        ({"ranks": 10**400}, "larger than any number"),
-        ({"host_s": float("nan")}, "must be finite"),
-        ({"name": None}, "`name` is None"),
+        ({"ranks": 10**400}, "`ranks` of `resnet` must be from 1"),
+        ({"host_s": float("nan")}, "`host_s` of `resnet` must be finite"),
+        ({"name": None}, "expected `str`, got `null` at `name`"),
         ({"link": ...}, "`link` is missing"),
     ],
 )
@@ -99,6 +99,29 @@ def test_another_content_is_refused(tmp_path: Path, change: dict[str, Any], mess
 def test_another_graph_is_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StepGraph.from_data({**GRAPH.as_data(), key: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"name": 1}, TypeError, "`name` of a profile must be a text, got 1"),
+        ({"graph": {}}, TypeError, "`graph` of `resnet` must be a `StepGraph`, got {}"),
+        ({"seconds": 1.0}, TypeError, "`seconds` of `resnet` must be numbers, got 1.0"),
+        ({"seconds": (1, 2, "3")}, TypeError, "`seconds` of `resnet` must be numbers"),
+        ({"seconds": (1, 2, -3)}, ValueError, "`seconds` of `resnet` must be finite and not neg"),
+        ({"host_s": "1"}, TypeError, "`host_s` of `resnet` must be a number, got '1'"),
+        ({"ranks": 1.5}, TypeError, "`ranks` of `resnet` must be a whole number, got 1.5"),
+        ({"ranks": True}, TypeError, "`ranks` of `resnet` must be a whole number, got True"),
+        ({"link": None}, TypeError, "`link` of `resnet` must be a text, got None"),
+        ({"mbps": -1}, ValueError, "`mbps` of `resnet` must be finite and not negative, got -1"),
+        ({"memory": 9}, TypeError, "`memory` of `resnet` must be a `JobMemory` or None, got 9"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        replace(PROFILE, **change)
 
 
 def test_a_huge_file_is_refused(tmp_path: Path) -> None:
@@ -148,20 +171,23 @@ def test_contention_is_read_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "points",
+    ("points", "message"),
     [
-        [],
-        {},
-        [1],
-        [{"mbps": 1, "compute": 1}],
-        [{"mbps": 1, "compute": "1", "exchange": 1}],
-        [{"mbps": 1, "compute": 0.9, "exchange": 1}],
-        [{"mbps": 1, "compute": 1, "exchange": 1}] * 2,
-        [{"mbps": 0, "compute": 1, "exchange": 1}],
+        ([], "contention is measured at one or more rates"),
+        ({}, "contention is a list of points"),
+        ([1], r"expected `object`, got `int` at `\[0\]`"),
+        ([{"mbps": 1, "compute": 1}], "a point of a contention has the numbers"),
+        ([{"mbps": 1, "compute": 1, "exchange": 1, "x": 1}], "a point of a contention has the num"),
+        ([{"mbps": 1, "compute": "1", "exchange": 1}], r"expected `float`, got `str` at `\[0\]"),
+        ([{"mbps": 1, "compute": True, "exchange": 1}], r"got `bool` at `\[0\]"),
+        ([{"mbps": 1, "compute": 10**400, "exchange": 1}], r"out of range at `\[0\]"),
+        ([{"mbps": 1, "compute": 0.9, "exchange": 1}], "`compute` of a contention must be"),
+        ([{"mbps": 1, "compute": 1, "exchange": 1}] * 2, "ascending order"),
+        ([{"mbps": 0, "compute": 1, "exchange": 1}], "ascending order"),
     ],
 )
-def test_other_contention_is_refused(points: Any) -> None:
-    with pytest.raises(ValueError, match="contention|rates"):
+def test_other_contention_is_refused(points: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MachineContention.from_json(points)
 
 

@@ -8,10 +8,10 @@ from scipy.optimize import linprog
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import RoundRobin, Weighted
-from jaxcross.plan.memory import JobMemory
-from jaxcross.plan.profile import Profile
+from jaxcross.jobs.memory import JobMemory
 from jaxcross.plan.rates import Cuts, Rates, choose_rates, cuts_of
 from jaxcross.plan.twin import step_rates
+from jaxcross.step.profile import Profile
 
 
 def _cuts(name: str, compute_s: float, exchange_s: float, **memory: int) -> Cuts:

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxcross.interleave.policy import RoundRobin, Weighted
-from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import step_rates
+from jaxcross.step.profile import Profile
 
 
 def test_a_job_alone_goes_at_its_own_rate() -> None:

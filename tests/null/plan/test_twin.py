@@ -10,9 +10,9 @@ import pytest
 import jaxcross
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.plan.contention import TWO_CORES
-from jaxcross.plan.profile import Profile
+from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.twin import predict
+from jaxcross.step.profile import Profile
 
 RACE = Path(__file__).parents[3] / "benchmarks" / "results" / "race.json"
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.program.ir import Exchange
-from jaxcross.program.rank_lists import (
+from jaxcross.program.mpi4jax_lists import (
     all_senders_known,
     decode,
     encode,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.interleave.script import Fail, Step, Think
-from jaxcross.interleave.simulator import Simulation
+from jaxcross.interleave.simulator import Call, Fail, Simulation, Think
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.report.chrome import trace_events
@@ -65,7 +64,7 @@ def loop(rng, graph, seconds, steps, *, jitter, think, fails_at=-1):
     for n in range(steps):
         if n == fails_at:
             yield Fail("boom")
-        yield Step(graph, tuple(length * (1 + jitter * rng.random()) for length in seconds))
+        yield Call(graph, tuple(length * (1 + jitter * rng.random()) for length in seconds))
 
 
 def simulated(seed, kind):

@@ -7,8 +7,7 @@ import pytest
 
 from jaxcross.interleave.instrument import Span
 from jaxcross.report import Comparison, JobSummary, Report
-from jaxcross.report.sweep import SweepResult
-from jaxcross.report.sweep_trial import SweepTrial
+from jaxcross.report.sweep_result import SweepResult, SweepTrial
 from jaxcross.report.table import screen_width
 
 S = 1_000_000_000

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxcross import cli
 from jaxcross.report import event_files
-from jaxcross.report.event_files import read
-from jaxcross.report.post_mortem import missing, verdict
+from jaxcross.report.event_files import read_event_files
+from jaxcross.report.post_mortem import first_to_end, ranks_without_file
 from tests.support.examples import scaled
 
 RUN = "h0 1 1"
@@ -78,7 +78,7 @@ def test_who_is_reported_gone_ended_first(tmp_path):
         say = words("reported", 12, gone, [2]) if rank == 1 else words("told", 12.1, gone)
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=5), say)
     write(tmp_path, 2, begin(1, 9, **EXCHANGE | {"what": "compute", "segment": 2}), beat(10.5))
-    assert verdict(read(tmp_path)) == (
+    assert first_to_end(read_event_files(tmp_path)) == (
         "Rank 2 ended first, without a word (killed, crashed, or out of memory), in job 'b', step "
         "14, segment 2 (compute). Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
     )
@@ -95,7 +95,7 @@ def test_rank_that_did_not_arrive_is_named(tmp_path):
             *first,
             begin(2, 10, "compute", "b", 14, 2) if late else begin(2, 10, **EXCHANGE, number=8),
         )
-    assert verdict(read(tmp_path)) == (
+    assert first_to_end(read_event_files(tmp_path)) == (
         "Rank 2 had not come to where the others waited, in job 'b', step 14, segment 2 (compute). "
         "Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
     )
@@ -105,13 +105,13 @@ def test_heartbeats_tell_who_ended_first(tmp_path):
     """All ranks were in the same exchange."""
     for rank in range(4):
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(11 if rank == 3 else 20))
-    assert verdict(read(tmp_path)).startswith("Rank 3 ended first, without a word")
+    assert first_to_end(read_event_files(tmp_path)).startswith("Rank 3 ended first, without a word")
 
 
 def test_nothing_is_made_up_where_nothing_is_known(tmp_path):
     for rank in range(4):
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(20))
-    text = verdict(read(tmp_path))
+    text = first_to_end(read_event_files(tmp_path))
     assert text.startswith(
         "All ranks ended without a word within two seconds, after the same number of exchanges, so"
     )
@@ -128,7 +128,7 @@ def test_an_exception_is_quoted_with_its_place(tmp_path):
             words("told", 11, "because of rank 3"),
         )
     write(tmp_path, 3, words("failed", 10.5, "rank 3 failed with ValueError: x", standing=place))
-    assert verdict(read(tmp_path)).startswith(
+    assert first_to_end(read_event_files(tmp_path)).startswith(
         f"Rank 3 ended first (rank 3 failed with ValueError: x), {place}. Ranks 0,"
     )
 
@@ -143,7 +143,7 @@ def test_a_rank_that_left_too_early(tmp_path):
         words("left", 9.2, "its script ended"),
         size=2,
     )
-    assert verdict(read(tmp_path)).startswith(
+    assert first_to_end(read_event_files(tmp_path)).startswith(
         "Rank 1 left first (its script ended), outside of any step. Rank 0 waited"
     )
 
@@ -152,12 +152,12 @@ def test_a_good_end_and_a_stop(tmp_path):
     for rank in range(2):
         write(tmp_path, rank, words("left", 5), size=2)
     assert (
-        verdict(read(tmp_path))
+        first_to_end(read_event_files(tmp_path))
         == "All ranks ended by themselves: their scripts came to their ends."
     )
     for rank in range(2):
         write(tmp_path, rank, words("terminated", 5 + rank, "SIGTERM"), size=2)
-    assert verdict(read(tmp_path)).startswith("Rank 0 ended first (SIGTERM)")
+    assert first_to_end(read_event_files(tmp_path)).startswith("Rank 0 ended first (SIGTERM)")
 
 
 def test_place_of_a_rank_between_segments(tmp_path):
@@ -169,9 +169,14 @@ def test_place_of_a_rank_between_segments(tmp_path):
         begin(2, 3, "vote", number=1),
         size=1,
     )
-    assert read(tmp_path)[0].place == "in vote, after job 'a', step 3, segment 0 (compute)"
+    assert (
+        read_event_files(tmp_path)[0].place == "in vote, after job 'a', step 3, segment 0 (compute)"
+    )
     write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), begin(2, 3, "vote", number=1), size=1)
-    assert read(tmp_path)[0].place == "in vote, next to job 'a', step 3, segment 0 (compute)"
+    assert (
+        read_event_files(tmp_path)[0].place
+        == "in vote, next to job 'a', step 3, segment 0 (compute)"
+    )
 
 
 def test_every_activity_of_a_dead_rank_is_named(tmp_path):
@@ -183,7 +188,7 @@ def test_every_activity_of_a_dead_rank_is_named(tmp_path):
     write(tmp_path, 1, begin(1, 1, "vote", number=9), beat(9), size=2)
     assert (
         ", in job 'a', step 4, segment 1 (exchange), next to job 'b', step 3 (checkpoint). "
-        in verdict(read(tmp_path))
+        in first_to_end(read_event_files(tmp_path))
     )
     write(
         tmp_path,
@@ -197,7 +202,7 @@ def test_every_activity_of_a_dead_rank_is_named(tmp_path):
     beside = (
         "in vote, next to job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
     )
-    assert f", {beside}. " in verdict(read(tmp_path))
+    assert f", {beside}. " in first_to_end(read_event_files(tmp_path))
 
 
 def test_a_job_in_its_own_code_is_named_next_to_the_exchange_of_another_one(tmp_path):
@@ -209,7 +214,7 @@ def test_a_job_in_its_own_code_is_named_next_to_the_exchange_of_another_one(tmp_
     over = {"note": "done: ended", "job": "c", "step": 42, "at": 3}
     write(tmp_path, 0, *ended, over, begin(9, 4, "replicas", "b", 41, number=9), beat(5), size=2)
     write(tmp_path, 1, begin(1, 4, "replicas", "b", 41, number=9), beat(20), size=2)
-    assert verdict(read(tmp_path)) == (
+    assert first_to_end(read_event_files(tmp_path)) == (
         "Rank 0 ended first, without a word (killed, crashed, or out of memory), in job 'b', step "
         "41 (replicas), next to job 'a' after step 40 (compute). Rank 1 waited in job 'b', step 41 "
         "(replicas)."
@@ -221,7 +226,7 @@ def test_torn_last_line_is_normal_others_are_counted(tmp_path):
     write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=8), size=1)
     with (tmp_path / "rank-0.jsonl").open("a") as stream:
         stream.write('nonsense\n[]\n{"begin":2,"at":"x"}\n{"begin":3,"at":1100')
-    (record,) = read(tmp_path)
+    (record,) = read_event_files(tmp_path)
     assert (record.unread, list(record.under_way)) == (3, [1])
 
 
@@ -235,7 +240,7 @@ def test_a_file_that_follows_another_one(tmp_path):
         name="rank-{}.old.jsonl",
     )
     write(tmp_path, 0, begin(1, 1, "vote", number=41), beat(9), size=1)
-    (record,) = read(tmp_path)
+    (record,) = read_event_files(tmp_path)
     assert (list(record.under_way), record.entered, record.last_s) == ([1], 41, 1e9 + 9)
 
 
@@ -243,8 +248,8 @@ def test_files_of_another_run_are_left_out(tmp_path):
     write(tmp_path, 0, begin(1, 1, "vote", number=1), size=2)
     write(tmp_path, 0, begin(1, 1, "vote", number=99), size=2, name="rank-{}.old.jsonl", pid=7)
     write(tmp_path, 1, beat(1), size=2, run="h0 9 9", time=5e8)
-    (record,) = records = read(tmp_path)
-    assert (record.rank, record.entered, missing(records)) == (0, 1, [1])
+    (record,) = records = read_event_files(tmp_path)
+    assert (record.rank, record.entered, ranks_without_file(records)) == (0, 1, [1])
 
 
 @pytest.mark.parametrize(
@@ -270,7 +275,7 @@ def test_a_file_without_a_head_is_skipped_with_a_line(tmp_path, capsys, text, re
 
 def test_a_folder_without_event_files_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"`{tmp_path}` holds no event files"):
-        read(tmp_path)
+        read_event_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -285,23 +290,23 @@ def test_a_folder_without_event_files_is_refused(tmp_path):
 def test_another_version_is_refused(tmp_path, first):
     (tmp_path / "rank-0.jsonl").write_bytes(first)
     with pytest.raises(ValueError, match="does not begin as an event file of version 1 does"):
-        read(tmp_path)
+        read_event_files(tmp_path)
 
 
 def test_neither_links_nor_pipes_are_read(tmp_path):
     os.mkfifo(tmp_path / "rank-0.jsonl")
     with pytest.raises(ValueError, match="is not a file"):
-        read(tmp_path)
+        read_event_files(tmp_path)
     (tmp_path / "rank-0.jsonl").unlink()
     (tmp_path / "rank-0.jsonl").symlink_to("/etc/hostname")
     with pytest.raises(OSError, match="symbolic link"):
-        read(tmp_path)
+        read_event_files(tmp_path)
 
 
 def test_of_a_huge_file_the_end_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(event_files, "MOST_BYTES", 2000)
     write(tmp_path, 0, *(begin(n, n, "vote", number=n) for n in range(1, 1000)), size=1)
-    (record,) = read(tmp_path)
+    (record,) = read_event_files(tmp_path)
     assert record.entered == 999
     assert len(record.under_way) < 30
 
@@ -326,6 +331,7 @@ names = st.sampled_from(
         "words",
         "text",
         "lost",
+        "script_raised",
         "beat",
     ]
 )
@@ -344,9 +350,11 @@ def test_whatever_a_file_holds(tmp_path_factory, head, events):
     text = json.dumps({**header(0), **head}).encode()
     (folder / "rank-0.jsonl").write_bytes(b"\n".join([text, *events]))
     with suppress(ValueError):  # the header may be invalid
-        records = read(folder)
-        assert verdict(records)
-        assert missing(records) == list(range(1, min(records[0].size, event_files.MOST_RANKS)))
+        records = read_event_files(folder)
+        assert first_to_end(records)
+        assert ranks_without_file(records) == list(
+            range(1, min(records[0].size, event_files.MOST_RANKS))
+        )
 
 
 def test_the_command(tmp_path, capsys):

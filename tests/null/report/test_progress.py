@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from jaxcross.report.progress import (
-    FILE,
+    PROGRESS_FILE,
     JobProgress,
     LatestMetric,
-    Pace,
     RunProgress,
+    StepRate,
     doing_text,
     metric_of,
     metric_text,
@@ -132,7 +132,7 @@ def test_a_table_of_many_jobs_has_few_rows():
 
 
 def test_the_pace_leaves_out_the_first_step_and_old_times():
-    pace = Pace()
+    pace = StepRate()
     assert [pace.look(now, steps) for now, steps in ((0, 0), (5, 1), (6, 1))] == [None, None, None]
     assert pace.look(7, 2) == 0.5  # one step in two seconds, ignoring the 5 s of the first step
     assert pace.look(9, 6) == 1.25
@@ -142,7 +142,7 @@ def test_the_pace_leaves_out_the_first_step_and_old_times():
 
 
 def test_a_slow_job_has_a_pace_too():
-    pace = Pace()
+    pace = StepRate()
     assert [pace.look(now, now // 30) for now in range(121)][-1] == pytest.approx(1 / 30)
 
 
@@ -179,7 +179,7 @@ def test_an_ended_job_waits_for_nothing():
 
 
 def test_the_file_comes_back_as_it_was(tmp_path):
-    (tmp_path / FILE).write_text(RUN.to_json())
+    (tmp_path / PROGRESS_FILE).write_text(RUN.to_json())
     assert read_progress(tmp_path) == RUN
 
 
@@ -202,7 +202,7 @@ def test_no_run_is_no_error(tmp_path):
 def test_a_damaged_file_is_a_clear_error(tmp_path, damage):
     text = damage(RUN.to_json())
     assert text != RUN.to_json()
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / PROGRESS_FILE).write_text(text)
     with pytest.raises(
         ValueError, match=r"progress\.json` is not the progress of a run, or is of another version"
     ):
@@ -212,7 +212,7 @@ def test_a_damaged_file_is_a_clear_error(tmp_path, damage):
 def test_texts_of_the_file_cannot_move_the_cursor(tmp_path):
     fields = json.loads(RUN.to_json())
     fields["jobs"][0]["name"] = "a\x1b[2J"
-    (tmp_path / FILE).write_text(json.dumps(fields))
+    (tmp_path / PROGRESS_FILE).write_text(json.dumps(fields))
     run = read_progress(tmp_path)
     assert run is not None and run.jobs[0].name == "a [2J"
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxcross.report.sweep import SweepResult
-from jaxcross.report.sweep_trial import SweepTrial
+from jaxcross.report.sweep_result import SweepResult, SweepTrial
 
 ROWS = [
     (0, {"lr": 0.1}, "finished", 30, 0.91),

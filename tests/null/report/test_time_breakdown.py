@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from jaxcross.interleave.instrument import PARAMETER_SERVER, TOGETHER
-from jaxcross.report.intervals import intersect, measure, subtract, union
+from jaxcross.interleave.instrument import ON_ALL_RANKS, PARAMETER_SERVER
+from jaxcross.report.intervals import intersect, measure, merge_intervals, subtract
 from jaxcross.report.time_breakdown import break_down
 from tests.support.breakdown_spans import S, alone, crossed, facts, piece
 
 
 def test_sets_of_time():
-    some = union([(5, 7), (0, 2), (1, 3), (9, 9)])
+    some = merge_intervals([(5, 7), (0, 2), (1, 3), (9, 9)])
     assert some == [(0, 3), (5, 7)]
     assert measure(some) == 5
     assert intersect(some, [(2, 6)]) == [(2, 3), (5, 6)]
@@ -293,7 +293,7 @@ def test_work_on_all_ranks_at_once_is_no_vote(ready):
         replace(s, ready_ns=ready * S) if s.start_ns == 9 * S and s.kind == "collective" else s
         for s in spans
     ]
-    spans.append(replace(piece("vote", "a", 0, 6, 9), label=TOGETHER))
+    spans.append(replace(piece("vote", "a", 0, 6, 9), label=ON_ALL_RANKS))
     lost = break_down(spans, facts("a", steps=6), {0: 15 * S}).lost_s
     assert (lost["host"], lost["votes"], lost["peer"]) == (pytest.approx(3 / 5), 0, 0)
 

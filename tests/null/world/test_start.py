@@ -9,7 +9,7 @@ import pytest
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import Activity, RankStatus, late_ranks, stall_report
 from jaxcross.world import start, xla_pool
-from jaxcross.world.launch_env import Launch, check_launch, read_launch, vendor_of
+from jaxcross.world.launch_env import LaunchedRanks, check_launch, read_launch, vendor_of
 from jaxcross.world.start import device_of, initialize
 
 
@@ -17,13 +17,16 @@ from jaxcross.world.start import device_of, initialize
     ("environ", "expected"),
     [
         ({}, None),
-        ({"PMI_SIZE": "2"}, Launch(size=2, variable="PMI_SIZE")),
+        ({"PMI_SIZE": "2"}, LaunchedRanks(size=2, variable="PMI_SIZE")),
         (
             {"OMPI_COMM_WORLD_SIZE": "8", "PMI_SIZE": "1"},
-            Launch(size=8, variable="OMPI_COMM_WORLD_SIZE"),
+            LaunchedRanks(size=8, variable="OMPI_COMM_WORLD_SIZE"),
         ),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, Launch(size=4, variable="SLURM_STEP_NUM_TASKS")),
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "1"}, Launch(size=1, variable="PMI_SIZE")),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, LaunchedRanks(size=4, variable="SLURM_STEP_NUM_TASKS")),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "1"},
+            LaunchedRanks(size=1, variable="PMI_SIZE"),
+        ),
         ({"SLURM_NTASKS": "4"}, None),
         ({"PMI_SIZE": "many"}, None),
     ],
@@ -34,13 +37,15 @@ def test_launcher_variables(environ, expected):
 
 def test_singletons_are_refused_with_the_remedy():
     check_launch(None, world_size=1, vendor="mpich")
-    check_launch(Launch(size=2, variable="PMI_SIZE"), world_size=2, vendor="mpich")
+    check_launch(LaunchedRanks(size=2, variable="PMI_SIZE"), world_size=2, vendor="mpich")
     with pytest.raises(
         ExchangeError, match=r"^The launcher started 2 ranks \(`PMI_SIZE=2`\), but MPI sees"
     ):
-        check_launch(Launch(size=2, variable="PMI_SIZE"), world_size=1, vendor="openmpi")
+        check_launch(LaunchedRanks(size=2, variable="PMI_SIZE"), world_size=1, vendor="openmpi")
     with pytest.raises(ExchangeError, match="srun --mpi=pmix"):
-        check_launch(Launch(size=2, variable="SLURM_STEP_NUM_TASKS"), world_size=1, vendor="mpich")
+        check_launch(
+            LaunchedRanks(size=2, variable="SLURM_STEP_NUM_TASKS"), world_size=1, vendor="mpich"
+        )
 
 
 @pytest.mark.parametrize(

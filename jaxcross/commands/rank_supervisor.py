@@ -1,0 +1,139 @@
+"""Supervises a rank: `python rank_supervisor.py SECONDS command ...`.
+
+Uses only the standard library and one thread.
+
+`mpirun` terminates all ranks as soon as one dies by itself, before the others can report what they
+waited for. So `mpirun` starts this process, and the rank is its child. If the rank fails, this
+process stays for as long as other ranks may be waiting for the rank, up to a number of seconds, and
+then ends in the same way as the rank did. It forwards signals, and the rank never outlives it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_RANK = "jaxcross.commands.rank"
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Runs the command, and ends in the same way as the command did."""
+    stay_s = float(arguments[0])
+    command = arguments[1:]
+    # No signal may arrive between the fork and the handlers that forward signals to the child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _become(command, parent)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    # Don't reap the child yet. Its process id then remains taken until the handlers are removed, so
+    # that we can't forward a signal to an unrelated process.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
+    _, status = os.waitpid(child, 0)
+    deadline = time.monotonic() + stay_s
+    while status != 0 and time.monotonic() < deadline and _missed(child):
+        signal.sigtimedwait((), _POLL_S)  # a signal that arrives now ends this process at once
+    _end_like(status)
+
+
+def _missed(child: int) -> bool:
+    """Whether some rank of the run may be waiting for this one, here or on another host.
+
+    The event files tell. Without a folder of event files, assume that some rank may be waiting. If
+    there is a folder but this rank has no file in it, it has never joined, so none is.
+    """
+    folder = os.environ.get("JAXCROSS_EVENTS")
+    if folder is None:
+        return True
+    headers = [
+        header
+        for name in _names(folder)
+        if (header := _header(os.path.join(folder, name))) is not None
+    ]
+    own = next((header for header in headers if header.get("pid") == child), None)
+    if own is None:
+        return False
+    here = {
+        h.get("pid")
+        for h in headers
+        if (h.get("run"), h.get("host")) == (own.get("run"), own.get("host"))
+    }
+    return len(here) != own.get("size") or any(_lives(pid) for pid in here - {child})
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return [
+            name
+            for name in os.listdir(folder)
+            if name.startswith("rank-") and name.endswith(".jsonl")
+        ]
+    except OSError:
+        return []
+
+
+def _header(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, "rb") as stream:
+            header = json.loads(stream.readline(4096))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return header if isinstance(header, dict) and isinstance(header.get("pid"), int) else None
+
+
+def _lives(pid: object) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def _become(command: Sequence[str], parent: int) -> NoReturn:
+    try:
+        os.setpgid(0, 0)  # signals for the group reach the child only once, through its parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        # While an interpreter is starting, Ctrl-C would end it with a traceback of its own imports.
+        # So we leave SIGINT blocked, and `rank` unblocks it.
+        held = {signal.SIGINT} if _RANK in command else set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - held)
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        print(
+            f"jaxcross launch: `{command[0]}` cannot be started: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+    os._exit(127)
+
+
+def _end_like(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,141 @@
+"""Runs the ranks of `jaxcross launch`, and restarts them if `restart_decision` decides so."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxcross._endings import ExitKind
+from jaxcross.commands.hosts import agent_of, missing_hosts, signal_ranks, wait_for_hosts
+from jaxcross.commands.restart_decision import CheckpointProgress, decide, judge_end
+
+if TYPE_CHECKING:
+    from jaxcross.report import RankRecord
+
+SPEAK_S = 15.0
+"""Seconds after which a stuck `mpirun` is killed, once ranks have reported a lost rank. Open MPI's
+`mpirun` waits forever for a host.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """One run that has ended.
+
+    Attributes:
+        code: The exit code.
+        stopped: Whether this process received a signal to stop.
+        records: The ranks' event files, if the run failed.
+        explained: Whether the ranks' own output says why it failed.
+    """
+
+    code: int
+    stopped: bool = False
+    records: Sequence[RankRecord] = ()
+    explained: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The event files of a run, in progress or ended.
+
+    Attributes:
+        events: Their folder.
+        earlier: The run whose files were there before, by `latest_run`.
+        hosts: The hosts that share the ranks equally; empty for this machine.
+        ranks: Number of ranks.
+    """
+
+    events: Path
+    earlier: str
+    hosts: Sequence[str]
+    ranks: int
+
+    def read(self) -> Sequence[RankRecord]:
+        """Reads the records of the ranks that have joined. Other programs have none."""
+        return [record for record in _read(self.events) if record.run != self.earlier]
+
+    def is_stuck(self) -> bool:
+        """Whether ranks have reported a lost rank so long ago that `mpirun` should have ended."""
+        return any(
+            r.words == ExitKind.REPORTED and r.last_s < time.time() - SPEAK_S for r in self.read()
+        )
+
+    def signal(self, number: int) -> bool:
+        """Sends a signal to all ranks without waiting. Returns False if none has joined."""
+        pids: dict[str, list[int]] = {}
+        for record in self.read():
+            pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(
+                record.pid
+            )
+        signal_ranks(number, pids, agent_of(os.environ))
+        return bool(pids)
+
+
+def latest_run(events: Path) -> str:
+    """Returns the name of the run that last wrote to a folder; empty if there is none."""
+    return next((record.run for record in _read(events)), "")
+
+
+def _read(events: Path) -> Sequence[RankRecord]:
+    from jaxcross.report import read_event_files
+
+    try:
+        return read_event_files(events)
+    except (OSError, ValueError):
+        return []
+
+
+def run_until_over(
+    args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]
+) -> Ended:
+    """Runs, and after each lost rank or host decides whether, where and when to run again.
+
+    Returns how the last run ended.
+    """
+    agent = agent_of(os.environ)
+    progress = CheckpointProgress(newest={})
+    restarts = 0
+    here = hosts
+    while True:
+        ended = run_once(here)
+        if ended.code == 0 or args.max_restarts == 0:
+            return ended
+        missing = missing_hosts(hosts, agent) if not ended.stopped else []
+        end = judge_end(ended.code, stopped=ended.stopped, records=ended.records, missing=missing)
+        progress = progress.after(ended.records)
+        decision = decide(
+            end,
+            progress,
+            max_restarts=args.max_restarts,
+            hosts=hosts,
+            missing=missing,
+            last=here,
+            same_ranks=args.same_ranks,
+        )
+        _show(f"{end.reason}; {decision.reason}" if end.kind == "lost" else decision.reason)
+        if decision.action == "wait":
+            find_missing = partial(missing_hosts, decision.hosts, agent)
+            if not wait_for_hosts(find_missing, limit_s=args.host_timeout, show=_show):
+                _show(
+                    f"not started again: {', '.join(missing)} did not answer for "
+                    f"{args.host_timeout:.0f} s"
+                )
+                return ended
+            _show(f"all hosts answer; goes on {progress}")
+        elif decision.action == "end":
+            return ended
+        restarts += 1
+        here = decision.hosts
+        _show(f"restart {restarts} on {', '.join(here) or 'this machine'}")
+
+
+def _show(text: str) -> None:
+    print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)

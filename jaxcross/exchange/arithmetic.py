@@ -1,0 +1,141 @@
+"""Arithmetic on updates and parameters: moves, means over ranks, weights, types.
+
+Weights are for means over tokens or examples, whose numbers may differ between ranks (`mean`) or
+between batches (`accumulate`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from jaxcross._pytree import PyTree
+from jaxcross.errors import quoted
+from jaxcross.exchange.collectives import Axes
+
+
+def updates_towards(
+    updates: optax.Updates, params: optax.Params, targets: optax.Params
+) -> optax.Updates:
+    """Returns updates that lead from `params` to `targets`, to rounding; integers keep theirs."""
+
+    def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
+        return (target - p).astype(u.dtype) if is_float(p) else u
+
+    return jax.tree.map(one, updates, params, targets)
+
+
+def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
+    """Returns updates plus `moves`, a tree like the parameters; only floats change."""
+    return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if is_float(m) else u, updates, moves)
+
+
+def mean_of(tree: PyTree, axes: Axes) -> PyTree:
+    """Averages each floating-point leaf over `axes`; other leaves are unchanged."""
+    return jax.tree.map(lambda x: jax.lax.pmean(x, axes) if is_float(x) else x, tree)
+
+
+def sum_of(tree: PyTree, axes: Axes) -> PyTree:
+    """Sums each floating-point leaf over `axes`; other leaves are unchanged."""
+    return jax.tree.map(lambda x: jax.lax.psum(x, axes) if is_float(x) else x, tree)
+
+
+def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
+    """Returns the type for sums: float32 at least for floats, any other type unchanged."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def is_float(x: jax.typing.ArrayLike) -> bool:
+    """Whether training changes a leaf, i.e. it is floating-point or complex."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    """Casts a new leaf of a state to the old one's type, since branches of a `cond` must match."""
+    return (
+        new
+        if jnp.result_type(new) == jnp.result_type(old)
+        else jnp.asarray(new, jnp.result_type(old))
+    )
+
+
+def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns a leaf marked as varying over all axes that `old` varies over.
+
+    `shard_map(check_vma=True)` tracks these axes. A mean over ranks doesn't vary, so it must be
+    marked before it replaces a rank's own values in a state. Without that check, this is a no-op.
+    """
+    before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
+    axes = () if before is None or after is None else tuple(before.varying - after.varying)
+    return jax.lax.pcast(new, axes, to="varying") if axes else new
+
+
+def product(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
+    """Returns the matrix product in full float32.
+
+    By default, GPUs round the factors to ten bits. A transform would then not be orthonormal, and a
+    residual would be rounded differently from the update.
+    """
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
+    """Returns a weight as a scalar, float32 at least.
+
+    Raises:
+        ValueError: It is not one real number.
+    """
+    dtype = jnp.result_type(weight)
+    if jnp.ndim(weight) or not (
+        jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"`weight` of {what} is of shape {list(jnp.shape(weight))} and type {dtype.name}: it "
+            "is one real number, for example how many tokens of this rank's batch count, "
+            "`mask.sum()`."
+        )
+    return jnp.asarray(weight, accumulation_dtype(jnp.promote_types(dtype, jnp.float32)))
+
+
+def weighed(updates: optax.Updates, weight: jax.Array, what: str) -> optax.Updates:
+    """Returns each update times the weight, in float32 at least.
+
+    A weight of 0 gives zeros whatever the update is, because the mean over no tokens is often NaN.
+
+    Raises:
+        ValueError: In `shard_map(check_vma=True)`, if JAX has already summed the updates over ranks
+            with different weights.
+    """
+
+    def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
+        _check_own(path, x, weight, what)
+        return jnp.where(
+            weight == 0,
+            0,
+            jnp.asarray(x, jnp.promote_types(jnp.result_type(x), weight.dtype)) * weight,
+        )
+
+    return jax.tree.map_with_path(one, updates)
+
+
+def divided(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """Divides a sum of weighted updates by the sum of the weights; zeros if all weights are 0."""
+    return (total / jnp.where(weight == 0, 1, weight)).astype(total.dtype)
+
+
+def _check_own(
+    path: jax.tree_util.KeyPath, update: jax.Array, weight: jax.Array, what: str
+) -> None:
+    own, its = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (update, weight))
+    axes = () if own is None or its is None else sorted(its.varying - own.varying, key=str)
+    if axes:
+        raise ValueError(
+            f"{what} weighs this rank's own gradients, but the update "
+            f"`{jax.tree_util.keystr(path)}` is the same on all ranks of "
+            f"{quoted(axes)}: in `shard_map(check_vma=True)` JAX sums gradients of parameters that "
+            "are the same on all ranks. Differentiate with respect to "
+            '`jax.lax.pcast(params, axes, to="varying")`, or divide the sum by the sum of the '
+            "weights in the step."
+        )

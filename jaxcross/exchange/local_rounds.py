@@ -1,0 +1,215 @@
+"""Rounds of local steps: each rank trains independently, and a merge ends the round.
+
+`local_rounds` is the strategy that all of them share. `local_sgd`, `diloco`, `sparse_loco`,
+`elastic_average`, `federated_average` and `no_loco` differ only in what they merge. `finish`
+returns the model of a job that ended in the middle of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.checkpoint import declared
+from jaxcross.exchange.arithmetic import is_float, typed_like, updates_towards
+from jaxcross.exchange.collectives import Axes
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import require_params
+
+State = Any
+"""A strategy's state: a `NamedTuple` with `since` and `inner`, and the arrays that it merges."""
+
+Merge = Callable[[optax.Updates, optax.Params, State], tuple[optax.Updates, State]]
+"""(updates of the local step, parameters before it, state) -> the same after an exchange."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The round that a step belongs to.
+
+    Attributes:
+        merges: What ends the round. If there are several, `chosen` says which of them does.
+        chosen: Position in `merges`, int32, computed such that the host can follow.
+        taking_part: Whether this rank trains in this round. If not, its updates are zero, and its
+            optimizer's state doesn't change. None if all ranks train.
+    """
+
+    merges: Sequence[Merge]
+    chosen: jax.Array | None = None
+    taking_part: jax.Array | None = None
+
+
+def local_rounds(
+    name: str,
+    axes: Axes,
+    optimizer: optax.GradientTransformationExtraArgs,
+    *,
+    every: int,
+    init: Callable[[optax.Params], State],
+    begin: Callable[[State, optax.Params], Round],
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the strategy that takes local steps, and merges on every `every`-th of them.
+
+    The host knows the counter `since`, so a step within a round exchanges nothing.
+
+    Args:
+        name: The strategy's name.
+        axes: The axes that merges communicate over.
+        optimizer: Takes the local steps.
+        every: Steps per round.
+        init: Makes the state. In addition to its own fields, it has `since`, the local steps since
+            the last merge, and `inner`, the optimizer's state. If it has a field `round`, rounds
+            are counted in it.
+        begin: Called on every step, before the local step. The merges get a state in which `since`,
+            `inner` and `round` are None, because only `local_rounds` changes these.
+    """
+
+    def update(
+        updates: optax.Updates, state: State, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, State]:
+        params = require_params(params, f"`{name}`")
+        this_round = begin(state, params)
+        updates, inner = optimizer.update(updates, state.inner, params, **extra)
+        if this_round.taking_part is not None:
+            paused = jax.tree.map(jnp.zeros_like, updates), state.inner
+            updates, inner = jax.tree.map(
+                partial(jnp.where, this_round.taking_part), (updates, inner), paused
+            )
+        since = next_in_round(state.since, every)
+        counts_rounds = "round" in state._fields
+        own = state._replace(since=None, inner=None, **({"round": None} if counts_rounds else {}))
+        updates, own = _merged(this_round, since, every, updates, params, own)
+        if counts_rounds:
+            own = own._replace(round=state.round + (since == 0))
+        return updates, own._replace(since=since, inner=inner)
+
+    return exchange_once(name, axes, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+
+
+def next_in_round(since: jax.Array, every: int) -> jax.Array:
+    """Returns the number of local steps since the last merge, including this one; 0 if it merges.
+
+    If a restart has made `every` smaller, the current round may already be too long. It then ends
+    in this step.
+    """
+    return jnp.where(since + 1 >= every, 0, since + 1)
+
+
+def to_merged(merge: Callable[[optax.Params, State], tuple[optax.Params, State]]) -> Merge:
+    """Returns the merge whose updates lead to merged parameters.
+
+    Args:
+        merge: (this rank's parameters after its local step, state) -> the parameters to continue
+            with, and the next state. Communicates.
+    """
+
+    def merged(
+        updates: optax.Updates, params: optax.Params, state: State
+    ) -> tuple[optax.Updates, State]:
+        targets, state = merge(optax.apply_updates(params, updates), state)
+        return updates_towards(updates, params, targets), state
+
+    return merged
+
+
+def _merged(
+    this_round: Round,
+    since: jax.Array,
+    every: int,
+    updates: optax.Updates,
+    params: optax.Params,
+    state: State,
+) -> tuple[optax.Updates, State]:
+    def end(merge: Merge) -> tuple[optax.Updates, State]:
+        moved, merged = merge(updates, params, state)
+        return moved, jax.tree.map(typed_like, merged, state)
+
+    def go_on() -> tuple[optax.Updates, State]:
+        return updates, state
+
+    if this_round.chosen is not None:
+        # A single switch decides both whether to exchange and how, so that the host knows the
+        # branch and only the chosen merge communicates.
+        branches = [go_on, *(partial(end, merge) for merge in this_round.merges)]
+        return jax.lax.switch(jnp.where(since == 0, this_round.chosen + 1, 0), branches)
+    (merge,) = this_round.merges
+    return end(merge) if every == 1 else jax.lax.cond(since == 0, partial(end, merge), go_on)
+
+
+def pseudo_gradient(anchor: optax.Params, mine: optax.Params) -> optax.Updates:
+    """Returns the anchor minus this rank's parameters: a gradient for the outer optimizer.
+
+    Leaves that are not floating-point give zeros.
+    """
+    return jax.tree.map(lambda a, x: a - x if is_float(x) else jnp.zeros_like(x), anchor, mine)
+
+
+def outer_step(
+    outer: optax.GradientTransformationExtraArgs,
+    gradient: optax.Updates,
+    anchor: optax.Params,
+    state: optax.OptState,
+) -> tuple[optax.Params, optax.OptState]:
+    """Returns the next anchor and the next state of the outer optimizer."""
+    updates, state = outer.update(gradient, state, anchor)
+    return optax.apply_updates(anchor, updates), state
+
+
+def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
+    """Returns the model to evaluate: the anchor, with leaves that aren't floats from `params`."""
+    return jax.tree.map(lambda a, x: a if is_float(x) else x, anchor, params)
+
+
+def copied(params: optax.Params) -> optax.Params:
+    """Returns a copy, because an array that is both parameter and state could not be donated."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+
+
+def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
+    """Returns the model that all ranks agree on, for a job that ended, stopped or was pruned.
+
+    The job may have ended at any step. For `diloco`, `streaming_diloco` and `sparse_loco`, the
+    model is the anchor: local steps since the last exchange, and anything pending, are dropped. For
+    all other optimizers, it's the parameters; the last gradient, which `delayed_mean` has pending,
+    is dropped as well. With `no_loco`, `gossip` and `elastic_average`, and within a round of
+    `local_sgd`, ranks haven't agreed on a model: the result is rank-local, and the model to
+    evaluate is the mean over ranks. If you resume the job, you don't need `finish`, since its state
+    simply continues.
+
+    ```python
+    model = jaxcross.exchange.finish(state.params, state.opt_state)
+    ```
+
+    Args:
+        params: Parameters of the job's latest state.
+        opt_state: Optimizer state of the same job state. The strategy's state may be nested in
+            others, as in `optax.chain`.
+
+    Returns:
+        A tree like `params`. With the three strategies named first, its floating-point leaves are
+            bitwise identical on every rank. All other leaves are those of `params`.
+
+    Raises:
+        ValueError: Two strategies in `opt_state` keep an anchor.
+
+    Does not communicate and does not wait.
+    """
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_anchored) if _anchored(node)]
+    if len(found) > 1:
+        raise ValueError(
+            f"{len(found)} strategies in the optimizer's state keep an anchor each, and `finish` "
+            "cannot know which one the model is. Call it with the state of one."
+        )
+    return found[0].model(params) if found else params
+
+
+def _anchored(node: object) -> bool:
+    """Whether a node is the state of a strategy whose model isn't the parameters."""
+    kind = type(node)
+    return declared(kind) is not None and callable(getattr(kind, "model", None))

@@ -1,0 +1,97 @@
+"""`jaxcross estimate script.py`: measures the first step that a script calls.
+
+The measurement takes the place of that call, and then the script is terminated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from jaxcross.gains.solo_cost import Settings, Subject, measure_on_all_ranks
+from jaxcross.jobs import JobEngine, memory_limit
+from jaxcross.runtime import Stopped
+from jaxcross.step import Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The environment variable `JAXCROSS_ESTIMATE`, a JSON object.
+
+    Attributes:
+        jobs, steps, mbps, memory: As for `jaxcross.estimate`.
+        step: Name of the step to measure. Defaults to the first one that is called.
+        json: File that rank 0 writes the estimate to, if any.
+
+    Raises:
+        TypeError, ValueError: The variable is something else.
+    """
+
+    jobs: int = 2
+    steps: int = 3
+    mbps: float | None = None
+    memory: int | str | None = None
+    step: str | None = None
+    json: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parses the variable's text."""
+        names = [f.name for f in fields(cls)]
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not set(found) <= set(names):
+            raise ValueError(
+                "The environment variable `JAXCROSS_ESTIMATE` must be an object in JSON with no "
+                f"other keys than {', '.join(names)}, as {{}}, got {text!r}. `jaxcross estimate` "
+                "sets it; to train, remove it."
+            )
+        return cls(**found)
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of the measurement."""
+        return Settings(
+            jobs=self.jobs,
+            steps=self.steps,
+            mbps=self.mbps,
+            memory_bytes=memory_limit(self.memory),
+        )
+
+
+def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobEngine | None) -> None:
+    """Measures a step that a script is about to call, and ends the script on all ranks.
+
+    Rank 0 prints the estimate. Returns, so that the step runs as usual, if the user asked for
+    another step, or if this step makes its exchanges only in other calls. Waits for all ranks.
+
+    Raises:
+        SystemExit: The measurement is done, outside a run.
+        Stopped: The measurement is done, in a job.
+        ValueError, CutError, ExchangeError: The step can't be measured.
+    """
+    world, program = variant.world, variant.default
+    request = Request.parse(world.estimate_request)
+    if program.local_step or request.step not in (None, program.name):
+        return
+    found = measure_on_all_ranks(
+        lambda: Subject(
+            traced=variant.traced,
+            leaves=leaves,
+            bucket_bytes=variant.record.bucket_bytes,
+            settings=request.settings,
+        ),
+        program.name,
+        world=world,
+        job=job,
+    )
+    if world.rank == 0:
+        print(found, flush=True)
+        if request.json is not None:
+            Path(request.json).write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+    raise SystemExit(0) if job is None else Stopped

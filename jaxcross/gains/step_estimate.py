@@ -1,0 +1,100 @@
+"""`jaxcross.estimate`: how much faster several jobs of one step would run alongside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxcross.gains.solo_cost import Settings, Subject, measure_on_all_ranks
+from jaxcross.jobs import current_engine, memory_limit
+from jaxcross.plan import Estimate, Profiles, profiles_of_step
+from jaxcross.program import step_name
+from jaxcross.step import Axes, Step, crossover
+from jaxcross.world import current_world
+
+
+def estimate(
+    step: Callable[..., Any],
+    *args: Any,
+    jobs: int = 2,
+    steps: int = 3,
+    axes: Axes | None = None,
+    mbps: float | None = None,
+    memory: int | str | None = None,
+    profiles: Profiles | None = None,
+) -> Estimate:
+    """Predicts how much faster jobs of this step would run together, from a few steps on all ranks.
+
+    The step is timed on copies of its arguments, so no argument is changed or donated, and nothing
+    carries over into the training that follows. Two programs are compiled: the uncut step, and the
+    step cut into four. Waits for all ranks, each of which must call it. The result is the same on
+    every rank.
+
+    Args:
+        step: A `crossover` step, or a function with named-axis collectives, for which you also pass
+            `axes`.
+        *args: Its positional arguments, as in training, e.g. the initial state and one of this
+            rank's batches.
+        jobs: Number of equal jobs that the recommendation is for.
+        steps: Number of steps to time, after two that aren't timed. The median counts.
+        axes: As for `crossover`; only for a function that isn't decorated.
+        mbps: Rate of a link in Mbit/s. Each exchange is assumed to take at least as long as its
+            bytes need on this link. A single rank then stands for one of two.
+        memory: Bytes of arrays that a rank may hold, as a number or as `"80GB"`. Defaults to what
+            the device has, or on CPUs to the rank's share of the machine's memory.
+        profiles: A `plan.Profile` of the step, or several profiles in different cuts. No step is
+            timed then. A profile without memory figures still has the step compiled to get them.
+
+    Returns:
+        The estimate, whose `print` has ten lines.
+
+    Raises:
+        TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument
+            has the wrong type.
+        ValueError: `jobs`, `steps`, `mbps` or `memory` is out of range, or both `mbps` and profiles
+            are given.
+        CutError: The step can't be traced, exchanges nothing, or calls mpi4jax, or a profile is of
+            a different step or number of ranks.
+        ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
+        JobError: Another thread is in a step.
+
+    All errors are raised on every rank, before the first exchange or after the last one. If only
+    one rank has an error, the other ranks raise it as an `ExchangeError`.
+
+    Example:
+        >>> print(jaxcross.estimate(train_step, state, batch, jobs=2))
+    """
+
+    def make_subject() -> Subject:
+        settings = Settings(
+            jobs=jobs,
+            steps=steps,
+            mbps=mbps,
+            memory_bytes=memory_limit(memory),
+            profiles=() if profiles is None else profiles_of_step(profiles),
+        )
+        decorated = _decorated(step, axes)
+        traced, leaves = decorated.bind(*args)
+        return Subject(
+            traced=traced, leaves=leaves, bucket_bytes=decorated.bucket_bytes, settings=settings
+        )
+
+    return measure_on_all_ranks(
+        make_subject, step_name(step), world=current_world(), job=current_engine()
+    )
+
+
+def _decorated(step: Callable[..., Any], axes: Axes | None) -> Step[..., Any]:
+    if isinstance(step, Step):
+        if axes is not None:
+            raise TypeError(
+                f"`axes` is for a function that is not decorated: `{step.__name__}` has its own."
+            )
+        return step
+    if axes is None:
+        name = step_name(step)
+        raise TypeError(
+            f"`{name}` is not a `crossover` step: name its axes, as in `estimate({name}, ..., "
+            'axes="batch")`.'
+        )
+    return crossover(step, axes=axes)

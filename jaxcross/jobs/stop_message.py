@@ -1,0 +1,83 @@
+"""The message that a stopped run prints: what it has saved, and how to resume. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxcross._endings import JobStatus
+
+MAX_JOBS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedJob:
+    """A job of a run that was stopped.
+
+    Attributes:
+        name: The job's name.
+        status: How it ended; None for a job whose turn never came.
+        step: How many steps it has made.
+        begun: Whether it has restored its state, so that the run saves it.
+        saved: The step of its newest checkpoint that's complete on all ranks, or None.
+    """
+
+    name: str
+    status: JobStatus | None
+    step: int
+    begun: bool = False
+    saved: int | None = None
+
+
+def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
+    """Returns the lines that a stopped run prints.
+
+    Args:
+        jobs: The jobs of the run.
+        folder: Where the run keeps its checkpoints; None if it keeps none.
+    """
+    # A sweep may have many trials that have ended, so the jobs that will resume come first.
+    jobs = sorted(jobs, key=_is_over)
+    shown, more = jobs[:MAX_JOBS_SHOWN], len(jobs[MAX_JOBS_SHOWN:])
+    if folder is None:
+        steps = ", ".join(f"job `{job.name}` {_where(job)}" for job in shown)
+        rest = f", and {more} more jobs" if more else ""
+        return (
+            f"jaxcross: the run has stopped: {steps}{rest}. Nothing was saved, because the runner "
+            "has no `checkpoints`."
+        )
+    lines = ["jaxcross: the run has stopped.", *(_saved(job, folder) for job in shown)]
+    lines += [f"And {more} more jobs in {folder}."] if more else []
+    return "\n".join([*lines, "Start the same command again to go on."])
+
+
+def _is_over(job: StoppedJob) -> bool:
+    return job.status not in (None, JobStatus.STOPPED, JobStatus.LEFT_OUT)
+
+
+def _where(job: StoppedJob) -> str:
+    return f"{_ended(job)}after step {job.step}"
+
+
+def _ended(job: StoppedJob) -> str:
+    """Returns how the job ended, or "" if the stop ended it."""
+    return (
+        f"{job.status} "
+        if job.status in (JobStatus.ENDED, JobStatus.FAILED)
+        else "was ejected "
+        if job.status == JobStatus.EJECTED
+        else ""
+    )
+
+
+def _saved(job: StoppedJob, folder: str) -> str:
+    if not job.begun and _is_over(job):
+        return f"Job `{job.name}`: was over before the stop."
+    if not job.begun:
+        return f"Job `{job.name}`: had not begun; what earlier runs saved of it stays."
+    if job.saved is None:
+        made = f"of its {job.step} steps" if job.step else "since it has made no step"
+        return f"Job `{job.name}`: nothing is saved {made}."
+    of = f", {job.step - job.saved} before its last" if job.saved < job.step else ""
+    ended = f"{_ended(job).rstrip()}, and " if _ended(job) else ""
+    return f"Job `{job.name}`: {ended}saved at step {job.saved}{of} in {folder}."

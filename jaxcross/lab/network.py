@@ -1,0 +1,368 @@
+"""Several hosts on one Linux machine, joined by a link of a chosen rate.
+
+With this, you can run MPI over real TCP without a cluster.
+
+Each host is a network namespace with its own host name. Its link to a switch (a bridge) is shaped
+in both directions. Everything lives in one private set of namespaces, whose only lifeline is a pipe
+from this process. So whatever happens to this process, even `kill -9`, the kernel removes the
+hosts, the links and the processes in them. You don't need root if the kernel lets users create
+namespaces. Nothing on the machine is changed, and several labs can run side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxcross._link import LINK_VARIABLE
+from jaxcross.lab.transfer import START_S, measure_transfer
+
+HOLDER = Path(__file__).with_name("holder.py")
+SBIN = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
+
+
+class Lab:
+    """A context manager. While it's open, hosts `h0`, `h1` ... exist. Entering takes about 0.2 s.
+
+    Args:
+        hosts: Number of hosts.
+        rate: The rate of each host's link in each direction, as `tc` spells it (`500mbit`). None
+            leaves the links unshaped.
+        latency: Delay added to each packet that a host sends (`1ms`). This requires a kernel with
+            netem. None adds no delay.
+        burst_kb: How many kilobytes an idle link lets through at full speed.
+
+    Raises:
+        OSError: (on enter) This machine doesn't allow it. The message says which step failed.
+        ValueError: A rate, latency, burst or number of hosts is invalid.
+
+    Example:
+        >>> with Lab(rate="500mbit") as lab:  # doctest: +SKIP
+        ...     lab.run(["mpirun", "-n", "2", "python", "train.py"])
+        ...     print(lab.bytes_crossed())
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        rate: str | None = "500mbit",
+        latency: str | None = None,
+        *,
+        burst_kb: int = 256,
+    ) -> None:
+        if not 1 <= hosts <= 200:
+            raise ValueError(f"a lab has 1 to 200 hosts, not `{hosts}`.")
+        if rate is not None:
+            _check_rate(rate)
+        if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
+            raise ValueError(f"`{latency}` is not a latency: write 200us, 1ms, ... as tc does.")
+        if burst_kb < 64:
+            raise ValueError(
+                "a link passes 64 kB at once, the kernel's largest packet, or more, not "
+                f"{burst_kb}."
+            )
+        self.hosts = hosts
+        self.rate = rate
+        self.burst_kb = burst_kb
+        self.latency = latency
+        self._holder: subprocess.Popen[str] | None = None
+        self._facts: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        for tool, package in TOOLS.items():
+            if shutil.which(tool) is not None:
+                continue
+            elsewhere = shutil.which(tool, path=SBIN)
+            if elsewhere is not None:
+                # Users other than root often don't have this folder on their path.
+                folder = Path(elsewhere).parent
+                raise OSError(
+                    f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. "
+                    "Add it."
+                )
+            raise OSError(
+                f"no lab on this machine: the command `{tool}` is missing. Install {package}."
+            )
+        if not sys.platform.startswith("linux"):
+            raise OSError(
+                f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`."
+            )
+        request = {
+            "hosts": self.hosts,
+            "rate": self.rate,
+            "latency": self.latency,
+            "burst_kb": self.burst_kb,
+        }
+        # With -I, the package's folder doesn't come first on the holder's path. The holder gets its
+        # own session, because Ctrl-C is meant for the command only.
+        self._holder = subprocess.Popen(
+            [sys.executable, "-I", str(HOLDER), json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._holder.stdout is not None
+        try:
+            answer = self._holder.stdout.readline()
+            self._facts = json.loads(answer) if answer else {"error": self._last_words()}
+            if "error" in self._facts:
+                raise OSError(f"no lab on this machine: {self._facts['error']}")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hosts and kills whatever still runs on them."""
+        holder = self._holder
+        self._holder = None
+        if holder is None:
+            return
+        for stream in (holder.stdin, holder.stdout, holder.stderr):
+            if stream is not None:
+                stream.close()
+        holder.wait()
+
+    def _last_words(self) -> str:
+        holder = self._holder
+        assert holder is not None
+        assert holder.stderr is not None
+        lines = holder.stderr.read().strip().splitlines()
+        return lines[-1] if lines else "the process that holds the namespaces ended without a word."
+
+    @property
+    def _open(self) -> dict[str, Any]:
+        """The facts that the holder has sent, among them its process id and its folder."""
+        if self._holder is None:
+            raise ValueError("the lab is closed: use it inside its `with` block.")
+        return self._facts
+
+    @property
+    def description(self) -> str:
+        """Describes the link between the ranks, for reports."""
+        rate = self.rate or "unshaped"
+        return (
+            f"real link {rate}{f', {self.latency}' if self.latency else ''} ({self.hosts} hosts in "
+            "network namespaces)"
+        )
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """Returns the command line that runs `command` inside the lab.
+
+        The command runs on the machine `head`, from which all hosts can be reached.
+        """
+        user = ["--user", "--preserve-credentials"] if self._open["user"] else []
+        enter = [
+            "nsenter",
+            f"--target={self._open['pid']}",
+            *user,
+            "--mount",
+            "--net",
+            "--uts",
+            "--pid",
+        ]
+        # Entering a mount namespace changes the working directory to its root, so change back.
+        return [*enter, "--", "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()), *command]
+
+    def wrap_host(self, host: int, command: Sequence[str]) -> list[str]:
+        """Returns the command line that runs `command` on host `h<host>`, pinned to its cores."""
+        self._check_host(host)
+        return self.wrap([f"{self._open['folder']}/enter", f"h{host}", shlex.join(command)])
+
+    def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Returns an environment in which a plain `mpirun -n N` uses the hosts and their TCP links.
+
+        Ranks are spread over the hosts. The machine's cores are divided among the hosts, and the
+        ranks of one host share its part; they are pinned to it before Python starts. With more
+        hosts than cores, nothing is pinned. The runs' reports describe the link, by way of
+        `JAXCROSS_LINK`.
+        """
+        folder = self._open["folder"]
+        return {
+            **(os.environ if base is None else base),
+            LINK_VARIABLE: self.description,
+            # MPICH
+            "HYDRA_LAUNCHER": "ssh",
+            "HYDRA_LAUNCHER_EXEC": f"{folder}/enter",
+            "HYDRA_HOST_FILE": f"{folder}/hostfile",
+            "FI_PROVIDER": "tcp",
+            "MPIR_CVAR_CH4_NETMOD": "ofi",
+            # Open MPI 5
+            "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
+            "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
+            # Open MPI names its session folders after the host and the process number, which are
+            # the same in all labs.
+            "PRTE_MCA_prte_tmpdir_base": folder,
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "tcp,self",
+            "OMPI_MCA_btl_tcp_if_include": "eth0",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+
+    def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        """Runs `subprocess.run` inside the lab, in `environment()`. Waits for the command."""
+        options["env"] = self.environment(options.pop("env", None))
+        return subprocess.run(self.wrap(command), check=False, **options)
+
+    def set_rate(self, rate: str) -> None:
+        """Changes the rate of every link in both directions while the hosts run.
+
+        Connections stay open.
+
+        Raises:
+            ValueError: The rate is invalid, or the links were created unshaped.
+            OSError: The kernel refused. The message is the kernel's.
+        """
+        _check_rate(rate)
+        if self.rate is None:
+            raise ValueError(
+                f"the links of this lab are unshaped and cannot become `{rate}`: give it a rate at "
+                "first."
+            )
+        for host in range(self.hosts):
+            tc = ["tc", "qdisc", "change", "dev"]
+            new = ["root", "handle", "1:", *shape(rate, self.burst_kb)]
+            for line in (
+                self.wrap([*tc, f"to-h{host}", *new]),
+                self.wrap_host(host, [*tc, "eth0", *new]),
+            ):
+                done = subprocess.run(
+                    line, check=False, capture_output=True, text=True, timeout=START_S
+                )
+                if done.returncode != 0:
+                    raise OSError(
+                        f"the rate `{rate}` was refused for host `h{host}`: {done.stderr.strip()}"
+                    )
+        self.rate = rate
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Takes a host off the switch, or puts it back.
+
+        Connections stay open but carry nothing while the host is off.
+
+        Raises:
+            ValueError: There is no such host.
+            OSError: The kernel refused. The message is the kernel's.
+        """
+        self._check_host(host)
+        line = self.wrap(["ip", "link", "set", "dev", f"to-h{host}", "up" if up else "down"])
+        done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=START_S)
+        if done.returncode != 0:
+            raise OSError(f"the link of host `h{host}` was not changed: {done.stderr.strip()}")
+
+    def dropped_packets(self) -> int:
+        """Returns how many packets the shaped links have dropped since the lab began.
+
+        Counts both directions. Returns 0 if the links are unshaped.
+        """
+        lines = [
+            self.wrap(["tc", "-s", "qdisc", "show", "dev", f"to-h{host}"])
+            for host in range(self.hosts)
+        ]
+        lines += [
+            self.wrap_host(host, ["tc", "-s", "qdisc", "show", "dev", "eth0"])
+            for host in range(self.hosts)
+        ]
+        texts = [
+            subprocess.run(x, check=True, capture_output=True, text=True, timeout=START_S).stdout
+            for x in lines
+        ]
+        return sum(int(n) for text in texts for n in re.findall(r"dropped (\d+)", text))
+
+    def _check_host(self, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ValueError(
+                f"there is no host `{host}`: this lab has {self.hosts}, counted from 0."
+            )
+
+    def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
+        """Measures the bits per second of a plain TCP transfer from host 0 to host 1, and back.
+
+        Waits for twice `seconds`. Below a few Mbit/s it takes longer, until a few packets and then
+        everything in flight have arrived. Counts what arrives at the receiver's socket, which
+        excludes headers: about 4% less than the link's rate.
+
+        Raises:
+            OSError: There is only one host, or the transfer failed.
+        """
+        if self.hosts < 2:
+            raise OSError("a rate is measured between two hosts, this lab has one.")
+        return self._transfer(0, 1, seconds), self._transfer(1, 0, seconds)
+
+    def _transfer(self, source: int, target: int, seconds: float) -> float:
+        try:
+            done = measure_transfer(
+                partial(self.wrap_host, source),
+                partial(self.wrap_host, target),
+                f"h{target}",
+                python=sys.executable,
+                seconds=seconds,
+                burst_bytes=self.burst_kb << 10,
+            )
+        except OSError as error:
+            raise OSError(f"no transfer from `h{source}` to `h{target}`: {error}") from error
+        return done.bits_per_s
+
+    def bytes_crossed(self) -> int:
+        """Returns how many bytes all hosts have sent since the lab began.
+
+        The links count these bytes, so headers are included.
+        """
+        lines = Path(f"/proc/{self._open['pid']}/net/dev").read_text().splitlines()
+        counters = dict(line.split(":", 1) for line in lines if ":" in line)
+        ports = [values for name, values in counters.items() if name.strip().startswith("to-h")]
+        return sum(int(values.split()[0]) for values in ports)
+
+
+def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
+    """Returns the `tc` arguments for a link of this rate.
+
+    The holder can't import this function, so it contains the same arguments.
+    """
+    return ("tbf", "rate", rate, "burst", f"{burst_kb}kb", "latency", "100ms")
+
+
+def _check_rate(rate: str) -> None:
+    if not re.fullmatch(r"\d+(\.\d+)?[kmgt]?(bit|bps)", rate):
+        raise ValueError(f"`{rate}` is not a rate: write 500mbit, 1gbit, ... as tc does.")
+    if not re.search("[1-9]", rate):
+        raise ValueError(
+            f"a link needs a rate above 0, not `{rate}`; `Lab.set_link(host, up=False)` takes a "
+            "host off."
+        )
+
+
+def available() -> str | None:
+    """Returns None if this machine can run a lab, otherwise the reason why it can't.
+
+    Tries it out, which takes about 0.2 s.
+    """
+    try:
+        with Lab(hosts=2):
+            return None
+    except OSError as error:
+        return str(error)

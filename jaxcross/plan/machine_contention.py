@@ -1,0 +1,112 @@
+"""How much computations and exchanges slow each other down on a machine, by the link's rate."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from jaxcross import _schema
+from jaxcross.interleave import Contention
+
+MAX_FILE_BYTES = 1_000_000
+_SAME = 0.02
+"""Relative difference up to which we treat two rates as the same. Measured rates vary by about this
+much from run to run.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineContention:
+    """Contention measured on one machine at several rates of its link.
+
+    Attributes:
+        measured: Pairs of a rate in Mbit/s and the contention at that rate, in ascending order of
+            rates.
+
+    Raises:
+        ValueError: There is no point, or the rates are not positive and ascending.
+    """
+
+    measured: tuple[tuple[float, Contention], ...]
+
+    def __post_init__(self) -> None:
+        rates = [rate for rate, _ in self.measured]
+        if not rates or any(low >= high for low, high in pairwise(rates)) or rates[0] <= 0:
+            raise ValueError(
+                f"contention is measured at one or more rates in ascending order, got {rates}"
+            )
+
+    def at(self, mbps: float) -> Contention:
+        """Returns the contention at a rate.
+
+        Interpolates linearly between two measured rates. Outside the measured range, returns the
+        contention at the nearest measured rate.
+        """
+        rates = [rate for rate, _ in self.measured]
+        above = bisect_left(rates, mbps)
+        if above == 0 or above == len(rates):
+            return self.measured[min(above, len(rates) - 1)][1]
+        (low, slow), (high, fast) = self.measured[above - 1 : above + 1]
+        part = (mbps - low) / (high - low)
+        return Contention(
+            compute=slow.compute + part * (fast.compute - slow.compute),
+            exchange=slow.exchange + part * (fast.exchange - slow.exchange),
+        )
+
+    def with_point(self, mbps: float, there: Contention) -> Self:
+        """Returns a copy with a point added, which replaces points at about the same rate."""
+        others = [point for point in self.measured if abs(point[0] - mbps) > _SAME * mbps]
+        return type(self)(
+            measured=tuple(sorted([*others, (mbps, there)], key=lambda point: point[0]))
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a file that `jaxcross contention` wrote.
+
+        Raises:
+            ValueError: The file holds something else, or is too large.
+            OSError: The file can't be read.
+        """
+        what = "the contention of a machine"
+        return _schema.load(Path(path), what, cls.from_json, most=MAX_FILE_BYTES)
+
+    def to_json(self) -> list[dict[str, float]]:
+        """Returns plain data; `from_json` reads it back."""
+        return [
+            {"mbps": rate, "compute": there.compute, "exchange": there.exchange}
+            for rate, there in self.measured
+        ]
+
+    @classmethod
+    def from_json(cls, points: Any) -> Self:
+        """Reads what `to_json` returned.
+
+        Raises:
+            ValueError: `points` is something else.
+        """
+        if not isinstance(points, list):
+            raise ValueError("contention is a list of points")
+        found = _schema.record(points, list[dict[str, float]])
+        keys = {"mbps", "compute", "exchange"}
+        for point in found:
+            if point.keys() != keys:
+                raise ValueError(
+                    f"a point of a contention has the numbers {sorted(keys)}, got {point}"
+                )
+        return cls(measured=tuple((point.pop("mbps"), Contention(**point)) for point in found))
+
+
+TWO_CORES = MachineContention(
+    measured=(
+        (500.0, Contention(compute=1.15, exchange=1.05)),
+        (1000.0, Contention(compute=1.20, exchange=1.12)),
+        (2000.0, Contention(compute=1.37, exchange=1.22)),
+    )
+)
+"""Measured with a ResNet-50 step alongside exchanges of its 102 MB, MPICH, one core per host
+(`benchmarks/exchange_cost.py`).
+"""

@@ -1,0 +1,391 @@
+"""Predicts how much faster equal jobs run alongside each other, from the cost of their step alone.
+
+A step costs c seconds of computation and m seconds of exchange. One after the other, the jobs take
+c + m per job-step. Alongside each other, two or more equal jobs take max(c, m) per job-step at
+best. If the same processor computes and drives the network, the two slow each other down, and the
+expected time takes that into account as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxcross._html import preformatted
+from jaxcross.interleave import Contention
+from jaxcross.jobs import JobMemory, needed_bytes
+from jaxcross.plan.groups import bound_s
+from jaxcross.plan.machine_contention import TWO_CORES
+from jaxcross.plan.twin import predict
+from jaxcross.program import human_bytes
+from jaxcross.report import seconds
+from jaxcross.step import Profile
+
+KNOWN_MBPS = (250.0, 2500.0)
+"""Range of rates at which predicted gains were compared with measured runs, rounded outwards."""
+
+TOO_SHORT_S = 0.02
+"""Votes and dispatch take a noticeable part of steps that are shorter than this."""
+
+_WORTH = 1.1  # smallest speed-up to recommend, since predicted gains are up to a tenth off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """One step alone: everything that an estimate is made from. Identical across ranks.
+
+    Attributes:
+        whole: Profile of the uncut step, named like the step, with its memory.
+        cut: Profile of the step in several exchange segments; None if it can't be cut or wasn't.
+        where: The job whose step this is, to show to people; empty outside a run.
+        steps: Number of steps that were timed; 0 if the profiles were given.
+        wire_bytes: Bytes that a rank receives per step.
+        narrow_wire_bytes: The same if everything that travels in 32 or 64 bits travels in 16.
+        link_mbps: Rate of the link that the user asked about, in Mbit/s; None if the exchange times
+            were measured.
+        limit_bytes: Bytes that a rank may use; None if unknown.
+        shares_processor: Whether the processor that computes also drives the network.
+    """
+
+    whole: Profile
+    cut: Profile | None = None
+    where: str = ""
+    steps: int
+    wire_bytes: int
+    narrow_wire_bytes: int
+    link_mbps: float | None = None
+    limit_bytes: int | None = None
+    shares_processor: bool = True
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step's computation (c)."""
+        return self.whole.compute_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of the step's exchanges after all ranks have arrived (m)."""
+        return self.whole.exchange_s
+
+    @property
+    def narrow_exchange_s(self) -> float:
+        """Seconds of the step's exchanges in 16 bits, if time shrinks in proportion to bytes."""
+        if not self.wire_bytes:
+            return self.exchange_s
+        return self.exchange_s * self.narrow_wire_bytes / self.wire_bytes
+
+    @property
+    def mbps(self) -> float | None:
+        """Rate at which a rank receives, in Mbit/s; None if the step has no exchanges."""
+        return 8e-6 * self.wire_bytes / self.exchange_s if self.exchange_s else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all fields as numbers, texts, lists and dicts, plus c, m and the rate."""
+        costs = {
+            "whole": self.whole.as_data(),
+            "cut": None if self.cut is None else self.cut.as_data(),
+        }
+        derived = {"compute_s": self.compute_s, "exchange_s": self.exchange_s, "mbps": self.mbps}
+        return {**asdict(self), **costs, **derived}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Equal jobs alongside each other, compared with the same jobs one after the other.
+
+    Attributes:
+        jobs: Number of jobs.
+        most: Largest possible speed-up: (c + m) / max(c, m) from two jobs on. No order of the same
+            work is faster.
+        expected: Expected speed-up, given that the lanes slow each other down. None if it isn't
+            known by how much they do.
+        most_narrow, expected_narrow: The same with exchanges in 16 bits, still compared with full
+            exchanges one after the other.
+        memory_bytes: Bytes of arrays on a rank: the largest peak of a job, the other jobs' bytes
+            between segments, and the temporaries of an exchange. An array that jobs are to share,
+            such as a base model, is counted here once per job, but a run holds it only once.
+        fits: Whether `memory_bytes` is within the limit; None if no limit is known.
+    """
+
+    jobs: int
+    most: float
+    expected: float | None
+    most_narrow: float
+    expected_narrow: float | None
+    memory_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predictions for a step, from `jaxcross.estimate`. Identical across ranks.
+
+    `print` shows them in ten lines.
+
+    Attributes:
+        cost: Cost of the step alone.
+        jobs: Number of jobs that the caller asked about.
+        gains: One for each of 1 to 4 jobs, and for `jobs`.
+        cut_alone: Largest possible speed-up of one job alone from cutting its exchange, relative to
+            the uncut step; None if no cut was measured.
+        fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
+    """
+
+    cost: StepCost
+    jobs: int
+    gains: tuple[Gain, ...]
+    cut_alone: float | None
+    fitting_jobs: int | None
+
+    def of(self, jobs: int) -> Gain:
+        """Returns the prediction for a number of jobs."""
+        return next(p for p in self.gains if p.jobs == jobs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all fields as numbers, texts, lists and dicts, plus the recommendation."""
+        return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
+
+    def __repr__(self) -> str:
+        return (
+            f"<Estimate of `{self.cost.whole.name}`: {self.recommendation.rstrip('.')}; print() "
+            "shows the numbers>"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join((*_lines(self), f"  {self.recommendation}"))
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
+    @property
+    def recommendation(self) -> str:
+        """One sentence about what to do."""
+        return _recommendation(self)
+
+
+def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
+    """Predicts the gains of running equal jobs, from the cost of their step. Pure.
+
+    Args:
+        cost: Cost of the step alone.
+        jobs: Number of jobs that the caller asks about.
+
+    Raises:
+        ValueError: `jobs` is below 1.
+    """
+    if jobs < 1:
+        raise ValueError(f"`jobs` must be at least 1, got {jobs}.")
+    c = cost.compute_s
+    m = cost.exchange_s
+    rate = cost.mbps
+    contention = contention_at(rate) if cost.shares_processor and rate is not None else None
+    gains = []
+    for k in sorted({1, 2, 3, 4, jobs}):
+        before_s = k * (c + m)
+        full = ([c] * k, [m] * k)
+        narrow = ([c] * k, [cost.narrow_exchange_s] * k)
+        memory = memory_bytes(cost, k)
+        expected = None
+        expected_narrow = None
+        if contention is not None:
+            expected = _ratio(before_s, period_s(*full, contention))
+            expected_narrow = _ratio(before_s, period_s(*narrow, contention))
+        gains.append(
+            Gain(
+                jobs=k,
+                most=_ratio(before_s, period_s(*full)),
+                expected=expected,
+                most_narrow=_ratio(before_s, period_s(*narrow)),
+                expected_narrow=expected_narrow,
+                memory_bytes=memory,
+                fits=None if cost.limit_bytes is None else memory <= cost.limit_bytes,
+            )
+        )
+    cut_alone = None
+    if cost.cut is not None:
+        # The cut step was measured separately from the uncut one, so noise can make it look better
+        # than possible. No cut is faster than the busier lane.
+        cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
+    return Estimate(
+        cost=cost,
+        jobs=jobs,
+        gains=tuple(gains),
+        cut_alone=cut_alone,
+        fitting_jobs=_fitting_jobs(cost),
+    )
+
+
+def period_s(
+    compute_s: Sequence[float], exchange_s: Sequence[float], contention: Contention | None = None
+) -> float:
+    """Returns the seconds of a round, i.e. one step of each job, in the best order.
+
+    Without contention this is `bound_s`. Under contention, the lane with less work always runs
+    while the other lane is busy, so the other lane is slowed down for that long. This is exact for
+    equal jobs whose steps compute, exchange and update.
+
+    Args:
+        compute_s: Seconds that each job's step computes alone (c).
+        exchange_s: Seconds that each job's step exchanges alone (m).
+        contention: How much the lanes slow each other down. None means not at all.
+    """
+    if contention is None:
+        return float(bound_s(compute_s, exchange_s))
+    slower = contention.compute
+    longer = contention.exchange
+    c = sum(compute_s)
+    m = sum(exchange_s)
+    # While the exchanges take m * longer seconds, the other lane gets 1 / slower of them done.
+    computing = c + m * longer * (1 - 1 / slower)
+    exchanging = m + c * slower * (1 - 1 / longer)
+    busiest = computing if c * slower >= m * longer else exchanging
+    return max(busiest, *(a + b for a, b in zip(compute_s, exchange_s, strict=True)))
+
+
+def contention_at(mbps: float) -> Contention | None:
+    """Returns the contention of two-core hosts at a rate; None far outside the measured rates."""
+    return TWO_CORES.at(mbps) if KNOWN_MBPS[0] <= mbps <= KNOWN_MBPS[1] else None
+
+
+def _alone_s(profile: Profile) -> float:
+    """Returns the seconds per step of one job alone, whose exchanges overlap with its own
+    computation as far as its cut allows.
+    """
+    return predict([profile], vote_s=0.0, steps=4).s_per_step
+
+
+def memory_bytes(cost: StepCost, jobs: int) -> int:
+    """Returns the bytes of arrays that this number of equal jobs needs on a rank."""
+    return needed_bytes([cost.whole.memory or JobMemory()] * jobs)
+
+
+def _fitting_jobs(cost: StepCost) -> int | None:
+    if cost.limit_bytes is None:
+        return None
+    left = cost.limit_bytes - memory_bytes(cost, 1)
+    each = memory_bytes(cost, 2) - memory_bytes(cost, 1)
+    return 0 if left < 0 else 1 + left // max(each, 1)
+
+
+def _ratio(before_s: float, after_s: float) -> float:
+    return before_s / after_s if after_s > 0 else 1.0
+
+
+def _lines(estimate: Estimate) -> Iterator[str]:
+    cost = estimate.cost
+    gains = estimate.gains
+    where = f" of {cost.where}" if cost.where else ""
+    ranks = f"{cost.whole.ranks} rank{'s' * (cost.whole.ranks > 1)}"
+    how = "as its profile says"
+    if cost.steps:
+        how = f"{cost.steps} steps timed on copies, nothing else next to them"
+    yield f"`{cost.whole.name}`{where} on {ranks}: {how}"
+    yield (
+        f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of "
+        f"exchange{_wire(cost)}"
+    )
+    yield _row("equal jobs next to each other", [str(p.jobs) for p in gains])
+    yield _row("times as fast, at most", [f"{p.most:.2f}" for p in gains], "(c + m) / max(c, m)")
+    expected = ["-" if p.expected is None else f"{p.expected:.2f}" for p in gains]
+    yield _row("times as fast, expected", expected, _how_expected(cost))
+    narrow = [
+        f"{p.most_narrow if p.expected_narrow is None else p.expected_narrow:.2f}" for p in gains
+    ]
+    kind = "at most" if gains[0].expected_narrow is None else "expected"
+    yield _row(f"{kind}, exchange in 16 bits", narrow, "against full exchanges one after the other")
+    fitting = "limit not known"
+    if cost.limit_bytes is not None:
+        fitting_jobs = estimate.fitting_jobs or 0
+        fitting = (
+            f"{min(fitting_jobs, 100)}{'+' * (fitting_jobs > 100)} fit into "
+            f"{human_bytes(cost.limit_bytes)}"
+        )
+    yield _row("arrays on a rank", [human_bytes(p.memory_bytes) for p in gains], fitting)
+    if estimate.cut_alone is None:
+        yield "  one job with a cut: its exchanges were not cut further"
+    else:
+        gain = f"at most {estimate.cut_alone:.2f} times as fast as uncut"
+        pieces = "four" if cost.steps or cost.cut is None else len(cost.cut.graph.collectives)
+        yield f'  one job cut in {pieces}: {gain}; `cut="auto"` finds the best number'
+    yield (
+        '  "At most" is a bound: data loading, votes and dispatch come on top, and batches kept '
+        "ahead need memory."
+    )
+
+
+def _row(label: str, cells: Sequence[str], note: str = "") -> str:
+    return f"  {label:29}{''.join(f'{cell:>10}' for cell in cells)}{note and '   ' + note}"
+
+
+def _wire(cost: StepCost) -> str:
+    if cost.link_mbps is not None:
+        return (
+            f": {human_bytes(cost.wire_bytes)} on a link of {cost.link_mbps:g} Mbit/s that was "
+            "asked for"
+        )
+    rate = "" if cost.mbps is None else f" at {cost.mbps:.0f} Mbit/s"
+    return f": {human_bytes(cost.wire_bytes)} to each rank{rate}" if cost.whole.ranks > 1 else ""
+
+
+def _how_expected(cost: StepCost) -> str:
+    if not cost.exchange_s:
+        return ""
+    if not cost.shares_processor:
+        return "not known for accelerators"
+    if cost.mbps is None or contention_at(cost.mbps) is None:
+        return f"not known for {cost.mbps:.0f} Mbit/s"
+    return "with the contention of two-core hosts"
+
+
+def _recommendation(estimate: Estimate) -> str:
+    cost = estimate.cost
+    k = estimate.jobs
+    asked = estimate.of(k)
+    step_s = cost.compute_s + cost.exchange_s
+    if not cost.exchange_s:
+        return (
+            "One rank exchanges nothing: m = 0. Launch the ranks that will train, or ask for a "
+            "link (`mbps`)."
+        )
+    if asked.fits is False:
+        fitting = estimate.fitting_jobs or 0
+        if fitting < 1:
+            return "Not even one job fits into memory: make the batch or the model smaller."
+        instead = f"{fitting} next to each other" if fitting > 1 else _one(estimate)
+        return f"{k} jobs do not fit into memory: run {instead}."
+    if k == 1:
+        return f"Run {_one(estimate)}."
+    if step_s < TOO_SHORT_S:
+        return (
+            "Enlarge the batch first: votes and dispatch are a noticeable part of a step of "
+            f"{seconds(step_s)}."
+        )
+    return _advice_on_speed(estimate, asked)
+
+
+def _one(estimate: Estimate) -> str:
+    gain = estimate.cut_alone
+    if gain is None or gain < _WORTH:
+        return "one job as it is"
+    return f'one job with `cut="auto"`, at most {gain:.2f} times as fast'
+
+
+def _advice_on_speed(estimate: Estimate, asked: Gain) -> str:
+    cost = estimate.cost
+    k = estimate.jobs
+    gain, about = (asked.most, "at most") if asked.expected is None else (asked.expected, "about")
+    faster = f"{about} {gain:.2f} times as fast as one after the other"
+    if gain < _WORTH and cost.exchange_s < cost.compute_s:
+        share = cost.exchange_s / (cost.compute_s + cost.exchange_s)
+        return f"No: exchanges take only {share:.0%} of a step, {k} jobs run {faster}."
+    narrow = ""
+    narrow_gain = asked.most_narrow if asked.expected_narrow is None else asked.expected_narrow
+    if narrow_gain > _WORTH * gain:
+        narrow = f"; with exchange in 16 bits {about} {narrow_gain:.2f}"
+    if gain < _WORTH:
+        return f"No: the network is the limit, {k} jobs run {faster}{narrow}."
+    return (
+        f"{'Try' if asked.expected is None else 'Yes, run'} {k} jobs next to each other: "
+        f"{faster}{narrow}."
+    )

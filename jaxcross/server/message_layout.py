@@ -1,0 +1,116 @@
+"""Cuts a tree of arrays into one flat message per server, and joins such messages again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcross._pytree import PyTree, leaves_with_paths, shape_and_type
+
+_ALIGNMENT = 64
+
+
+class MessageLayout:
+    """Cuts every leaf into P equal parts, padded with zeros; message p holds part p of all leaves.
+
+    A message is an array of bytes (uint8). Because each leaf is cut by itself, every server's part
+    is a tree with the parameters' structure, and all messages have the same length. Pure.
+
+    Args:
+        params: The tree; floating-point or complex arrays.
+        ranks: P.
+
+    Raises:
+        TypeError: A leaf has another type.
+
+    Attributes:
+        treedef: Structure of the tree.
+        nbytes: Length of a message.
+    """
+
+    def __init__(self, params: PyTree, ranks: int) -> None:
+        self._ranks = ranks
+        self.treedef = jax.tree.structure(params)
+        found = leaves_with_paths(params)
+        self._names = [path for path, _ in found]
+        self._forms = [shape_and_type(leaf) for _, leaf in found]
+        for name, (_, dtype) in zip(self._names, self._forms, strict=True):
+            if not jnp.issubdtype(dtype, np.inexact):
+                raise TypeError(
+                    f"`{name}` of the parameters is of type {dtype}: a parameter server trains "
+                    "floating-point numbers. Leave counters, keys and the like out of `params`."
+                )
+        self._widths = [-(-math.prod(shape) // ranks) for shape, _ in self._forms]
+        sizes = (
+            -(-width * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            for width, (_, dtype) in zip(self._widths, self._forms, strict=True)
+        )
+        *self._starts, self.nbytes = itertools.accumulate(sizes, initial=0)
+
+    def types(self) -> PyTree:
+        """Returns the parameters' tree of shapes and element types."""
+        return jax.tree.unflatten(
+            self.treedef, [jax.ShapeDtypeStruct(*form) for form in self._forms]
+        )
+
+    def leaves(self, tree: PyTree) -> list[jax.Array]:
+        """Returns the leaves of `tree`, which must match the parameters.
+
+        Raises:
+            ValueError: Its structure, a shape or an element type differs.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            raise ValueError(
+                f"gradients have the structure {treedef}, the parameters {self.treedef}: push like "
+                "trees."
+            )
+        for name, leaf, (shape, dtype) in zip(self._names, leaves, self._forms, strict=True):
+            got_shape, got = shape_and_type(leaf)
+            if (got_shape, got) != (shape, dtype):
+                raise ValueError(
+                    f"the gradient `{name}` is {got}{list(got_shape)}, the parameter "
+                    f"{dtype}{list(shape)}: every rank's server expects messages of one length. "
+                    "Cast it, or look for a transposed gradient."
+                )
+        return leaves
+
+    def parts(self, leaves: Sequence[jax.typing.ArrayLike]) -> list[np.ndarray]:
+        """Returns one message per server."""
+        messages = [np.zeros(self.nbytes, np.uint8) for _ in range(self._ranks)]
+        columns = [self.views(message) for message in messages]
+        for n, (leaf, width) in enumerate(zip(leaves, self._widths, strict=True)):
+            flat = np.asarray(leaf).reshape(-1)
+            for rank, column in enumerate(columns):
+                part = flat[rank * width : (rank + 1) * width]
+                column[n][: part.size] = part
+        return messages
+
+    def views(self, message: np.ndarray) -> list[np.ndarray]:
+        """Returns flat views of each leaf's part within a message."""
+        return [
+            message[start : start + width * dtype.itemsize].view(dtype)
+            for start, width, (_, dtype) in zip(
+                self._starts, self._widths, self._forms, strict=True
+            )
+        ]
+
+    def message(self, parts: Sequence[jax.typing.ArrayLike]) -> np.ndarray:
+        """Returns a message that holds these parts; the inverse of `views`."""
+        message = np.zeros(self.nbytes, np.uint8)
+        for view, part in zip(self.views(message), parts, strict=True):
+            view[:] = part
+        return message
+
+    def join(self, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the whole leaves, given one message from each server."""
+        columns = zip(*(self.views(message) for message in messages), strict=True)
+        return [
+            np.concatenate(parts)[: math.prod(shape)].reshape(shape)
+            for parts, (shape, _) in zip(columns, self._forms, strict=True)
+        ]

@@ -1,0 +1,252 @@
+"""An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
+
+Each rank's list of calls is simulated against the other ranks' lists (`mpi4jax_lists`). Outside a
+runner, only ranks that exchange with one another take part. In a job, all ranks do, and the calls
+get the job's own communicators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import final
+from weakref import WeakKeyDictionary
+
+from jaxcross.errors import ExchangeError
+from jaxcross.program import (
+    BARRIER_REMEDY,
+    Exchange,
+    Program,
+    hash_62,
+    mpi4jax_lists,
+    without_calls,
+)
+from jaxcross.runtime import StepHost
+from jaxcross.step.exchange_agreement import agree_on_order, check_order, order_hash
+from jaxcross.wire import CommKey, MpiWire, comm_key_of
+from jaxcross.world import Control, World, gather, which_equal
+
+Lists = Mapping[int, tuple[Exchange, ...]]
+
+
+@dataclass(slots=True)
+class Units:
+    """Agreements on a step's programs that call mpi4jax; shared by all variants of the step.
+
+    A rank agrees again if its own list of calls changes, or if anything that the step was called
+    with changes, except for shapes. Other changes, e.g. of a static argument, happen on all ranks.
+    Shapes alone are no reason to agree again, because a batch may be shorter on one rank only. If
+    messages change their shapes, they do so at both ends, so all ranks that exchange with one
+    another take part.
+
+    Attributes:
+        latest: The latest agreement outside a runner: what distinguishes the step's variants except
+            for types, and this rank's list.
+        of_host: For each job, the hash of all ranks' lists, by the same pair.
+    """
+
+    latest: tuple[object, str] | None = None
+    of_host: WeakKeyDictionary[StepHost, dict[tuple[object, str], str]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def is_current(self, world: World, program: Program, cache_key: object) -> bool:
+        """Whether the latest agreement outside a runner covers this program."""
+        return self.latest == (
+            cache_key,
+            mpi4jax_lists.comparison_text(world.wire().calls(program)),
+        )
+
+    def agree(self, host: StepHost, world: World, program: Program, cache_key: object) -> str:
+        """Makes sure that the calls fit together, unless the job has already done so.
+
+        In a job, waits for all ranks and returns a hash of all lists. Outside a runner, waits for
+        the ranks that exchange with this one.
+
+        Raises:
+            ExchangeError: The calls don't fit together; raised on each of those ranks.
+        """
+        calls = world.wire().calls(program)
+        known = self.of_host.setdefault(host, {}) if host.in_run else {}
+        mine = cache_key, mpi4jax_lists.comparison_text(calls)
+        if mine not in known:
+            new = (
+                " with these shapes: its messages must change on all ranks at the same step"
+                if known
+                else ""
+            )
+            agreement = UnitAgreement(
+                units=self,
+                host=host,
+                world=world,
+                program=program,
+                calls=calls,
+                mine=mine,
+                label=(
+                    f"first call of `{program.name}`{new}, which calls mpi4jax ({BARRIER_REMEDY})"
+                ),
+                order=order_hash(program) if host.in_run and world.size > 1 else 0,
+            )
+            host.agree(agreement)
+            known[mine] = agreement.digest
+        return known[mine]
+
+    def agree_in_run(
+        self, host: StepHost, world: World, program: Program, cache_key: object
+    ) -> Program:
+        """Returns the program over the job's own communicators, once all ranks have agreed.
+
+        Waits for all ranks.
+
+        Raises:
+            ExchangeError: The calls don't fit together; raised on every rank.
+        """
+        digest = self.agree(host, world, program, cache_key)
+        wire = MpiWire(world, comms=world.job_comms.for_job(host))
+        return replace(program, calls=digest, traced=replace(program.traced, wire=wire))
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class UnitAgreement:
+    """An agreement on one program; implements `jaxcross.runtime.step_host.Agreement`.
+
+    Attributes:
+        units: The step's agreements.
+        host: The job, or the step outside a runner.
+        world: All ranks.
+        program: The program that this rank is about to run.
+        calls: This rank's list.
+        mine: What distinguishes the step's variants except for types, and this rank's list as a
+            text.
+        label: Text that all ranks must have in common.
+        order: Hash of its exchanges' labels. It takes time to compute, so it's computed up front
+            rather than while the exchange lane waits.
+        digest: Hash of all ranks' lists, once they have agreed in a job.
+    """
+
+    units: Units
+    host: StepHost
+    world: World
+    program: Program
+    calls: tuple[Exchange, ...]
+    mine: tuple[object, str]
+    label: str
+    order: int
+    digest: str = ""
+
+    def in_run(self, control: Control) -> None:
+        """Compares all ranks' lists, and creates the communicators that the job lacks.
+
+        Raises:
+            ExchangeError: The lists don't fit together; raised on every rank.
+        """
+        comms = self.world.job_comms
+        gathered = gather(control, [mpi4jax_lists.encode(self.calls), comms.in_use()])
+        lists = {rank: mpi4jax_lists.decode(text) for rank, (text, _) in enumerate(gathered)}
+        error_text = mpi4jax_lists.mismatch(self.program.name, lists)
+        if error_text is not None:
+            raise ExchangeError(error_text)
+        named = [
+            (rank, x) for rank, calls in lists.items() for x in calls if mpi4jax_lists.is_call(x)
+        ]
+        self._check_names(named)
+        # Every rank in a communicator must choose the same free number for it, so each needs to
+        # know the numbers in use on all ranks.
+        taken = {(_key(key), number) for _, busy in gathered for key, number in busy}
+        own_comms = comms.for_job(self.host)
+        for key in sorted({comm_key_of(x) for _, x in named} - set(own_comms)):
+            ranks, label = key
+            if self.world.rank not in ranks:
+                continue
+            number = next(n for n in range(len(taken) + 1) if (key, n) not in taken)
+            what = f"{ranks} {label} {number}"
+            comms.assign(self.host, key, number, partial(self.world.new_communicator, ranks, what))
+        texts = [mpi4jax_lists.comparison_text(calls) for calls in lists.values()]
+        if len(set(texts)) == 1:
+            agree_on_order(control, self.program, self.order)
+        self.digest = hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16]
+
+    def standalone(self) -> None:
+        """Compares the lists of the ranks that exchange with this one, outside a runner.
+
+        Raises:
+            ExchangeError: The lists don't fit together; raised on each of those ranks.
+        """
+        lists = _gathered(self.world, self.program, self.calls)
+        self.units.latest = self.mine
+        error_text = mpi4jax_lists.mismatch(self.program.name, lists)
+        if error_text is not None:
+            raise ExchangeError(error_text)
+
+    def _check_names(self, named: list[tuple[int, Exchange]]) -> None:
+        for rank, call in named:
+            if "#" in dict(call.params).get("comm", ""):
+                raise ExchangeError(
+                    f"`{self.program.name}` uses two communicators of ranks "
+                    f"{dict(call.params)['ranks']} that ranks cannot tell apart, on rank {rank} at "
+                    f"{call.source}. Give each a name, the same on all ranks: "
+                    '`comm.Set_name("halo")`.'
+                )
+
+
+def list_hash(world: World, program: Program) -> int:
+    """Returns this rank's list of calls as a 62-bit hash."""
+    return hash_62(mpi4jax_lists.comparison_text(world.wire().calls(program)))
+
+
+def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
+    """Returns the lists of all ranks that exchange with this one, directly or indirectly.
+
+    Waits for these ranks.
+
+    Raises:
+        ExchangeError: All ranks have the same list, but with the same exchange in different places.
+    """
+    rank, text, name = world.rank, mpi4jax_lists.encode(calls), program.name
+    everyone = list(range(world.size))
+    # A collective over all ranks guarantees that all of them take part. Without one, we can only
+    # rely on the ranks that the calls connect.
+    if not any(_over_ranks(x, everyone) for x in calls):
+        accepts = partial(_accepts, rank) if mpi4jax_lists.expects_unknown(calls) else None
+        texts = world.gather_connected(
+            name, text, mpi4jax_lists.partners(calls, rank), accepts=accepts
+        )
+        return {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
+    number, order = hash_62(mpi4jax_lists.comparison_text(calls)), order_hash(program)
+    with world.monitor(job=name, step=0, segment=-1, what="agreement"):
+        # As long as the vector of `ExchangeAgreement.standalone`, because a rank without calls may
+        # be in that one. The two all-reduces then match up.
+        same_calls, same_order = which_equal(world.control, [number, order])
+        if same_calls and not same_order:
+            check_order(world.control, program)
+        if same_calls and not mpi4jax_lists.names_peers(calls):
+            return dict.fromkeys(everyone, calls)
+        return _decoded(name, world.control.allgather_text(text))
+
+
+def _over_ranks(call: Exchange, ranks: list[int]) -> bool:
+    """Whether a call is a collective over exactly these ranks, rather than a message."""
+    params = dict(call.params)
+    return sorted(params["ranks"]) == ranks and "dest" not in params and "source" not in params
+
+
+def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
+    """Whether to continue gathering from `other`; see `jaxcross.world.neighbours`."""
+    lists = {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
+    if other is None:
+        return not mpi4jax_lists.all_senders_known(lists, rank)
+    return mpi4jax_lists.sends_to(lists[rank], rank, mpi4jax_lists.decode(other))
+
+
+def _decoded(name: str, texts: list[str]) -> Lists:
+    if others := [rank for rank, text in enumerate(texts) if not text.startswith("[")]:
+        raise ExchangeError(without_calls(name, others))
+    return {rank: mpi4jax_lists.decode(text) for rank, text in enumerate(texts)}
+
+
+def _key(value: tuple[list[int], str]) -> CommKey:
+    ranks, label = value
+    return tuple(ranks), label

@@ -1,0 +1,344 @@
+"""`Profile`: how long one step of a job takes, segment by segment, while the job runs alone."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
+from numbers import Integral, Real
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal, Self
+
+from jaxcross import _schema
+from jaxcross._arguments import check_type
+from jaxcross.interleave import Span, StepGraph
+from jaxcross.jobs import JobMemory
+from jaxcross.report import Report, in_lane_order, plural, seconds, shortest_exchanges
+
+FORMAT = 1
+MAX_FILE_BYTES = 10_000_000
+MIN_STEPS = 3
+MOST = 0.9
+"""Share of a job's steps that must have run the same program, so that its times are that
+program's.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The cost of a job's step, measured while the job ran alone on some ranks and link.
+
+    Attributes:
+        name: The job.
+        graph: Kinds and dependencies of the step's segments, and the bytes that each of them
+            exchanges.
+        seconds: Seconds of each segment: device time for a computation, link time for an exchange,
+            without waiting for other ranks.
+        host_s: Seconds between a step's return and the job's next call, in which the job's thread
+            works, e.g. on input or logging.
+        ranks: Number of ranks that it was measured on.
+        link: The link between them, in words.
+        mbps: The rate of that link, in Mbit/s; None if unknown.
+        memory: The memory of the job on a rank; None if unknown.
+        platform: JAX's name for the devices, such as `cpu`; "" if unknown.
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: The numbers don't match the graph, or are negative or not finite.
+    """
+
+    name: str
+    graph: StepGraph
+    seconds: tuple[float, ...]
+    host_s: float = 0.0
+    ranks: int = 1
+    link: str = ""
+    mbps: float | None = None
+    memory: JobMemory | None = None
+    platform: str = ""
+
+    def __post_init__(self) -> None:
+        check_type(self.name, str, "`name` of a profile")
+        check_type(self.graph, StepGraph, f"`graph` of `{self.name}`")
+        check_type(self.host_s, Real, f"`host_s` of `{self.name}`")
+        check_type(self.ranks, Integral, f"`ranks` of `{self.name}`")
+        check_type(self.link, str, f"`link` of `{self.name}`")
+        check_type(self.mbps, Real | None, f"`mbps` of `{self.name}`")
+        check_type(self.memory, JobMemory | None, f"`memory` of `{self.name}`")
+        check_type(self.platform, str, f"`platform` of `{self.name}`")
+        self._check_numbers("seconds", self.seconds)
+        self._check_numbers("host_s", (self.host_s,))
+        self._check_numbers("mbps", () if self.mbps is None else (self.mbps,))
+        if not 1 <= self.ranks <= _schema.MOST:
+            raise ValueError(f"`ranks` of `{self.name}` must be from 1 to 2**63 - 1")
+        if len(self.seconds) != len(self.graph.kinds):
+            raise ValueError(
+                f"`{self.name}` has {len(self.graph.kinds)} segments and {len(self.seconds)} times"
+            )
+        if not self.seconds:
+            raise ValueError(f"`{self.name}` has no segments")
+
+    def _check_numbers(self, field: str, numbers: Sequence[float]) -> None:
+        what = f"`{field}` of `{self.name}`"
+        try:
+            valid = all(math.isfinite(number) and number >= 0 for number in numbers)
+        except TypeError:
+            raise TypeError(f"{what} must be numbers, got {getattr(self, field)!r:.60}") from None
+        if not valid:
+            raise ValueError(
+                f"{what} must be finite and not negative, got {getattr(self, field)!r:.60}"
+            )
+
+    @classmethod
+    def whole(
+        cls, name: str, *, compute_s: float, exchange_s: float, nbytes: int = 0, ranks: int = 1
+    ) -> Self:
+        """Returns the profile of an uncut step: computation, one exchange, an update of 0 s.
+
+        Raises:
+            ValueError: A time is negative or not finite.
+        """
+        graph = StepGraph(
+            kinds=("compute", "collective", "compute"),
+            needs=((), (0,), (1,)),
+            after_commit=frozenset({2}),
+            nbytes=(0, nbytes, 0),
+        )
+        return cls(name=name, graph=graph, seconds=(compute_s, exchange_s, 0.0), ranks=ranks)
+
+    @classmethod
+    def of(cls, report: Report, name: str, *, mbps: float | None = None) -> Self:
+        """Returns the profile of a job that ran alone, or in turn with other jobs.
+
+        Its times are means over the job's steps without the first. Compute seconds are those of the
+        slowest rank. Exchange seconds count from the moment at which the last rank has arrived.
+
+        Args:
+            report: The report of the run, which may have been loaded from a file.
+            name: The job.
+            mbps: The rate of the link, in Mbit/s, if you know it.
+
+        Raises:
+            ValueError: There is no such job, it ran alongside other jobs, it made fewer than three
+                steps, or its steps ran several programs.
+        """
+        facts = next((job for job in report.jobs if job.name == name), None)
+        if facts is None:
+            raise ValueError(
+                f"the report has no job `{name}`; it has "
+                f"{', '.join(job.name for job in report.jobs)}"
+            )
+        if len(report.jobs) > 1 and not report.rounds.in_turn:
+            raise ValueError(
+                f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or "
+                "in turn."
+            )
+        if facts.program is None:
+            raise ValueError(f"the report has no program of `{name}`")
+        graph = StepGraph.from_data(facts.program.get("graph"))
+        if facts.program["steps"] < MOST * facts.steps:
+            raise ValueError(f"the steps of `{name}` ran several programs: a profile is of one")
+        seconds, host_s = segment_times(report.spans, name, graph)
+        return cls(
+            name=name,
+            graph=graph,
+            seconds=seconds,
+            host_s=host_s,
+            ranks=len(report.ranks),
+            link=report.link,
+            mbps=mbps,
+            memory=JobMemory.from_data(facts.program["memory"]),
+            platform=report.placement.partition(",")[0],
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Profile of `{self.name}` on {plural(self.ranks, 'rank')}: {seconds(self.compute_s)} "
+            f"of computation and {seconds(self.exchange_s)} of exchange in "
+            f"{plural(len(self.seconds), 'segment')}>"
+        )
+
+    def cut_evenly(self, pieces: int) -> Self:
+        """Returns an estimate of the same step with its backward pass cut into equal pieces.
+
+        We assume that the forward pass takes a third of the computation before the exchange, and
+        the backward pass two thirds, which are divided equally. A profile of the cut step itself is
+        more accurate.
+
+        Raises:
+            ValueError: `pieces` is below 1, or the step doesn't have exactly one exchange.
+        """
+        if pieces < 1:
+            raise ValueError(f"a step is cut into at least 1 piece, got {pieces}")
+        if pieces == 1:
+            return self
+        if len(self.graph.collectives) != 1:
+            raise ValueError(
+                f"`{self.name}` has {len(self.graph.collectives)} exchanges: only a step with one "
+                "is cut evenly"
+            )
+        (exchange,) = self.graph.collectives
+        kinds = self.graph.kinds
+        nbytes = self.graph.nbytes or (0,) * len(self.graph.kinds)
+        before = math.fsum(
+            s for s, kind in zip(self.seconds[:exchange], kinds, strict=False) if kind == "compute"
+        )
+        after = self.compute_s - before
+        backward = before * 2 / 3 / pieces
+        seconds = [before / 3 + backward, *(backward for _ in range(pieces - 1))]
+        last = 2 * pieces
+        piece: tuple[Literal["compute", "collective"], ...] = ("compute", "collective")
+        needs = [need for i in range(pieces) for need in (((2 * i - 2,) if i else ()), (2 * i,))]
+        graph = StepGraph(
+            kinds=(*piece * pieces, "compute"),
+            needs=(*needs, tuple(range(1, last, 2))),
+            after_commit=frozenset({last}),
+            nbytes=(*(n for _ in range(pieces) for n in (0, nbytes[exchange] // pieces)), 0),
+        )
+        part = self.seconds[exchange] / pieces
+        return replace(
+            self, graph=graph, seconds=(*(s for own in seconds for s in (own, part)), after)
+        )
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of device time per step: c."""
+        return self._sum("compute")
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of link time per step: m."""
+        return self._sum("collective")
+
+    def _sum(self, kind: str) -> float:
+        return math.fsum(
+            s for s, own in zip(self.seconds, self.graph.kinds, strict=True) if own == kind
+        )
+
+    def to_json(self, path: str | Path) -> Path:
+        """Writes the profile; `load` reads it back without loss."""
+        return _schema.save(path, self.as_data())
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the profile as plain data, as in its file."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "graph": self.graph.as_data(),
+            "seconds": [*self.seconds],
+            "host_s": self.host_s,
+            "ranks": self.ranks,
+            "link": self.link,
+            "mbps": self.mbps,
+            "memory": None if self.memory is None else asdict(self.memory),
+            "platform": self.platform,
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a file that `to_json` wrote.
+
+        Raises:
+            ValueError: The file holds something else, or is larger than a profile can be.
+            OSError: The file can't be read.
+        """
+        what = "a profile of jaxcross"
+        return _schema.load(Path(path), what, cls.from_data, most=MAX_FILE_BYTES)
+
+    @classmethod
+    def from_data(cls, data: Any) -> Self:
+        """Reads what `as_data` returned.
+
+        Raises:
+            ValueError: `data` is something else.
+        """
+        _schema.check_format(data, FORMAT, "profiles")
+        for each in fields(cls):
+            if each.name not in data and each.name not in ("memory", "platform"):
+                raise ValueError(f"`{each.name}` is missing")
+        memory = data.get("memory")
+        parts = {
+            "graph": StepGraph.from_data(data["graph"]),
+            "memory": None if memory is None else JobMemory.from_data(memory),
+        }
+        return _schema.record({**data, **parts}, cls)
+
+
+def segment_times(
+    spans: Iterable[Span], name: str, graph: StepGraph
+) -> tuple[tuple[float, ...], float]:
+    """Returns the mean seconds of each segment, and the median seconds between steps.
+
+    The latter count from a step's return to the job's next call. A segment takes as long as on the
+    slowest rank. Both leave out each rank's first step.
+
+    Args:
+        spans: The spans of a run.
+        name: The job.
+        graph: The segments of its step.
+
+    Raises:
+        ValueError: A rank has fewer than three whole steps.
+    """
+    spans = in_lane_order(span for span in spans if span.job == name and span.in_step)
+    arrived = shortest_exchanges(spans)
+    steps: dict[tuple[int, int], dict[int, Span]] = defaultdict(dict)
+    for span in spans:
+        if span.kind in ("compute", "collective"):
+            steps[span.rank, span.number][span.segment] = span
+    whole = {key: found for key, found in sorted(steps.items()) if len(found) == len(graph.kinds)}
+    on_rank: dict[int, list[dict[int, Span]]] = defaultdict(list)
+    for (rank, _), found in whole.items():
+        on_rank[rank].append(found)
+    if min((len(found) for found in on_rank.values()), default=0) < MIN_STEPS:
+        raise ValueError(
+            f"the run of `{name}` has fewer than {MIN_STEPS} whole steps: a profile needs more"
+        )
+    seconds = []
+    for index, kind in enumerate(graph.kinds):
+        of_ranks = []
+        for found in on_rank.values():
+            of_steps = [
+                step[index] for step in found[1:]
+            ]  # leave out the first step, which compiles and touches each page
+            if kind == "compute":
+                of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps))
+            else:
+                of_ranks.append(
+                    fmean(arrived[span.job, span.number, span.segment] for span in of_steps)
+                )
+        seconds.append(max(of_ranks) / 1e9)
+    gaps = [
+        max(
+            0,
+            min(span.ready_ns for span in after.values()) - max(map(_returned_ns, before.values())),
+        )
+        for found in on_rank.values()
+        for before, after in pairwise(found[1:])
+    ]
+    return tuple(seconds), median(gaps) / 1e9
+
+
+def _returned_ns(span: Span) -> int:
+    """Returns when the job's thread no longer waits for this segment. Computations are dispatched
+    asynchronously, so for them that is before they run.
+    """
+    return span.ready_ns if span.kind == "compute" else span.end_ns
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledCut:
+    """The cut with which a step is fastest alone, for `crossover(cut=...)`.
+
+    `jaxcross.plan.cut` chooses it.
+
+    Attributes:
+        pieces: Number of exchange segments.
+        profiles: The profiles that it was chosen from. They must be profiles of the step to cut.
+    """
+
+    pieces: int
+    profiles: tuple[Profile, ...] = field(repr=False)

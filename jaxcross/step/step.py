@@ -1,0 +1,534 @@
+"""`crossover`: turns an ordinary train step into one that is cut and runs segment by segment.
+
+`crossover` itself only checks its arguments. The work happens in `Step.__call__`: it binds static
+arguments, looks up the `Variant` for the argument types, and traces the step if they're new. It
+then hands the variant to the job that called the step, or runs it standalone if there's no job.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxcross._arguments import Selection, both_donated_and_static, check_disjoint, select
+from jaxcross._jax_compat import jit_disabled, trace_context, x64_is_local
+from jaxcross._pytree import PyTree
+from jaxcross.errors import CutError, ExchangeError
+from jaxcross.jobs import current_engine
+from jaxcross.program import (
+    BUCKET_BYTES,
+    Cut,
+    Program,
+    SingleFlightCache,
+    Traced,
+    check_arrays,
+    check_step,
+    checked_bytes,
+    checked_cut,
+    copy_shared,
+    stages,
+    step_name,
+)
+from jaxcross.runtime import Standalone
+from jaxcross.step import nnx
+from jaxcross.step.commit_flag import commit_flag, with_commit_flag
+from jaxcross.step.exchange_agreement import agree_standalone, comparison_of_calls, is_current
+from jaxcross.step.prepare import prepare
+from jaxcross.step.profile import Profile, ProfiledCut
+from jaxcross.step.signature import (
+    ArgType,
+    StaticValue,
+    are_ready,
+    arg_types_of,
+    bind_static,
+    check_hashable,
+    check_leaves,
+    describe_change,
+    describe_structures,
+)
+from jaxcross.step.variant import StepRecord, Variant
+from jaxcross.wire import axis_sizes
+from jaxcross.world import World, current_world
+
+_log = logging.getLogger("jaxcross")
+Axes = str | Mapping[str, int]
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+Owner = TypeVar("Owner")
+
+
+@overload
+def crossover(
+    step: Callable[P, R],
+    *,
+    axes: Axes,
+    cut: Cut | ProfiledCut = ...,
+    bucket_bytes: int = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+) -> Step[P, R]: ...
+
+
+@overload
+def crossover(
+    step: None = None,
+    *,
+    axes: Axes,
+    cut: Cut | ProfiledCut = ...,
+    bucket_bytes: int = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+
+
+def crossover(
+    step: Callable[P, R] | None = None,
+    *,
+    axes: Axes,
+    cut: Cut | ProfiledCut = "whole",
+    bucket_bytes: int = BUCKET_BYTES,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
+    """Makes a train step run over MPI, with its exchanges separated from its computation.
+
+    If you call the result outside a job, it behaves like `jax.jit(step)` on every rank. The call
+    waits for the step's exchanges, which a second thread makes while this one computes what it can,
+    and returns arrays that may still be being computed. If a job of a `Runner` calls it, its
+    segments take turns with other jobs' segments. Every rank must call it the same number of times
+    with equal shapes. Results that the step obtains by exchanges are identical on all ranks.
+
+    Args:
+        step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or
+            for `shard_map(check_vma=False)` (`psum` transposes to `psum`), or a `jax.shard_map`
+            itself over a mesh of the same axes. Its arguments are the rank's own shards. If
+            omitted, a decorator is returned.
+        axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may
+            be -1.
+        cut: `"whole"` computes, makes all exchanges, and computes the rest. A number also cuts the
+            computation where gradients become ready, into about that many exchange segments, so
+            that a step which runs alone keeps computing while its first gradients travel. `"auto"`
+            finds the fastest number by trying several on copies of the arguments at the first call,
+            and logs it. Alongside other jobs, which hide the exchange anyway, it uses one segment
+            per 25 MB, at most 8. A job keeps its cut until it ends. The cut affects the last bits
+            of results, so to reproduce a run, pass the number that was found. A number saved by an
+            earlier run (in `jax_compilation_cache_dir`) is timed again, and dropped if it's slower.
+            `plan.cut(profiles)` uses the number with which the step is fastest alone according to
+            its profiles, without a trial.
+        bucket_bytes: Exchanges smaller than this share buffers of up to this size. With 0, no
+            exchanges share a buffer.
+        donate_argnums: Numbers of positional arguments whose arrays the step may overwrite, so you
+            can't use these arrays again. Negative numbers count from the last positional argument
+            of a call.
+        donate_argnames: Names of such arguments. As for `jax.jit`, if you give only numbers or only
+            names, the others are inferred from the step's signature. If you give both, numbers
+            apply to arguments passed by position, and names to arguments passed by name.
+        static_argnums: Numbers of positional arguments that are hashable values rather than arrays.
+            The step is compiled for each value.
+        static_argnames: Names of such arguments, as for `donate_argnames`.
+
+    Raises:
+        TypeError: `step`, `axes`, or the numbers or names of arguments have the wrong type, or
+            `step` is a `jax.pmap`.
+        ValueError: A size, `cut` or `bucket_bytes` is out of range, the step has no argument of
+            some number or name, or an argument is both donated and static.
+        CutError: (when called) The step can't be traced or cut, or a profile is of a different step
+            or number of ranks.
+        ExchangeError: (when called) The ranks disagree about the step's exchanges, or an earlier
+            step failed halfway.
+        JobError: (when called) Two threads call steps at once, outside a runner.
+
+    Example:
+        >>> @jaxcross.crossover(axes="batch", donate_argnums=0)
+        ... def train_step(params, batch):
+        ...     grads = jax.lax.pmean(jax.grad(loss)(params, batch), "batch")
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    """
+    if step is None:
+        return partial(
+            crossover,
+            axes=axes,
+            cut=cut,
+            bucket_bytes=bucket_bytes,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+        )
+    if isinstance(step, Step):
+        raise TypeError(
+            f"`{step.__name__}` is a crossover step already: give its function, "
+            f"`{step.__name__}.step`."
+        )
+    name = step_name(step)
+    check_step(step, name)
+    profiles: tuple[Profile, ...] = ()
+    if isinstance(cut, ProfiledCut):
+        cut, profiles = cut.pieces, cut.profiles
+    given = cut if isinstance(cut, list | tuple) else (cut,)
+    if any(isinstance(each, Profile) for each in given):
+        raise ValueError(
+            f"cut is {cut!r:.60}: to cut by profiles, pass `jaxcross.plan.cut(profiles)`"
+        )
+    donated = select(step, name, "donate", numbers=donate_argnums, names=donate_argnames)
+    static = select(step, name, "static", numbers=static_argnums, names=static_argnames)
+    check_disjoint(name, donated, static)
+    return Step(
+        step,
+        axis_sizes(axes),
+        checked_cut(cut),
+        checked_bytes(bucket_bytes),
+        donated,
+        static,
+        profiles,
+    )
+
+
+# (structure of the arguments, static values, JAX's configuration, the world's id, whether there is
+# a commit flag)
+_CacheKey = tuple[jax.tree_util.PyTreeDef, Sequence[StaticValue], object, int, bool]
+_Call = tuple[_CacheKey, list[ArgType], Variant]
+
+
+class Step(Generic[P, R]):
+    """A step under `crossover`; see there."""
+
+    cut: Cut
+
+    def __init__(
+        self,
+        step: Callable[P, R],
+        axes: Axes,
+        cut: Cut,
+        bucket_bytes: int,
+        donate: Selection,
+        static: Selection,
+        profiles: tuple[Profile, ...] = (),
+    ) -> None:
+        update_wrapper(self, step, updated=())
+        self.__name__ = step_name(step)
+        self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
+        self.donate, self.static = donate, static
+        self._roots = SingleFlightCache()  # (structure, types) of the arguments -> Variant
+        self._last: _Call | None = None
+        self._noticed = False  # a retrace has been logged
+        self.may_change = False  # new argument types are expected, so they aren't logged
+        self._standalone: Standalone | None = None  # the host outside a runner, once needed
+        self._host_lock = threading.Lock()
+        self._agreed: Variant | None = None  # the latest one that all ranks ran, outside a runner
+        self._signature: int | None = None  # of its exchanges
+        self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes, profiles=profiles)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs one step. See `crossover`."""
+        world = current_world()
+        function, arrays, named = bind_static(
+            cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
+        )
+        job = current_engine()
+        skips = job is not None and job.nonfinite == "skip"
+        if skips:
+            function = self._with_commit_flag(function, len(args), kwargs)
+            arrays = (*arrays, commit_flag())
+        leaves, tree = jax.tree.flatten((arrays, named))
+        cache_key = (tree, getattr(function, "static", ()), trace_context(), id(world), skips)
+        last = self._last
+        if last is not None and last[0] == cache_key and are_ready(leaves, last[1]):
+            variant = last[2].choose(leaves)
+        else:
+            if jit_disabled():
+                raise CutError(
+                    f"`{self.__name__}` was called under `jax.disable_jit()`: a crossover step "
+                    "exists as executables only, cut from its trace. Call it outside, and look at "
+                    "values inside by `jax.debug.print`; without exchanges the function itself can "
+                    "run under `disable_jit`."
+                )
+            # Looking for objects takes longer than flattening. A structure that ran before
+            # contained none.
+            if (last is None or last[0][0] != tree) and nnx.holds_objects(args, kwargs):
+                if skips:
+                    raise CutError(
+                        f"`{self.__name__}` changes NNX objects in place, and a job with "
+                        '`nonfinite="skip"` must be able to give back the state before the step. '
+                        "Let it take and return what `nnx.split` gives."
+                    )
+                return nnx.call(self, args, kwargs)
+            check_leaves(self.__name__, leaves, arrays, named)
+            with nullcontext() if job is None else job.preparing():
+                variant = self._variant(world, function, arrays, named, leaves, cache_key)
+        if world.estimate_request:
+            # The only import of the outer ring: `jaxcross estimate` measures a script's own step.
+            from jaxcross.gains import estimate_in_script
+
+            estimate_in_script(variant, leaves, job)
+        copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
+        if job is not None:
+            return job.run(prepare(variant, job), leaves, self._record)
+        world.exchange_owner.check_not_stray(self.__name__)
+        return self._run_standalone(variant, world, leaves)
+
+    def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
+        """Runs one step without a runner, once it's this thread's turn."""
+        assert variant.program is not None
+        if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
+            host = self._counting_host(world)
+            return host.run(prepare(variant, host), leaves, self._record)
+        owner = world.exchange_owner
+        with owner.step(self.__name__):
+            host = self._counting_host(
+                world
+            )  # a call that is refused here isn't counted: other ranks may not make it
+            compare = None if self._agree(variant, host) else comparison_of_calls(variant, host)
+            try:
+                compiled = prepare(variant, host)
+            except BaseException:
+                if variant.tunes_cut:  # other ranks may still be searching
+                    owner.broken_step = self.__name__
+                owner.must_agree = True
+                raise
+            return host.run(compiled, leaves, self._record, compare=compare)
+
+    def _counting_host(self, world: World) -> Standalone:
+        """Returns the host for calls outside a runner, with this call counted."""
+        # Under a lock, because a call that exchanges nothing doesn't wait for its turn. Otherwise
+        # two threads could each make a host. If the thread whose host the ranks have numbered
+        # stored its host first, the other host would replace it, and from then on this rank would
+        # call the step by a different number than the other ranks.
+        with self._host_lock:
+            host = self._standalone
+            if host is None or host.world is not world:
+                host = self._standalone = Standalone(world, self.__name__)
+            host.calls += 1
+            return host
+
+    def pure_step(self) -> Step[..., PyTree]:
+        """Returns the step over NNX graphs and states. Made once, so it's compiled only once."""
+        return self.derived(
+            "_pure", lambda: nnx.pure_function(self), profiles=self._record.profiles
+        )
+
+    def derived(
+        self,
+        name: str,
+        make_function: Callable[[], Callable[..., PyTree]],
+        *,
+        profiles: tuple[Profile, ...] = (),
+    ) -> Step[..., PyTree]:
+        """Returns a step with this step's settings for another function.
+
+        Made only once per name.
+        """
+        known = self.__dict__.get(name)
+        if known is None:
+            settings = (self.axes, self.cut, self.bucket_bytes, self.donate, self.static, profiles)
+            made = Step(make_function(), *settings)
+            # Jobs share steps. Since `setdefault` is a single operation of the interpreter, the
+            # step of the first thread stays.
+            known = self.__dict__.setdefault(name, made)
+        return known
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Step[Concatenate[Owner, Q], R], instance: Owner, owner: type | None = None
+    ) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        """Binds the step to an instance if it's looked up as a method."""
+        return self if instance is None else partial(cast("Callable[..., R]", self), instance)
+
+    @property
+    def latest_program(self) -> Program | None:
+        """The latest call's program, in the cut that was chosen.
+
+        None before the first call, and if the host decides a `cond`.
+        """
+        return None if self._last is None else self._last[2].program
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Returns the step traced for these arguments. Does not compile, wait or communicate."""
+        return self.bind(*args, **kwargs)[0]
+
+    def bind(self, *args: Any, **kwargs: Any) -> tuple[Traced, list[Any]]:
+        """Returns the step traced for these arguments, and the flat arguments.
+
+        Does not compile, wait or communicate.
+        """
+        world = current_world()
+        if nnx.holds_objects(args, kwargs):
+            return nnx.bind(self, args, kwargs)
+        function, arrays, named = bind_static(
+            cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
+        )
+        traced = self._trace(world, function, arrays, named)
+        return traced, jax.tree.leaves((arrays, named))
+
+    def _agree(self, variant: Variant, host: Standalone) -> bool:
+        """Makes sure that the ranks agree on the exchanges.
+
+        Returns whether they did so in this call.
+        """
+        # If the host decides a branch, ranks with different values may take different branches, so
+        # they agree in every call. Otherwise they agree only if the exchanges have changed. New
+        # shapes alone are no reason, because shapes may change on a single rank: as long as its
+        # exchanges stay the same, the other ranks continue, and wouldn't take part in an agreement.
+        signature = None if variant.traced.choices else variant.signature
+        owner = host.world.exchange_owner
+        always = signature is None or owner.must_agree
+        if variant is self._agreed and not always:
+            return False
+        due = always or signature != self._signature or not is_current(variant)
+        if due:
+            owner.must_agree = True  # in case this is interrupted
+            try:
+                agree_standalone(variant, host)
+            except ExchangeError:  # on every rank
+                # This rank's next step may be one that other ranks have agreed on before, so all
+                # ranks agree on it again. Steps that call mpi4jax are exempt, because they may
+                # involve only some of the ranks.
+                owner.must_agree = not variant.is_unit
+                raise
+            owner.must_agree = False
+        self._agreed, self._signature = variant, signature
+        return due
+
+    def _trace(
+        self,
+        world: World,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Traced:
+        mesh = world.rank_grid(self.axes)
+        static = [place for place, _, _ in getattr(function, "static", ())]
+        flagged = getattr(function, "has_commit_flag", False)  # as its last positional argument
+        count = len(args) + sum(isinstance(place, int) for place in static) - flagged
+        donated = self.donate.places(count, kwargs)
+        for place in donated:
+            if place in static:  # via a negative number
+                raise both_donated_and_static(self.__name__, place)
+        return stages.trace(
+            function,
+            args,
+            kwargs,
+            axes=mesh.sizes,
+            wire=world.wire(),
+            donate_argnums=_without_static(donated, static),
+            donate_argnames=[place for place in donated if isinstance(place, str)],
+            commit_flag_argnums=(len(args) - 1,) if flagged else (),
+        )
+
+    def _with_commit_flag(
+        self, function: Callable[..., Any], count: int, named: Collection[str]
+    ) -> Callable[..., Any]:
+        """Returns the step with a commit flag, for a job that skips non-finite steps.
+
+        Args:
+            function: The step without its static arguments.
+            count: Number of positional arguments of the call, including static ones.
+            named: Names of its keyword arguments, including static ones.
+        """
+        static = self.static.places(count, named)
+        places = self.donate.places(count, named) if self.donate else (0,)
+        state = [place for place in places if place not in static]
+        return with_commit_flag(
+            function,
+            self.__name__,
+            [*_without_static(state, static), *(x for x in state if isinstance(x, str))],
+            donated=bool(self.donate),
+        )
+
+    def _variant(
+        self,
+        world: World,
+        function: Callable[..., R],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: list[Any],
+        cache_key: _CacheKey,
+    ) -> Variant:
+        """Returns the variant for these arguments, traced if it's new.
+
+        With a thread-local x64 setting, converts the leaves to arrays in place, because the
+        dispatching thread would convert them to other types.
+        """
+        try:
+            arg_types = arg_types_of(leaves)
+        except TypeError:
+            check_arrays(self.step, args, kwargs)  # says which leaf
+            raise
+        if x64_is_local():
+            leaves[:] = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+        last = self._last
+        if last is not None and last[0] == cache_key and last[1] == arg_types:
+            return last[2].choose(leaves)
+        check_hashable(self.__name__, cache_key[1])
+        key = (*cache_key, tuple(arg_types))
+
+        def make() -> Variant:
+            if last is not None:
+                self._notice_change(last, cache_key, arg_types, args, kwargs)
+            return Variant(
+                traced=self._trace(world, function, args, kwargs),
+                record=self._record,
+                world=world,
+                cache_key=cache_key,
+                trial_args=tuple(leaves),
+            )
+
+        variant = self._roots.get(key, make)
+        self._last = (cache_key, arg_types, variant)
+        return variant.choose(leaves)
+
+    def _notice_change(
+        self,
+        last: _Call,
+        cache_key: _CacheKey,
+        arg_types: list[ArgType],
+        args: PyTree,
+        kwargs: PyTree,
+    ) -> None:
+        """Logs why the step is traced again, the first time that this happens."""
+        if self._noticed or self.may_change:
+            return
+        self._noticed = True
+        old_key, old_types, _ = last
+        if old_key[0] != cache_key[0]:
+            # Often only the static part of an argument is new. Then the executables are still
+            # found, because they're looked up by what they compute.
+            change = describe_structures(old_key[0], cache_key[0])
+            text = (
+                "`%s` is traced again, and compiled where its program is new: %s. This notice "
+                "comes once."
+            )
+        else:
+            change = (
+                "a static argument changed"
+                if old_key[1] != cache_key[1]
+                else "JAX's configuration changed"
+            )
+            change = describe_change(old_types, arg_types, args, kwargs) or change
+            text = "`%s` is compiled again: %s. This notice comes once."
+        _log.warning(text, self.__name__, change)
+
+
+def _without_static(places: Sequence[int | str], static: Sequence[int | str]) -> list[int]:
+    """Returns the numbers among `places`, renumbered without the static arguments."""
+    numbers = {place for place in static if isinstance(place, int)}
+    return [n - sum(s < n for s in numbers) for n in places if isinstance(n, int)]

@@ -1,0 +1,408 @@
+"""`sweep`: checks, runs and resumes a whole sweep."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from jaxcross._endings import JobStatus
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import ExchangeError, InternalError, JobError
+from jaxcross.jobs import (
+    MAX_ERRORS_SHOWN,
+    Runner,
+    SharedOptions,
+    arguments,
+    check_options,
+    check_values,
+)
+from jaxcross.report import Report, SweepResult, SweepTrial
+from jaxcross.sweeps import sweep_settings as checks
+from jaxcross.sweeps.coordinator import Coordinator
+from jaxcross.sweeps.log import TrialLog, TrialRecord
+from jaxcross.sweeps.schedule import Parameters, Search, Started
+from jaxcross.sweeps.search import (
+    AnySearch,
+    Choices,
+    Draws,
+    Grid,
+    Listed,
+    Optuna,
+    known_trials,
+    name_of,
+    pruner_of,
+)
+from jaxcross.sweeps.study import StudySearch, earlier_trials
+from jaxcross.sweeps.sweep_settings import SweepSettings, on_every_rank
+from jaxcross.sweeps.trial import Finished, Trials
+from jaxcross.world import World, current_world, gather
+
+_log = logging.getLogger("jaxcross")
+_FAILED = (JobStatus.FAILED, JobStatus.EJECTED)
+_TRIAL = "trial"  # the name under which rank 0 submits trials
+
+
+def sweep(
+    train: Callable[..., Any],
+    search: Grid | Choices | Draws | Optuna,
+    *,
+    metric: str,
+    mode: Literal["max", "min"] | None = None,
+    trials: int | None = None,
+    concurrent: int = 2,
+    folder: str | os.PathLike[str] | None = None,
+    keep: int | None = 1,
+    **options: Unpack[SharedOptions],
+) -> SweepResult:
+    """Trains with many choices of parameters, a few trials at a time, and returns which was best.
+
+    Waits for all ranks. Each trial is a job of a `Runner`: `train(job, **parameters)`. When a trial
+    ends, fails or is pruned, the next one takes its place while the others continue. If you pass a
+    folder, you can restart the sweep with the same call, and it resumes from where it was.
+
+    What is repeatable: which trials there are, which of them are pruned at which step, and, bit for
+    bit, their states. All of these depend on the arguments only. They are the same in every run of
+    this sweep, even if it was killed and restarted any number of times. This requires a `train`
+    that is repeatable itself, and with an Optuna study a sampler with a seed. If a trial logs a
+    different value after a restart than before, a warning names it.
+
+    What that costs: Optuna receives results in the order of steps rather than by the clock, as if
+    the steps of all trials took equally long. So when a trial that could be pruned logs the metric,
+    it waits until the others have made as many steps, and a trial that compiles for a long time
+    holds up the others there. With a study, the place of a trial that has ended stays empty until
+    the others have come as far. `Grid`, `Choices` and `Draws` without a pruner never wait.
+
+    Args:
+        train: `train(job, **parameters)`, as for `Runner.add`. It logs the metric with `job.log`,
+            in the same way on every rank. The last value counts, as logged on rank 0; a pruner
+            gets the first value of each step. With a folder, it should call `job.restore`, and
+            `job.save` from time to time, since a restart repeats the steps since the last
+            checkpoint.
+        search: Where trials come from: `jaxcross.Grid(values)`, `jaxcross.Choices(dicts)`,
+            `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. Its `pruner` ends trials
+            early.
+        metric: The name under which trials log the metric; `eval/accuracy` for a metric in a dict.
+            The sweep ends with an error if no trial has logged the metric by the time a trial ends
+            without it, or an evaluation by `job.every` that could provide it first returns
+            something else.
+        mode: Whether larger (`max`) or smaller (`min`) values of the metric are better. Required
+            unless `search` is `Optuna`, whose study has a direction.
+        trials: The number of trials, which `Draws` and `Optuna` need. You can increase it when you
+            restart a sweep. The other searches have a fixed number of trials.
+        concurrent: Number of trials at a time. Their states must fit into memory together.
+        folder: Where to keep the sweep: `sweep.json`, metrics, checkpoints. If None, nothing is
+            kept, and a killed sweep is lost.
+        keep: Number of the best finished trials whose checkpoints are kept. Those of other trials
+            are deleted once the trial has ended, unless it failed. None keeps all.
+        **options: Options of the runs, as for `Runner`: `world`, `policy`, `instruments`, `memory`,
+            `events`, `progress`. `Weighted` is refused, because its shares belong to jobs and
+            trials come and go; so is `Sequential` with a pruner, unless `concurrent` is 1.
+
+    Returns:
+        The trials with their values, identical across ranks. Printing it shows a table.
+
+    Raises:
+        TypeError: Before the first step, on every rank: an argument has the wrong type, or `train`
+            doesn't accept the parameters.
+        ValueError: Before the first step, on every rank: an argument is out of range, or the folder
+            holds something else.
+        JobError: All trials failed, no trial logs `metric`, or the arguments don't fit the sweep
+            that is being restarted. If only some trials fail, the result contains their errors.
+        KeyboardInterrupt: A rank was interrupted. The same call resumes the sweep.
+
+    Example:
+        >>> search = jaxcross.Grid({"lr": [0.1, 0.4]})
+        >>> result = jaxcross.sweep(train, search, metric="accuracy", mode="max")  # doctest: +SKIP
+        >>> print(result.best.params)  # doctest: +SKIP
+        {'lr': 0.4}
+    """
+    arguments.check_world(options.get("world"))
+    given = options.get("world")
+    world = given if given is not None else current_world()
+    options["world"] = world
+
+    def check() -> tuple[SweepSettings, list[Parameters]]:
+        check_options("sweep", options, SharedOptions)
+        # `Runner` checks the values, too, but on each rank alone, and the other ranks would wait.
+        check_values(options)
+        arguments.check_folder("`folder`", folder)
+        checks.check_numbers(concurrent=concurrent, trials=trials, keep=keep)
+        checks.check_metric(metric, mode)
+        known = known_trials(search, trials)
+        for number, parameters in enumerate(known):
+            arguments.check_job(name_of(number, parameters), train, parameters)
+        pruner = pruner_of(search)
+        settings = SweepSettings(
+            metric=metric,
+            mode=_mode(search, metric, mode),
+            concurrent=concurrent,
+            trials=trials or len(known),
+            seed=search.seed if isinstance(search, Draws) else 0,
+            kind="study" if isinstance(search, Optuna) else "list",
+            pruner="" if pruner is None else type(pruner).__name__,
+            keep=keep,
+            # A run for an estimate ends at the first step and writes nothing.
+            folder=None if folder is None or world.estimate_request else Path(folder).absolute(),
+        )
+        arguments.check_trial_policy(
+            options.get("policy"), concurrent, prunes=settings.pruner not in ("", "NopPruner")
+        )
+        return settings, known
+
+    settings, known = on_every_rank(world, "checks of the sweep", check)
+    checks.check_same(world, {**settings.facts(), "search": known})
+    log = TrialLog(settings.folder if world.rank == 0 else None)
+    try:
+        opened = on_every_rank(
+            world, "opening the sweep", lambda: _open(log, settings, known, search, train, world)
+        )
+        result = _run(
+            Trials(train, settings, world=world, coordinator=opened),
+            settings,
+            world,
+            opened,
+            options,
+        )
+        if opened is not None and isinstance(search, Optuna):
+            assert isinstance(opened.search, StudySearch)
+            opened.search.add_to(search.study)
+        return result
+    finally:
+        log.close()
+
+
+def _mode(
+    search: AnySearch, metric: str, mode: Literal["max", "min"] | None
+) -> Literal["max", "min"]:
+    if isinstance(search, Optuna):
+        if mode not in (None, search.mode):
+            raise ValueError(f"`mode` is `{mode}`, and the study's direction says `{search.mode}`.")
+        return search.mode
+    if mode is None:
+        raise ValueError(
+            f'`mode` must say which `{metric}` is better: `mode="max"` for the largest, '
+            '`mode="min"` for the smallest. Only the study of `Optuna` has a direction.'
+        )
+    return mode
+
+
+def _open(
+    log: TrialLog,
+    settings: SweepSettings,
+    known: list[Parameters],
+    search: AnySearch,
+    train: Any,
+    world: World,
+) -> Coordinator | None:
+    """Opens the folder and replays an earlier start. Returns None on ranks other than 0."""
+    if world.rank != 0:
+        return None
+    mine = {**settings.facts(), "sweep": secrets.token_hex(8)}
+    if isinstance(search, Optuna):
+        mine["earlier_trials"] = len(search.study.trials)
+    earlier = log.open(mine)
+    asks = isinstance(search, Optuna) or search.pruner is not None
+    settings.check_restart(earlier, ordered=asks)
+    if isinstance(search, Optuna):
+        before = len(earlier_trials(search.study, earlier["sweep"]))
+        if before != earlier["earlier_trials"]:
+            raise ValueError(
+                f"The study had {earlier['earlier_trials']} trials when the sweep in "
+                f"`{settings.folder}` began, and has {before}. Pass it as it was, or name another "
+                "folder."
+            )
+    for trial in log.trials.values():
+        if known and trial.parameters != known[trial.number]:
+            raise ValueError(
+                f"Trial {trial.number} of the sweep in `{settings.folder}` has "
+                f"{dict(trial.parameters)}, and now {dict(known[trial.number])}. Start it with the "
+                "same `search`, or name another folder."
+            )
+
+    def make(fixed: Mapping[int, Parameters]) -> Search:
+        if not asks:
+            return Listed(known)
+        return StudySearch(
+            search,
+            known,
+            mode=settings.mode,
+            trials=settings.trials,
+            sweep=earlier["sweep"],
+            fixed=fixed,
+            check=lambda name, parameters: arguments.check_job(name, train, parameters),
+        )
+
+    coordinator = Coordinator(make, log, concurrent=settings.concurrent)
+    log.keep({**earlier, **settings.facts()})
+    return coordinator
+
+
+def _run(
+    trials: Trials,
+    settings: SweepSettings,
+    world: World,
+    coordinator: Coordinator | None,
+    options: SharedOptions,
+) -> SweepResult:
+    """Runs until no trials are left.
+
+    That takes one run, or another one if the last trials of a run failed.
+    """
+    reports: list[Report] = []
+    wrong: Exception | None = None
+    before: list[dict[str, Any]] = []
+    while agenda := _agenda(trials, world, coordinator):
+        if agenda == before:
+            raise InternalError(
+                f"the trials {[each['name'] for each in agenda]} do not come to an end"
+            )
+        before = agenda
+        checkpoints = settings.checkpoint_folder and Checkpoints(settings.checkpoint_folder, keep=1)
+        metrics = settings.folder and settings.folder / "metrics"
+        with Runner(checkpoints=checkpoints, metrics=metrics, **options) as runner:
+            runner.register(_TRIAL, trials.run)
+            if coordinator is not None:
+                coordinator.submit = partial(_submit, runner)
+            for each in agenda:
+                runner.add(
+                    each["name"],
+                    trials.run,
+                    {"number": each["number"], "params": each["params"], "after": each["after"]},
+                )
+            try:
+                runner.run()
+            except (JobError, ExchangeError) as error:
+                if runner.report is None or not any(job.status in _FAILED for job in runner.jobs):
+                    raise
+                if coordinator is not None and coordinator.error is None:
+                    _log.warning("A trial failed, the others go on: %s", error)
+            # Errors of jobs that count as ended, e.g. of the comparison of replicas at their end.
+            wrong = wrong or next(
+                (job.error for job in runner.jobs if job.error and job.status not in _FAILED), None
+            )
+        if runner.report is not None:
+            reports.append(runner.report)
+    if wrong is not None:
+        raise wrong
+    trials.clean()
+    return _result(trials, settings, world, coordinator, reports)
+
+
+def _submit(runner: Runner, started: Started, name: str) -> None:
+    arguments = {
+        "number": started.number,
+        "params": dict(started.parameters),
+        "after": started.after,
+    }
+    runner.submit(_TRIAL, job=name, kwargs=arguments)
+
+
+def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> list[dict[str, Any]]:
+    """Returns the trials that the next run begins with, identical across ranks. Waits for all."""
+    mine = None
+    if coordinator is not None:
+        finished = {
+            each.number: [each.name, each.value, each.digest]
+            for each in coordinator.trials
+            if each.status == "finished"
+        }
+        pruned = {each.number: each.name for each in coordinator.trials if each.status == "pruned"}
+        going = [
+            {
+                "number": each.number,
+                "name": each.name,
+                "params": dict(each.parameters),
+                "after": each.after,
+            }
+            for each in coordinator.running
+        ]
+        mine = {
+            "finished": [*finished.items()],
+            "pruned": [*pruned.items()],
+            "trials": going,
+            "prunes": coordinator.search.prunes,
+        }
+    with world.monitor(job="", step=0, segment=-1, what="next trials"):
+        first = gather(world.control, mine)[0]
+    finished = {
+        number: Finished(name=name, value=value, digest=digest)
+        for number, (name, value, digest) in first["finished"]
+    }
+    trials.take_over(
+        finished,
+        dict(first["pruned"]),
+        [each["number"] for each in first["trials"]],
+        first["prunes"],
+    )
+    return first["trials"]
+
+
+def _result(
+    trials: Trials,
+    settings: SweepSettings,
+    world: World,
+    coordinator: Coordinator | None,
+    reports: Sequence[Report],
+) -> SweepResult:
+    """Returns the outcome, identical across ranks. Waits for all.
+
+    Raises:
+        Exception: On every rank, what the search raised.
+        JobError: On every rank, if all trials failed.
+    """
+
+    def facts() -> list[dict[str, Any]]:
+        if coordinator is None:
+            return []
+        if coordinator.error is not None:
+            raise coordinator.error
+        return [_facts(each) for each in coordinator.trials]
+
+    mine = on_every_rank(world, "end of the sweep", facts)
+    with world.monitor(job="", step=0, segment=-1, what="result of the sweep"):
+        rows = gather(world.control, mine)[0]
+    found = tuple(SweepTrial(**{**row, "values": tuple(map(tuple, row["values"]))}) for row in rows)
+    failed = [each for each in found if each.status == "failed"]
+    if len(failed) == len(found):
+        error = JobError(
+            f"All {len(found)} trials of the sweep failed. The first: {failed[0].error}"
+        )
+        for other in failed[1:MAX_ERRORS_SHOWN]:
+            error.add_note(f"Trial `{other.name}`: {other.error}")
+        if settings.folder is not None:
+            error.add_note(f"To begin again, remove `{settings.folder}` or name another folder.")
+        raise error
+    best = trials.best()
+    result = SweepResult(
+        metric=settings.metric,
+        mode=settings.mode,
+        trials=found,
+        best=None if best is None else found[best],
+        state=None if best is None else trials.state_of(best),
+        reports=tuple(reports),
+    )
+    if world.rank == 0 and settings.folder is not None and find_spec("matplotlib") is not None:
+        result.to_plot(settings.folder / "sweep.png")
+    return result
+
+
+def _facts(trial: TrialRecord) -> dict[str, Any]:
+    return {
+        "number": trial.number,
+        "name": trial.name,
+        "params": dict(trial.parameters),
+        "status": trial.status,
+        "step": trial.step,
+        "value": trial.value,
+        "digest": trial.digest,
+        "error": trial.error,
+        "values": [
+            (step, each) for step, logged in sorted(trial.values.items()) for each in logged
+        ],
+    }

@@ -1,0 +1,75 @@
+"""One rank of `jaxcross sweep`: `python -m jaxcross.sweeps.sweep_rank train.py TASK`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxcross.errors import require_extra
+from jaxcross.sweeps.search import Draws, Grid
+from jaxcross.world import World, current_world, initialize
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the sweep that the command describes, with the script's `train`. Waits for all ranks."""
+    from jaxcross.sweeps.run_sweep import sweep
+
+    script, task = Path(arguments[0]), json.loads(arguments[1])
+    search = search_of(task)
+    sys.argv = [str(script)]
+    sys.path.insert(0, str(script.absolute().parent))
+    # Not as `__main__`: we only need the script's `train`, not what it does when run by itself.
+    train = runpy.run_path(str(script), run_name=script.stem).get("train")
+    if train is None:
+        raise ValueError(f"`{script}` has no function `train(job, ...)`.")
+    world = _world()
+    result = sweep(
+        train,
+        search,
+        metric=task["metric"],
+        mode=task["mode"],
+        trials=task["trials"],
+        concurrent=task["concurrent"],
+        folder=task["folder"],
+        world=world,
+    )
+    if world.rank == 0:
+        print(result)
+        print(f"Kept in `{task['folder']}`: sweep.json, metrics, and the best trial's checkpoint.")
+    return 0
+
+
+def search_of(task: Mapping[str, Any]) -> Grid | Draws:
+    """Returns the search that the command describes: all of a grid, or a number of random draws."""
+    pruner = None if task["prune"] is None else _pruner(task["prune"])
+    if task["trials"] is None:
+        return Grid(task["grid"], pruner=pruner)
+    return Draws(task["grid"], seed=task["seed"], pruner=pruner)
+
+
+def _world() -> World:
+    """Returns the world that the script has started, or starts one."""
+    try:
+        return current_world()
+    except RuntimeError:
+        return initialize()
+
+
+def _pruner(name: str) -> Any:
+    require_extra("sweep", "`--prune`", "optuna")
+    from optuna import pruners
+
+    kinds = {
+        "median": pruners.MedianPruner,
+        "halving": pruners.SuccessiveHalvingPruner,
+        "hyperband": pruners.HyperbandPruner,
+    }
+    return kinds[name]()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""The two halves of tensor parallelism, as collectives with derivatives of their own.
+
+If axes are bound by `vmap`, by `crossover`, or by `shard_map(check_vma=False)`, JAX transposes
+`psum` to `psum`. That isn't the derivative we need, so in these cases we define both directions
+ourselves. Under `check_vma=True`, JAX's own transposes are the right ones. As a result, gradients
+are the same everywhere: a rank's gradient is that of the one global loss, of which every rank holds
+a copy.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+
+from jaxcross._jax_compat import checks_varying, vary_over
+
+Axes = tuple[str, ...]
+Arrays = TypeVar("Arrays")
+
+
+def copy_to(x: Arrays, axes: Axes) -> Arrays:
+    """Returns `x`, which is equal on all ranks of `axes`. Sums its gradient over these ranks.
+
+    Use it at the start of a computation that differs between ranks. It sends nothing in the forward
+    pass, and makes one all-reduce in the backward pass. This is Megatron-LM's operator f (arXiv
+    1909.08053, section 3).
+
+    Args:
+        x: A tree of arrays.
+        axes: Axis names. If empty, nothing is ever communicated.
+    """
+    copy: Any = vary_over if checks_varying() else _copy_to
+    return jax.tree.map(lambda leaf: copy(leaf, axes), x) if axes else x
+
+
+def reduce_from(x: Arrays, axes: Axes) -> Arrays:
+    """Returns the sum of `x` over the ranks of `axes`. Each rank receives the whole gradient.
+
+    Use it at the end of a computation that differs between ranks: the result is the same on every
+    rank of `axes`, and all of them continue alike. It makes one all-reduce in the forward pass, and
+    sends nothing in the backward pass. This is Megatron-LM's operator g.
+
+    Args:
+        x: A tree of arrays.
+        axes: Axis names. If empty, nothing is ever communicated.
+    """
+    reduce: Any = jax.lax.psum if checks_varying() else _reduce_from
+    return jax.tree.map(lambda leaf: reduce(leaf, axes), x) if axes else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copy_to(x: jax.Array, axes: Axes) -> jax.Array:
+    del axes
+    return x
+
+
+def _copy_to_forward(x: jax.Array, axes: Axes) -> tuple[jax.Array, None]:
+    del axes
+    return x, None
+
+
+def _copy_to_backward(axes: Axes, residual: None, g: jax.Array) -> tuple[jax.Array]:
+    del residual
+    return (jax.lax.psum(g, axes),)
+
+
+_copy_to.defvjp(_copy_to_forward, _copy_to_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _reduce_from(x: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.psum(x, axes)
+
+
+def _reduce_from_forward(x: jax.Array, axes: Axes) -> tuple[jax.Array, None]:
+    return jax.lax.psum(x, axes), None
+
+
+def _reduce_from_backward(axes: Axes, residual: None, g: jax.Array) -> tuple[jax.Array]:
+    del axes, residual
+    return (g,)
+
+
+_reduce_from.defvjp(_reduce_from_forward, _reduce_from_backward)

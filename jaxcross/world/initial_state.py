@@ -1,0 +1,176 @@
+"""Checks that a pytree is identical on all ranks, or makes it identical."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcross._pytree import forms_of, leaves_with_paths, numeric, on_host, rebuild
+from jaxcross.errors import ExchangeError
+
+_CHUNK_BYTES = 2**30
+
+
+def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
+    """Returns `state` after all ranks have compared digests of its leaves. Waits for every rank.
+
+    Leaves whose paths are in `rank_local` aren't compared.
+
+    Raises:
+        ExchangeError: The state differs between ranks: raised on every rank, naming the first leaf
+            that differs and two ranks. Or some rank can't read its own state: raised on the other
+            ranks, while that rank raises the original error.
+        TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
+            such leaf.
+    """
+    hint = (
+        "Build it from the same seed on every rank. If each rank is to have its own value of a "
+        "leaf, such as a dropout key, name it: `job.restore(state, rank_local=...)`, or "
+        "`jaxcross.Job(..., rank_local=...)`. `mode='local'` lets each rank keep all of its "
+        "values; `mode='broadcast'` takes rank 0's."
+    )
+    _compare(_gathered(_digest, state, comm, rank_local), hint=hint)
+    _check_arrays(state)
+    return state
+
+
+def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
+    """Returns this rank's tree with rank 0's values. Waits for every rank.
+
+    Each leaf keeps this rank's type and placement. Leaves whose paths are in `rank_local` stay as
+    they are.
+
+    Raises:
+        ExchangeError: The trees, shapes or element types differ: raised on every rank. Or some rank
+            can't read its own state: raised on the other ranks, while that rank raises the original
+            error.
+        TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
+            such leaf.
+    """
+    _compare(
+        _gathered(_form, state, comm, rank_local),
+        hint="Only values can be broadcast: make the trees alike first.",
+    )
+    _check_arrays(state)
+    failures: list[Exception] = []
+
+    def received(path: Any, leaf: Any) -> Any:
+        if jax.tree_util.keystr(path) in rank_local:
+            return leaf
+        values = _broadcast_leaf(leaf, comm)
+        try:
+            return _placed(values, leaf)
+        except Exception as error:
+            # The device may have run out of memory, for instance. The other ranks broadcast the
+            # next leaf in any case, so this rank has to continue, too.
+            failures.append(error)
+            return leaf
+
+    state = jax.tree_util.tree_map_with_path(received, state)
+    if failures:
+        raise failures[0]
+    return state
+
+
+def _gathered(
+    what: Callable[[Any], str], state: Any, comm: Any, rank_local: Collection[str]
+) -> list[list[tuple[str, str]]]:
+    """Returns, by rank, the path of each leaf and its description.
+
+    All rank-local leaves have the same description.
+    """
+
+    def described(path: str, leaf: Any) -> str:
+        return "rank-local" if path in rank_local and _is_numeric(leaf) else what(leaf)
+
+    mine: list[tuple[str, str]] = []
+    trouble = ""
+    failure = None
+    try:
+        mine = [(path, described(path, leaf)) for path, leaf in leaves_with_paths(state)]
+    except Exception as error:
+        # This rank may have run out of memory, or the leaf was donated. The other ranks wait in the
+        # gathering in any case, so this rank has to take part.
+        trouble = f"{type(error).__name__}: {error}"
+        failure = error
+    every = comm.allgather((mine, trouble))
+    if failure is not None:
+        raise failure
+    for rank, (_, trouble) in enumerate(every):
+        if trouble:
+            raise ExchangeError(f"Rank {rank} cannot read its state: {trouble}")
+    return [leaves for leaves, _ in every]
+
+
+def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
+    first = all_ranks[0]
+    for rank, other in enumerate(all_ranks):
+        for (path, mine), (theirs_path, theirs) in zip(first, other, strict=False):
+            if path != theirs_path:
+                raise ExchangeError(
+                    f"The state's tree differs between ranks 0 and {rank}: `{path}` there, "
+                    f"`{theirs_path}` here. {hint}"
+                )
+            if mine != theirs:
+                raise ExchangeError(
+                    f"The state differs between ranks 0 and {rank}, first at `{path}`: {mine} and "
+                    f"{theirs}. Training would diverge silently. {hint}"
+                )
+        if len(other) != len(first):
+            raise ExchangeError(
+                f"The state's tree differs between ranks 0 and {rank}: {len(first)} and "
+                f"{len(other)} leaves. {hint}"
+            )
+
+
+def _check_arrays(state: Any) -> None:
+    """Comes after the comparison, so that either all ranks raise or none does."""
+    for path, leaf in leaves_with_paths(state):
+        if not _is_numeric(leaf):
+            raise TypeError(
+                f"`{path or 'state'}` of the state is of type `{type(leaf).__name__}`: its leaves "
+                "must be arrays or numbers, which can be compared between ranks. Leave texts and "
+                "other objects out of the state."
+            )
+
+
+def _is_numeric(leaf: Any) -> bool:
+    return numeric(on_host(leaf).dtype)
+
+
+def _form(leaf: Any) -> str:
+    array = on_host(leaf)
+    if not numeric(array.dtype):
+        return f"of type {type(leaf).__name__}"
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _digest(leaf: Any) -> str:
+    array = on_host(leaf)
+    if not numeric(array.dtype):
+        return _form(leaf)
+    # Hash a view rather than a copy, because the arrays may fill half of the memory.
+    content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
+    return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
+
+
+def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
+    array = on_host(leaf)
+    content = np.frombuffer(array.tobytes(), np.uint8).copy()
+    for start in range(0, content.size, _CHUNK_BYTES):
+        comm.Bcast(content[start : start + _CHUNK_BYTES], root=0)
+    return content.view(array.dtype).reshape(array.shape)
+
+
+def _placed(values: np.ndarray, leaf: Any) -> Any:
+    """Returns rank 0's values with the type and on the device of this rank's leaf."""
+    if isinstance(leaf, jax.Array):
+        # The leaf determines type and device, whatever contexts are active here: a job's contexts
+        # don't apply on the exchange lane's thread.
+        with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):
+            return rebuild(leaf, forms_of(leaf), {"": values})
+    return type(leaf)(values) if isinstance(leaf, bool | int | float | complex) else values
