@@ -68,9 +68,10 @@ def test_a_limit_refuses_only_jobs_that_bring_a_base_of_their_own() -> None:
     runner = Runner(jaxcross.initialize(), memory=PROCESS_BYTES + int(1.9 * BASE_BYTES))
 
     def parent(job: Any) -> Any:
+        # The job reserves its memory at its first step, so it trains before it adds the others.
+        state = train(job, base)
         late.append(runner.add("shares", train, {"base": base}))
         late.append(runner.add("brings its own", train, {"base": make_base()}))
-        state = train(job, base)
         while not all(each.done.is_set() for each in late):
             job.run_on_all_ranks("waits", lambda _: None)
         return state
