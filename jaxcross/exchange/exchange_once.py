@@ -1,6 +1,6 @@
-"""Refuses to exchange a leaf twice over the same axis.
+"""Raises an error if a leaf would be exchanged twice over the same axis.
 
-This happens if two exchanges follow each other, or if one is inside the optimizer of another.
+This can happen if one exchange follows another, or if one runs inside the optimizer of another.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ def exchange_once(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps the strategy `exchange`, called `by`, so that it refuses to exchange leaves again.
 
-    It raises if a leaf is the direct result of another exchange over one of its axes (two
-    strategies in a chain whose masks overlap), and if it runs inside the optimizer of another
-    strategy and exchanges over all of that strategy's axes. It also raises if it's passed a
-    `weight`, unless `weighs` says that the strategy uses it.
+    The wrapped strategy raises in three cases. First, if a leaf that it's given is the direct
+    result of another exchange over one of its axes, e.g. because the masks of two strategies in a
+    chain overlap. Second, if it runs inside another strategy's optimizer and exchanges over all of
+    that strategy's axes. Third, if it's passed a `weight` but doesn't use weights (see the `weighs`
+    flag).
 
-    It doesn't detect a leaf that was changed after the first exchange, nor a mean that the step
-    computes itself, which may be intentional. Costs nothing at run time.
+    Not every repeated exchange is detected. If a leaf is changed after the first exchange, we lose
+    track of it. Means that the step computes itself are allowed, because they may be intentional.
+    The checks run while the step is traced, so they cost nothing at run time.
 
     Raises:
-        ValueError: When jaxcross traces the step, before the first step and on every rank. If JAX
-            itself traces (`vmap`, `pmap`, `shard_map`), only the weight is checked.
+        ValueError: Raised while jaxcross traces the step, i.e. before the first step, and on every
+            rank. If JAX itself traces the step (`vmap`, `pmap`, `shard_map`), only the weight is
+            checked.
     """
     names = frozenset(collectives.axis_names(axes))
     exchange = optax.with_extra_args_support(exchange)
@@ -64,7 +67,7 @@ def exchange_once(
         finally:
             trace.running.pop()
         for leaf in jax.tree.leaves(out):
-            # A leaf that is returned unchanged was not exchanged.
+            # If a leaf is returned unchanged, it hasn't been exchanged.
             if id(leaf) not in given and isinstance(leaf, jax.Array):
                 trace.note_exchanged(leaf, by, names)
         return out, state
@@ -74,7 +77,8 @@ def exchange_once(
 
 def _check_outer(trace: Tracing, by: str, axes: frozenset[Hashable]) -> None:
     for outer, theirs in trace.running:
-        # Exchanging over only some of the outer axes is fine, e.g. a mean within the node.
+        # It's fine to exchange over only some of the outer axes, e.g. to take a mean within the
+        # node.
         if theirs <= axes:
             raise ValueError(
                 f"`{by}` is inside the optimizer of `{outer}`, and both exchange over "

@@ -1,4 +1,26 @@
-"""SparseLoCo: DiLoCo that sends only each chunk's largest elements, with two bits per value."""
+"""SparseLoCo: DiLoCo that sends only each chunk's largest elements, with two bits per value.
+
+DiLoCo exchanges rarely, but each exchange still sends the whole model. SparseLoCo makes this
+message small as well: with the defaults, a rank sends only one element in 64, and 14 bits for it.
+In our digits task on four ranks, with an exchange every 16 steps, a rank receives 0.14% of the
+bytes that a mean on every step takes, and ends one point of accuracy behind the mean
+(benchmarks/results/exchanges.md).
+
+**Error feedback.** A rank doesn't discard what it doesn't send. It keeps a residual, adds each
+round's delta to it, and sends the largest elements of the residual. The residual decays from round
+to round, like a momentum. That's why it can replace DiLoCo's outer momentum, and the outer
+optimizer can be plain SGD.
+
+**Chunks.** We select within chunks of at most 4,096 elements rather than within whole leaves. An
+index then takes 12 bits instead of 32, and every part of a layer gets to send something.
+
+**Two bits per value.** A value is reduced to its sign and to one bit that says whether its
+magnitude is large or small. For each leaf, a rank also sends what large and small stand for, as two
+float32 numbers. It decodes its own message as well, and subtracts the decoded values from its
+residual rather than the exact ones. This way, the rounding error stays in the residual, too.
+
+The code of a value is stored above the bits of its index, so both travel as one integer.
+"""
 
 from __future__ import annotations
 
@@ -78,41 +100,44 @@ def sparse_loco(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps per rank, then one `outer` step on the mean of sparse deltas.
 
-    A round is a `diloco` round, but instead of the whole delta, ranks send part of a residual:
-    `residual <- decay * residual + (anchor - mine)`. The `density` largest elements of each chunk
-    are sent and removed from the residual.
-    Each travels as its index in the chunk, its sign, and one bit that says whether its magnitude is
-    above the mean magnitude of all elements that this rank sends of the leaf. It's decoded as the
-    mean magnitude of those elements that are on the same side. The rounding error stays in the
-    residual, too.
+    A round is like a round of `diloco`, except that ranks don't send their whole delta. Each rank
+    adds its delta to a residual, `residual <- decay * residual + (anchor - mine)`. The `density`
+    largest elements of each chunk are then sent and removed from the residual.
+
+    Each element is sent as its index in the chunk, its sign, and one bit that says whether its
+    magnitude is above the mean magnitude of all elements that this rank sends of the leaf. The
+    receivers replace the magnitude by the mean magnitude of the elements on the same side. The
+    rounding error stays in the residual, too.
 
     The residual takes over the role of DiLoCo's outer momentum, so `outer` can be plain
     `optax.sgd(1.0)`.
 
-    Parameters differ between ranks within a round, and by one rounding after it. The inner
-    optimizer's state and the residual are rank-local, so save them, and the parameters, per rank.
-    The anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it. All
-    ranks must start with the same parameters. Deterministic.
+    Within a round, parameters differ between ranks. After a round, they're equal up to one
+    rounding. The inner optimizer's state and the residual are rank-local, so they have to be saved
+    per rank, and so do the parameters. The model to evaluate is the anchor (`state.anchor`), which
+    `jaxcross.exchange.finish` returns. All ranks must start with the same parameters.
+    Deterministic.
 
     ```python
     tx = jaxcross.exchange.sparse_loco(optax.adamw(4e-4), optax.sgd(1.0), "batch", every=30)
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    Bytes received per rank on a step that exchanges: `(P-1) (k (b + 2)/8 + 8)` per leaf of which
-    each rank sends k elements with b-bit indices (12 bits for a chunk of 4,096), by one all-gather
-    of bytes and one of two magnitudes per leaf. With float32 values instead of two bits, `(P-1) k
-    (b/8 + 4)`. Skipped leaves of n bytes cost `2(P-1)/P n`. On other steps, 0.
+    Bytes received per rank: on a step that exchanges, `(P-1) (k (b + 2)/8 + 8)` for a leaf of which
+    each rank sends k elements, where b is the number of bits per index (12 for a chunk of 4,096).
+    One all-gather carries indices and codes, and another one the two magnitudes per leaf. With
+    float32 values instead of two bits, a leaf costs `(P-1) k (b/8 + 4)`. Skipped leaves of n bytes
+    cost `2(P-1)/P n`. On all other steps, it's 0.
 
     Args:
         inner: Steps on this rank's gradients.
         outer: Steps on the mean of what was sent, once per round. A schedule in it counts rounds.
         axes: One axis name, or a tuple of names that act as a single axis.
-        every: Steps per round; the first exchange is in step `every`.
+        every: Steps per round; the first exchange is on step `every`.
         density: Fraction of a chunk's elements to send, rounded, but at least one.
-        decay: Factor of the residual per round, in [0, 1].
-        chunk: Longest chunk. A leaf is cut into equal chunks, so there's less than one element of
-            padding per chunk.
+        decay: Factor by which the residual is multiplied in each round, in [0, 1].
+        chunk: Number of elements in the longest chunk. A leaf is cut into equal chunks, so it takes
+            less than one element of padding per chunk.
         bits: Bits per value on the wire: 2, or 32 for float32.
         skip: (path, leaf) -> whether the delta of a leaf is averaged uncompressed. By default,
             scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
@@ -129,9 +154,9 @@ def sparse_loco(
     Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
     on the same step.
 
-    Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco,
-    which averages an element only over those ranks that have sent it. The levels of the two bits
-    are ours.
+    Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco.
+    That code averages an element only over those ranks that have sent it, while we always divide by
+    the number of all ranks. The two magnitudes that the bits stand for are ours, too.
     """
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
@@ -236,7 +261,7 @@ class _SparseExchange:
         else:
             coded = [_coded(values) for values, _ in pairs]
             sent = [_decoded(codes, levels) for codes, levels in coded]
-            # The code goes above the bits of the index.
+            # The code goes above the bits of the index, so that both are packed as one integer.
             both = [
                 c + (codes << lay.index_bits)
                 for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
@@ -260,11 +285,12 @@ class _SparseExchange:
 
 
 def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns 2-bit codes as int32, and the two magnitudes, `[2]`, that they stand for.
+    """Returns 2-bit codes as int32, and the two magnitudes that they stand for, `[2]`.
 
-    The low bit is the sign, 1 for positive. The high bit is set if the value's magnitude is above
-    the mean of all. The magnitudes are the means of the smaller and of the larger values. If any
-    value isn't finite, neither is the first magnitude, and all values take it.
+    The low bit of a code is the sign, 1 for positive values. The high bit is set if the value's
+    magnitude is above the mean magnitude of all values. The two magnitudes are the means below and
+    above it. If any value isn't finite, the comparison is false for all of them, so all values get
+    the first magnitude, which isn't finite either.
     """
     size = jnp.abs(values)
     above = size > jnp.sum(size / size.size)
@@ -273,7 +299,7 @@ def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_where(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    # Divide first: the sum of large numbers could be infinite.
+    # Divide before summing, because the sum of large numbers could be infinite.
     return jnp.sum(jnp.where(chosen, x / jnp.maximum(jnp.sum(chosen), 1), 0))
 
 

@@ -2,30 +2,34 @@
 
 **Error feedback.** What a rank doesn't send is kept in a residual and added to its next gradient,
 so nothing is lost, only delayed. The rounding of `wire_dtype` stays in the residual as well.
-Without error feedback, training may stall. Since the residual persists, values are clipped to the
-range of the types they pass through: an infinity would stay in the residual forever.
+Without error feedback, training may stall. Because the residual is kept forever, an infinity in it
+would never go away. So we clip values to the range of the types that they're converted to.
 
-**Exchange.** The elements travel as (value, index) pairs. All ranks gather the pairs of all ranks
-and add them in rank order, so the mean is bitwise identical everywhere. The values of all leaves
-are one message and their indices another, because small leaves would otherwise spend most of their
-time on latency. Every rank receives the pairs of all others, so the bytes grow with P - 1, whereas
-those of a dense mean grow with 2(P-1)/P. `gtop_k` avoids that for powers of two.
+**Exchange.** The elements are sent as (value, index) pairs. Every rank gathers the pairs of all
+ranks and adds them in rank order, so the mean is bitwise identical everywhere. The values of all
+leaves are one message and their indices another, because small leaves would otherwise spend most of
+their time on latency. Since every rank receives the pairs of all others, the bytes grow with P - 1,
+whereas those of a dense mean grow with 2(P-1)/P. If the number of ranks is a power of two, `gtop_k`
+avoids that.
 
-**Per leaf or per bucket.** By default the k largest elements are selected leaf by leaf. Selecting
-from all leaves at once (`bucket`) is cheaper, but layers with small gradients starve.
+**Per leaf or per bucket.** By default, we select the k largest elements of each leaf. It's cheaper
+to select from all leaves at once (the `bucket` option), but then layers with small gradients hardly
+ever send anything.
 
-**Nodes.** If several ranks share a node, its link would carry the pairs of all of them.
-`pattern="hierarchical"` (HiTopKComm) first sums gradients densely within the node, so that each
-rank holds 1/L of the node's sum, and only then selects and exchanges pairs, between nodes. It has
-to be dense on the way in, because the elements to select are the largest of the node's sum. On the
-way out it's dense as well, since bytes are cheap within a node.
+**Nodes.** If several ranks share a node, its link would carry the pairs of all of them. With
+`pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within the node, so that
+each rank holds 1/L of the node's sum. Only then do the ranks select their elements and exchange
+pairs with the other nodes. The sum within the node can't be sparse, because the elements to select
+are the largest of the node's sum. The result is distributed densely within the node as well, since
+bytes are cheap there.
 
-**Density.** The number of pairs is part of the compiled program, so a changing density (`warm_up`)
-is a `lax.switch` over one branch per stage.
+**Density.** The number of pairs is part of the compiled program. If the density changes during
+training (the `warm_up` option), the program is therefore a `lax.switch` with one branch per stage.
 
-At a density of 1%, our digits task ends at the accuracy of the mean with a twentieth of its bytes.
-On prose, with Adam after the exchange, it ends 2 points behind the mean after 400 steps, and 0.7
-points if 10% are sent for two fifths of the steps (benchmarks/results/exchanges.md).
+At a density of 1%, our digits task reaches the same accuracy as with a dense mean, at a twentieth
+of its bytes. On a task with prose, where Adam follows the exchange, it ends 2 points behind the
+mean after 400 steps. The gap shrinks to 0.7 points if 10% are sent for the first two fifths of the
+steps (benchmarks/results/exchanges.md).
 """
 
 from __future__ import annotations
@@ -54,8 +58,8 @@ Pattern = Literal["flat", "hierarchical"]
 class TopKState(NamedTuple):
     """Number of steps, and each rank's residuals: float32 vectors in the tree of the parameters.
 
-    A vector is as long as its leaf, D elements. With the hierarchical pattern, it's as long as one
-    of L parts of the padded leaf, D'/L. A step can't detect residuals that were saved with a
+    A residual is as long as its leaf, D elements. With the hierarchical pattern, it's as long as
+    one of L parts of the padded leaf, D'/L. A step can't detect residuals that were saved with a
     different number of ranks or nodes if they happen to have the same length. `job.restore` can,
     and raises: otherwise the unsent residuals of the missing ranks would be silently dropped.
     """
@@ -81,18 +85,20 @@ def top_k(
 ) -> optax.GradientTransformation:
     """Averages each rank's `k = density * D` largest elements of every leaf of D elements.
 
-    Updates are the same on every rank. Residuals are rank-local and must be saved per rank.
-    Deterministic. Exchanges k pairs of a value and an int32 index, by one all-gather of all leaves'
-    values and one of their indices. On P ranks, a rank receives `(P-1) k (v + 4)` bytes, with v
-    bytes per value, and `2(P-1)/P n` for skipped leaves.
+    Updates are the same on every rank. Residuals are rank-local, so save them per rank.
+    Deterministic.
+
+    Each selected element is sent as its value and an int32 index, by one all-gather of all leaves'
+    values and one of their indices. Bytes received per rank, on P ranks and with v bytes per value:
+    `(P-1) k (v + 4)`, plus `2(P-1)/P n` for skipped leaves of n bytes.
 
     `pattern="hierarchical"` is HiTopKComm over `axes=(outer, inner)` of N and L ranks. Each rank
     receives the dense sum of 1/L of each leaf within the node, exchanges the k/L largest elements
-    of it between nodes, and gathers the dense result within the node. The residuals belong to that
-    1/L. In total, a rank receives `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D padded to a
-    multiple of L. Everything is dense within a node, where bytes are cheap. On the way in it has to
-    be, since the elements to select are the largest of the node's sum. On the way out, pairs would
-    take fewer bytes as long as `2 N density < 1`.
+    of this part between nodes, and gathers the dense result within the node. The residuals belong
+    to that 1/L. In total, a rank receives `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, where D' is D
+    padded to a multiple of L. Within a node, everything is dense. On the way in it has to be, since
+    the elements to select are the largest of the node's sum. On the way out, pairs would take fewer
+    bytes as long as `2 N density < 1`, but bytes are cheap within a node.
 
     ```python
     tx = optax.chain(jaxcross.exchange.top_k(0.01, "batch", warm_up=[(500, 0.1)]), optax.sgd(0.1))
@@ -104,20 +110,20 @@ def top_k(
         density: Fraction of the elements to send.
         axes: One axis name, or a tuple of names that act as a single axis. For `"hierarchical"`, a
             tuple of the outer and the inner axis.
-        selection: How the largest elements are found: see `jaxcross.exchange.select`.
-        error_feedback: Keep what was not sent, including the rounding of `wire_dtype`. Without it,
-            top-k may stall.
+        selection: How the largest elements are found; see `jaxcross.exchange.select`.
+        error_feedback: Whether to keep what wasn't sent, including the rounding of `wire_dtype`.
+            Without it, training with top-k may stall.
         skip: (path, leaf) -> whether a leaf is averaged uncompressed. By default, scalars, vectors,
             and leaves of any shape whose name is `bias` or `scale`.
         warm_up: `(until_step, density)` pairs, in ascending order of steps: the density before
             `until_step`.
         wire_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values
             beyond its range are sent as its largest number.
-        bucket: Take the largest elements of all leaves together. Cheaper, but layers with small
-            gradients starve.
+        bucket: Whether to select the largest elements of all leaves together. That's cheaper, but
+            layers with small gradients starve.
         pattern: `"flat"` or `"hierarchical"`.
-        inner_ranks: Number of ranks of the inner axis of `"hierarchical"`, because residuals, of
-            1/L of each leaf, are created before that axis is bound.
+        inner_ranks: Number of ranks of the inner axis of `"hierarchical"`. It's needed because
+            residuals, of 1/L of each leaf, are created before that axis is bound.
 
     Raises:
         ValueError: An argument is out of range; or, at trace time, the size of the inner axis is
@@ -205,9 +211,9 @@ class _Settings:
 
     Attributes:
         names: All axes.
-        across: Axes over which pairs travel: with nodes, only the outer one.
-        inner: Number of ranks per node, which divide the leaves of their node's sum among
-            themselves; 1 without nodes.
+        across: Axes over which pairs are exchanged: with nodes, only the outer one.
+        inner: Number of ranks per node, each of which handles its part of the node's sum; 1 without
+            nodes.
         selection: As in `top_k`.
         error_feedback: As in `top_k`.
         wire_dtype: As in `top_k`.
@@ -247,8 +253,8 @@ def _exchange(
         bounds[1:],
         [x.dtype for x in leaves],
     )
-    # One message for all values and one for all indices: small leaves would mostly wait for
-    # latency.
+    # We send one message with all values and one with all indices, because small leaves would
+    # mostly wait for latency.
     counts = list(itertools.accumulate(v.size for v in sent))[:-1]
     every_value = jnp.split(
         collectives.gather(jnp.concatenate(sent), settings.across), counts, axis=1
@@ -272,7 +278,7 @@ def _exchange(
         sums = layouts.from_blocks(
             collectives.gather(jnp.concatenate(sums), settings.names[1]), shapes
         )
-    # Rounding up in `wire_dtype` may have exceeded the update's type.
+    # Rounding up to `wire_dtype` may have exceeded the range of the update's type.
     sums = [collectives.saturate(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
     out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
     return out, list(rests) if settings.error_feedback else []
@@ -287,8 +293,9 @@ def _sent_values(
 ) -> list[jax.Array]:
     """Returns the selected values of each group as they are sent, clipped and rounded.
 
-    The mean of values that fit the update's type fits it, too. But a value here may be the sum over
-    the `inner` ranks of a node, so it's clipped to `inner` times the type's largest number.
+    If all ranks' values fit the update's type, so does their mean. With nodes, however, a value may
+    be the sum over the `inner` ranks of a node, so it's only clipped to `inner` times the type's
+    largest number.
 
     Args:
         settings: Settings of the exchange.

@@ -49,7 +49,7 @@ def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
 def as_number(value: Any) -> float:
     """Returns a Python, NumPy or JAX real number as a float, or NaN for any other value.
 
-    NaN is in no range, so range checks that use this refuse other values, too.
+    NaN isn't in any range, so a range check on the result rejects other values as well.
     """
     if isinstance(value, bool | str | Tracer):
         return math.nan
@@ -111,7 +111,7 @@ def check_state(
 def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what: str) -> None:
     """Raises a ValueError for a float64 leaf, because `what` is computed in float32.
 
-    There, a finite float64 number may be infinite.
+    In float32, a finite float64 number may become infinite.
     """
     if jnp.result_type(leaf) == jnp.float64:
         raise ValueError(
