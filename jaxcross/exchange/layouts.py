@@ -170,6 +170,8 @@ def ravel_floats(
         for members in group_by_dtype(leaves).values()
         if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
     ]
+    # There's one vector per element type, so that no leaf has to be converted to a wider type,
+    # which would send more bytes.
     layouts = [vector_layout([leaves[i] for i in members], multiple=multiple) for members in groups]
     vectors = [
         lay.ravel([leaves[i] for i in members])
@@ -266,6 +268,8 @@ class Fragments:
         leaves, treedef = jax.tree.flatten(tree)
         for piece, part in zip(self.pieces[fragment], parts, strict=True):
             old, new = leaves[piece.leaf], part.astype(leaves[piece.leaf].dtype)
+            # If the piece is only a part of the leaf, we write into the leaf's flat form. A whole
+            # leaf is replaced as it is, without a reshape, so that XLA can work in place.
             if piece.shape != old.shape:
                 new = jax.lax.dynamic_update_slice(old.reshape(-1), new, (piece.start,)).reshape(
                     old.shape
@@ -287,6 +291,8 @@ def cut_fragments(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragmen
     moving = [i for i, x in enumerate(leaves) if is_float(x)]
     shapes = {i: jnp.shape(leaves[i]) for i in moving}
     bounds = [*itertools.accumulate(map(math.prod, shapes.values()), initial=0)]
+    # All fragments have the same width. The last ones may contain fewer elements, or none at all;
+    # their vectors are then mostly padding.
     share = -(-bounds[-1] // fragments)
     pieces = tuple(_pieces(shapes, bounds, n * share, (n + 1) * share) for n in range(fragments))
     dtype = jnp.result_type(jnp.float32, *(jnp.result_type(leaves[i]) for i in moving))
@@ -299,6 +305,7 @@ def _pieces(
     """Returns the pieces between two positions of the vector of all leaves."""
     found = []
     for (leaf, shape), (low, high) in zip(shapes.items(), itertools.pairwise(bounds), strict=True):
+        # Intersect the leaf's range in the vector with the given one.
         begin, end = max(start, low), min(stop, high)
         if begin < end:
             found.append(
@@ -317,6 +324,9 @@ def chunk_length(size: int, most: int) -> int:
 
     All chunks are equally long. There are fewer elements of padding than chunks.
     """
+    # First find out how many chunks are needed, then spread the elements evenly over these. With
+    # chunks of exactly `most` elements, the last one could be mostly padding, and would still send
+    # as many elements as the others.
     return -(-size // max(1, -(-size // most)))
 
 

@@ -94,12 +94,16 @@ def local_rounds(
         this_round = begin(state, params)
         updates, inner = optimizer.update(updates, state.inner, params, **extra)
         if this_round.taking_part is not None:
+            # All ranks run the same program, so a rank that pauses computes the local step as well.
+            # We only discard its result.
             paused = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner = jax.tree.map(
                 partial(jnp.where, this_round.taking_part), (updates, inner), paused
             )
         since = next_in_round(state.since, every)
         counts_rounds = "round" in state._fields
+        # Merges don't get the fields that change on every step. This keeps these out of the
+        # conditional, whose branches only return what a merge may change.
         own = state._replace(since=None, inner=None, **({"round": None} if counts_rounds else {}))
         updates, own = _merged(this_round, since, every, updates, params, own)
         if counts_rounds:

@@ -220,11 +220,14 @@ class _SparseExchange:
         where = [i for i, lay in enumerate(layouts) if lay]
         for i in where:
             check_float32(*found[i], "the residuals of `sparse_loco`")
+        # Leaves that aren't compressed are averaged as they are.
         out = [
             x if lay else mean_of(x, self.names) for (_, x), lay in zip(found, layouts, strict=True)
         ]
         used = [lay for lay in layouts if lay]
         if used:
+            # All compressed leaves are exchanged together, so that the number of messages doesn't
+            # depend on the number of leaves.
             grown = [
                 self.decay * rests[i] + leaf_blocks(out[i].astype(jnp.float32), lay.rows)
                 for i, lay in zip(where, used, strict=True)
@@ -232,6 +235,8 @@ class _SparseExchange:
             means, left = self._send(grown, used)
             for i, mean, rest in zip(where, means, left, strict=True):
                 x = out[i]
+                # A residual collects deltas in float32, so the mean may be too large for a leaf
+                # with 16 bits.
                 flat = collectives.saturate(mean.reshape(-1)[: x.size], x.dtype)
                 out[i], rests[i] = flat.reshape(x.shape).astype(x.dtype), rest
         return jax.tree.unflatten(treedef, out), jax.tree.unflatten(treedef, rests)
@@ -260,6 +265,8 @@ class _SparseExchange:
             sent = [values for values, _ in pairs]
         else:
             coded = [_coded(values) for values, _ in pairs]
+            # This rank decodes its own codes in the same way as the receivers do. Its residual then
+            # keeps exactly what they don't get.
             sent = [_decoded(codes, levels) for codes, levels in coded]
             # The code goes above the bits of the index, so that both are packed as one integer.
             both = [
@@ -275,6 +282,8 @@ class _SparseExchange:
             )  # [P, leaves, 2]
             means = []
             for leaf, (number, lay) in enumerate(zip(every, layouts, strict=True)):
+                # Every rank has sent magnitudes of its own, so each rank's codes are decoded with
+                # these.
                 values = _decoded(number >> lay.index_bits, levels[:, leaf, None])
                 columns = number & ((1 << lay.index_bits) - 1)
                 means.append(sparse.sum_of_chunks(values, columns, lay) / values.shape[0])

@@ -12,9 +12,9 @@ their time on latency. Since every rank receives the pairs of all others, the by
 whereas those of a dense mean grow with 2(P-1)/P. If the number of ranks is a power of two, `gtop_k`
 avoids that.
 
-**Per leaf or per bucket.** By default, we select the k largest elements of each leaf. It's cheaper
-to select from all leaves at once (the `bucket` option), but then layers with small gradients hardly
-ever send anything.
+**Per leaf or per bucket.** By default, we select the k largest elements of each leaf. It can be
+cheaper to select from all leaves at once (the `bucket` option), but then layers with small
+gradients hardly ever send anything.
 
 **Nodes.** If several ranks share a node, its link would carry the pairs of all of them. With
 `pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within the node, so that
@@ -119,8 +119,8 @@ def top_k(
             `until_step`.
         wire_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values
             beyond its range are sent as its largest number.
-        bucket: Whether to select the largest elements of all leaves together. That's cheaper, but
-            layers with small gradients starve.
+        bucket: Whether to select the largest elements of all leaves together. That can be cheaper,
+            but layers with small gradients starve.
         pattern: `"flat"` or `"hierarchical"`.
         inner_ranks: Number of ranks of the inner axis of `"hierarchical"`. It's needed because
             residuals, of 1/L of each leaf, are created before that axis is bound.
@@ -157,6 +157,7 @@ def top_k(
 
     def init(params: optax.Params) -> TopKState:
         sparse.warn_if_none(params, skip, "`top_k`")
+        # With nodes, a rank only has residuals for its own part of each leaf.
         keep = (
             sparse.residuals(params, skip, lambda size: layouts.block_width((size,), inner))
             if error_feedback
@@ -182,6 +183,8 @@ def top_k(
                 check_float32(path, x, "the values of `top_k`")
         big = [x for x, c in zip(leaves, chosen, strict=True) if c]
         if big:
+            # The density has to be a constant in each branch, because it determines how long the
+            # messages are. The number of stages that have ended is the index of the current one.
             branches = [partial(_exchange, settings, d) for _, d in stages]
             stage = sum((state.step >= until).astype(jnp.int32) for until, _ in stages[:-1])
             big, residual = (
@@ -237,12 +240,15 @@ def _exchange(
     shapes = [x.shape for x in leaves]
     vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
     if inner > 1:
+        # Sum densely within the node first. Each rank gets its part of the sum of every leaf.
         rows = collectives.sum_scatter(
             layouts.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1]
         )
         vectors = layouts.block_columns(rows, shapes, inner)
     if settings.error_feedback:
         vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
+    # We select from one group of elements at a time. A group is either a leaf, or with `bucket` all
+    # leaves together.
     bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
     groups = [jnp.concatenate(vectors)] if settings.bucket else vectors
     pairs = [select(x, sparse.slots(share, x.size), selection=settings.selection) for x in groups]
@@ -267,6 +273,8 @@ def _exchange(
         sparse.sum_of_pairs(v, i, x.size) / ranks
         for v, i, x in zip(every_value, every_index, groups, strict=True)
     ]
+    # We subtract the values as they were sent, i.e. after clipping and rounding, so that the
+    # residual keeps these errors as well.
     rests = [
         sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)
     ]
@@ -326,6 +334,8 @@ def _saturate_each(
     """Clips each element of a bucket to the range of its leaf's type; leaves end at `ends`."""
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
+    # The index of an empty slot lies beyond the last leaf. It's clipped to that leaf, which does no
+    # harm because the slot's value is 0.
     largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(
         mode="clip"
     )

@@ -210,6 +210,8 @@ class Lane:
             poll_s = _FIRST_POLL_S if again else min(2 * poll_s, _LONGEST_POLL_S)
             if not moved:
                 self._wakeup.wait(poll_s)
+            # A command is added before the event is set. So if we clear the event first and look
+            # for commands afterwards, we can't miss any.
             self._wakeup.clear()
         self._mailbox.close()
 
@@ -235,6 +237,8 @@ class Lane:
             self._clocks.finish(sender)
         elif tag == _PARAMS:
             self._answers[sender] = message
+            # Once our worker has finished, a server only answers when all workers have. So this is
+            # the last message that we get from that server.
             if self._finishing:
                 self._final.add(sender)
         else:
@@ -247,6 +251,8 @@ class Lane:
         free = self._clocks.release()
         if not free:
             return
+        # A worker may be released without any new gradient, e.g. because another worker has
+        # finished. It then gets the current parameters.
         if self._arrived:
             arrived = self._arrived
             self._arrived = {}
@@ -257,6 +263,8 @@ class Lane:
     def _fail(self, failure: Failure) -> None:
         if self._failure is not None:
             return
+        # We have to send the report before we set `_failure`. From then on, `_send_all` sends
+        # nothing any more, so that the report is this rank's last message.
         text = np.frombuffer(failure.text.encode(), np.uint8)
         self._send_all(_STOPPED if failure.stopped else _FAILED, [text] * self._mailbox.size)
         self._failure = failure

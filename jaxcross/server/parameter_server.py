@@ -257,6 +257,8 @@ class ParameterServer(Generic[Params]):
         job = "" if self._job is None else self._job.name
 
         def waiting_for(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
+            # In a job, a worker may be busy on its own for a while, e.g. in `job.measure`. The
+            # watchdog must not blame it for being late then.
             patient = {
                 rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)
             }
