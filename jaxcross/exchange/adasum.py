@@ -145,7 +145,8 @@ def _over_ranks(
 
     `counts` holds each layer's number of chunks per row.
     """
-    ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    ranks = jax.lax.axis_size(axis)
+    rank = jax.lax.axis_index(axis)
     base = x.shape[0]
     levels = base.bit_length() - 1
     if base < ranks:
@@ -198,7 +199,8 @@ def _combine(
 
     largest = jnp.stack([jnp.abs(a).max((0, 2)), jnp.abs(b).max((0, 2))])
     scales = _scale(_of_layers(largest, counts, jnp.maximum))
-    small_a, small_b = a / spread(scales[0]), b / spread(scales[1])
+    small_a = a / spread(scales[0])
+    small_b = b / spread(scales[1])
     products = jnp.stack(
         [
             (x * y).sum((0, 2))
@@ -207,13 +209,13 @@ def _combine(
     )
     # For each layer: both scales, and a.b, a.a, b.b of the scaled parts.
     rows = gather(jnp.concatenate([scales, _of_layers(products, counts, jnp.add)]))
-    top_a, top_b = rows[:, 0].max(0), rows[:, 1].max(0)
-    part_a, part_b = rows[:, 0] / top_a, rows[:, 1] / top_b
-    ab, aa, bb = (
-        (part_a * part_b * rows[:, 2]).sum(0),
-        (part_a**2 * rows[:, 3]).sum(0),
-        (part_b**2 * rows[:, 4]).sum(0),
-    )
+    top_a = rows[:, 0].max(0)
+    top_b = rows[:, 1].max(0)
+    part_a = rows[:, 0] / top_a
+    part_b = rows[:, 1] / top_b
+    ab = (part_a * part_b * rows[:, 2]).sum(0)
+    aa = (part_a**2 * rows[:, 3]).sum(0)
+    bb = (part_b**2 * rows[:, 4]).sum(0)
     # The factor a.b / 2|a|^2 by itself could overflow if a is tiny and b is huge. Its product with
     # a can't, because that's at most as large as b. So we compute the product from the scaled
     # vectors, and multiply by b's scale last.

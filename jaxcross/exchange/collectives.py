@@ -95,7 +95,8 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """
     if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
         return x.astype(dtype)
-    info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    info = jnp.finfo(dtype)
+    own = jnp.finfo(x.dtype)
     if info.nmant >= own.nmant:
         return x.astype(dtype)
     # The range of some 8-bit types isn't what you'd expect from their number of exponent bits. For

@@ -126,11 +126,8 @@ def decoupled_momentum(
         del params
         check_state(state, init, updates, "`decoupled_momentum`")
         found, treedef = jax.tree.flatten_with_path(updates)
-        chosen, out, momenta = (
-            sparse.compressed_leaves(found, skip),
-            [],
-            treedef.flatten_up_to(state.momentum),
-        )
+        chosen = sparse.compressed_leaves(found, skip)
+        momenta = treedef.flatten_up_to(state.momentum)
         for (path, leaf), compressed in zip(found, chosen, strict=True):
             if compressed:
                 check_float32(path, leaf, "the momenta of `decoupled_momentum`")
@@ -180,7 +177,8 @@ class _Tiles:
 
     def frequencies(self, leaf: jax.Array) -> jax.Array:
         """Returns each tile's coefficients, `[tiles, elements of a tile]`, float32."""
-        (rows, columns), (high, wide) = self.shape, self.tile
+        rows, columns = self.shape
+        high, wide = self.tile
         padding = [(0, -rows % high), (0, -columns % wide)]
         matrix = jnp.pad(leaf.reshape(self.shape).astype(jnp.float32), padding)
         tiles = matrix.reshape(matrix.shape[0] // high, high, -1, wide).swapaxes(1, 2)
@@ -190,7 +188,8 @@ class _Tiles:
 
     def leaf(self, coefficients: jax.Array, like: jax.Array) -> jax.Array:
         """Transforms coefficients back to a leaf with the shape and type of `like`."""
-        (rows, columns), (high, wide) = self.shape, self.tile
+        rows, columns = self.shape
+        high, wide = self.tile
         tiles = coefficients.reshape(-(-rows // high), -1, high, wide)
         tiles = product(product(dct_matrix(high).T, tiles), dct_matrix(wide))
         matrix = tiles.swapaxes(1, 2).reshape(tiles.shape[0] * high, -1)[:rows, :columns]
@@ -209,7 +208,8 @@ def _tiles(leaf: jax.typing.ArrayLike, chunk: int, density: float) -> _Tiles:
 
 def dct_matrix(size: int) -> np.ndarray:
     """Returns the orthonormal DCT-II matrix, `[frequency, element]`, float32."""
-    frequency, element = np.arange(size)[:, None], np.arange(size)[None]
+    frequency = np.arange(size)[:, None]
+    element = np.arange(size)[None]
     matrix = np.cos(np.pi * (2 * element + 1) * frequency / (2 * size)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
     matrix[np.abs(matrix) < 1e-12] = 0  # zeros up to rounding, whose sign `sign` would return

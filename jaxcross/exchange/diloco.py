@@ -99,19 +99,28 @@ def diloco(
     """
     every = whole_number(every, "every", "`diloco`")
     names = axis_names(axes)
-    local, beyond = optimizer_in(inner, "`diloco`"), optimizer_in(outer, "`diloco`")
+    inner_optimizer = optimizer_in(inner, "`diloco`")
+    outer_optimizer = optimizer_in(outer, "`diloco`")
 
     def init(params: optax.Params) -> DiLoCoState:
         return DiLoCoState(
-            jnp.zeros((), jnp.int32), copied(params), beyond.init(params), local.init(params)
+            jnp.zeros((), jnp.int32),
+            copied(params),
+            outer_optimizer.init(params),
+            inner_optimizer.init(params),
         )
 
     def merge(mine: optax.Params, state: DiLoCoState) -> tuple[optax.Params, DiLoCoState]:
         gradient = mean_of(pseudo_gradient(state.anchor, mine), names)
-        anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
+        anchor, outer_state = outer_step(outer_optimizer, gradient, state.anchor, state.outer)
         return anchor, state._replace(anchor=anchor, outer=outer_state)
 
     merges = [to_merged(merge)]
     return local_rounds(
-        "diloco", names, local, every=every, init=init, begin=lambda *_: Round(merges=merges)
+        "diloco",
+        names,
+        inner_optimizer,
+        every=every,
+        init=init,
+        begin=lambda *_: Round(merges=merges),
     )

@@ -98,7 +98,8 @@ def elastic_average(
         away = jax.tree.map(jnp.subtract, params, state.centre)
         total = sum_of(away, names)
         # Skip a factor of 0, because 0 times NaN would be NaN.
-        pulled, centre = updates, state.centre
+        pulled = updates
+        centre = state.centre
         if alpha:
             pulled = add_moves(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
         if pull:

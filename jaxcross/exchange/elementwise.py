@@ -88,7 +88,9 @@ def check_elementwise(
         )
         return compat.open_jaxpr(made)[0]
 
-    (updates, params), state, whole = _types(part), _types(state), _types(whole)
+    updates, params = _types(part)
+    state = _types(state)
+    whole = _types(whole)
     on_part = traced(updates, state, params)
     name = _exchange_over(on_part, axis)
     if name is not None:
@@ -190,6 +192,7 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
         operands = [level_of(v) for v in eqn.invars]
         highest = max(operands, default=(_NOTHING, ""))
         name = eqn.primitive.name
+        inner = [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]
         # By default, a result depends on everything that any of its operands depends on.
         made = [highest] * len(eqn.outvars)
         counted = [level for level in operands if level[0] == _POSITIONS]
@@ -197,7 +200,7 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
             made = [max(highest, (_OTHERS, f"`{name}`"))] * len(made)
         elif name == "iota" and _size(eqn.outvars[0]) in sizes:
             made = [(_POSITIONS, "`iota`")]
-        elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
+        elif inner:
             if name in _CALLS:
                 # The body's arguments are the last operands, because the first operand of a `cond`
                 # is its index. The results of a `cond` also depend on that index.
@@ -239,7 +242,8 @@ def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
 
     The level says whether elements keep their positions.
     """
-    name, size = eqn.primitive.name, _size(made)
+    name = eqn.primitive.name
+    size = _size(made)
     held = [
         (v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT
     ]

@@ -92,7 +92,10 @@ def _check_leaves(
 ) -> None:
     for path, leaf in jax.tree.leaves_with_path(updates):
         earlier = trace.exchanged(leaf)
-        if earlier is not None and (shared := earlier.axes & axes):
+        if earlier is None:
+            continue
+        shared = earlier.axes & axes
+        if shared:
             raise ValueError(
                 f"`{by}` is given the leaf `{jax.tree_util.keystr(path)}`, which `{earlier.by}` "
                 f"has exchanged over {quoted(sorted(shared, key=str))} already. A leaf is "

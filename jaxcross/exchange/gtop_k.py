@@ -105,7 +105,8 @@ def gtop_k(
         found, treedef = jax.tree.flatten_with_path(updates)
         chosen = sparse.compressed_leaves(found, skip)
         residual = treedef.flatten_up_to(state.residual)
-        out, kept = [], []
+        out = []
+        kept = []
         for (path, x), e, c in zip(found, residual, chosen, strict=True):
             if c:
                 check_float32(path, x, "the values of `gtop_k`")
@@ -120,10 +121,12 @@ def gtop_k(
     def exchange(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         vector = x.reshape(-1).astype(jnp.float32) + residual
         k = sparse.slots(density, vector.size)
-        size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+        size = jax.lax.axis_size(axis)
+        rank = jax.lax.axis_index(axis)
         own_values, own_indices = select(vector, k, selection=selection)
         own_values = collectives.saturate(own_values, x.dtype)  # then the mean over ranks fits, too
-        values, indices = own_values, own_indices
+        values = own_values
+        indices = own_indices
         alive = own_indices < vector.size
         for level in range(size.bit_length() - 1):
             other = collectives.swap((values, indices), axis, 1 << level)
@@ -149,7 +152,8 @@ def _merge(
     k = first[0].size
     indices = jnp.concatenate([first[1], second[1]])
     order = jnp.argsort(indices, stable=True)
-    indices, values = indices[order], jnp.concatenate([first[0], second[0]])[order]
+    indices = indices[order]
+    values = jnp.concatenate([first[0], second[0]])[order]
     # An index occurs at most once in each list. If it's in both, we add the two values into its
     # first occurrence, and turn the second occurrence into an empty slot.
     twin = jnp.append(indices[1:] == indices[:-1], False)

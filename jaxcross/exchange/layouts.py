@@ -267,7 +267,8 @@ class Fragments:
         """Returns the tree with the pieces of a fragment replaced, in the leaves' own types."""
         leaves, treedef = jax.tree.flatten(tree)
         for piece, part in zip(self.pieces[fragment], parts, strict=True):
-            old, new = leaves[piece.leaf], part.astype(leaves[piece.leaf].dtype)
+            old = leaves[piece.leaf]
+            new = part.astype(old.dtype)
             # If the piece is only a part of the leaf, we write into the leaf's flat form. A whole
             # leaf is replaced as it is, without a reshape, so that XLA can work in place.
             if piece.shape != old.shape:
@@ -306,7 +307,8 @@ def _pieces(
     found = []
     for (leaf, shape), (low, high) in zip(shapes.items(), itertools.pairwise(bounds), strict=True):
         # Intersect the leaf's range in the vector with the given one.
-        begin, end = max(start, low), min(stop, high)
+        begin = max(start, low)
+        end = min(stop, high)
         if begin < end:
             found.append(
                 Piece(

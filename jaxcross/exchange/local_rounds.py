@@ -151,16 +151,16 @@ def _merged(
         moved, merged = merge(updates, params, state)
         return moved, jax.tree.map(typed_like, merged, state)
 
-    def go_on() -> tuple[optax.Updates, State]:
+    def unchanged() -> tuple[optax.Updates, State]:
         return updates, state
 
     if this_round.chosen is not None:
         # A single switch decides both whether to merge and which merge to use. The host can then
         # compute the branch in advance, and only the chosen merge communicates.
-        branches = [go_on, *(partial(end, merge) for merge in this_round.merges)]
+        branches = [unchanged, *(partial(end, merge) for merge in this_round.merges)]
         return jax.lax.switch(jnp.where(since == 0, this_round.chosen + 1, 0), branches)
     (merge,) = this_round.merges
-    return end(merge) if every == 1 else jax.lax.cond(since == 0, partial(end, merge), go_on)
+    return end(merge) if every == 1 else jax.lax.cond(since == 0, partial(end, merge), unchanged)
 
 
 def pseudo_gradient(anchor: optax.Params, mine: optax.Params) -> optax.Updates:

@@ -128,10 +128,10 @@ def no_loco(
 
     def begin(state: NoLoCoState, params: optax.Params) -> Round:
         del params
-        meetings = pairings(jax.lax.axis_size(axis))
+        all_pairings = pairings(jax.lax.axis_size(axis))
         return Round(
-            merges=[to_merged(partial(merge, partners)) for partners in meetings],
-            chosen=draw(first, state.round, len(meetings)),
+            merges=[to_merged(partial(merge, partners)) for partners in all_pairings],
+            chosen=draw(first, state.round, len(all_pairings)),
         )
 
     return local_rounds("no_loco", axes, inner, every=every, init=init, begin=begin)

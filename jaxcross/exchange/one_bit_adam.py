@@ -158,7 +158,8 @@ def one_bit_adam(
         state = OneBitAdamState(step, *moments)
         # The bias correction is the same as in optax.scale_by_adam. Once the second moment is
         # frozen, so is its correction.
-        first, second = 1 - b1**step, 1 - b2**state.nu_steps
+        first = 1 - b1**step
+        second = 1 - b2**state.nu_steps
         directions = jax.tree.map(
             lambda m, v, g: ((m / first) / (jnp.sqrt(v / second) + eps)).astype(g.dtype),
             state.mu,

@@ -97,7 +97,8 @@ def power_sgd(
 
     def init(params: optax.Params) -> PowerSGDState:
         leaves, treedef = jax.tree.flatten(params)
-        factors, residuals = [], []
+        factors = []
+        residuals = []
         for number, leaf in enumerate(leaves):
             found = _matrix_shape(leaf, rank, least)
             if found is None:
@@ -119,10 +120,8 @@ def power_sgd(
         del params
         check_state(state, init, updates, "`power_sgd`")
         paths, treedef = jax.tree.flatten_with_path(updates)
-        factors, residuals = (
-            treedef.flatten_up_to(state.factor),
-            treedef.flatten_up_to(state.residual),
-        )
+        factors = treedef.flatten_up_to(state.factor)
+        residuals = treedef.flatten_up_to(state.residual)
         out: list[Any] = [None] * len(paths)
         for i, ((path, leaf), q, e) in enumerate(zip(paths, factors, residuals, strict=True)):
             shape = _matrix_shape(leaf, rank, least)

@@ -29,7 +29,8 @@ _EXACT_UP_TO = {
 # The threshold search starts with a sample of the vector: every seventh element, or fewer if that
 # would be more than this many elements in total. The limit matters because the search goes through
 # the sample once for each bit of the threshold.
-_SAMPLE, _STRIDE = 1 << 15, 7
+_SAMPLE = 1 << 15
+_STRIDE = 7
 _KEY_BITS = 31
 _FLOAT_COUNTS = 1 << 24  # float32 counts exactly up to here
 
@@ -176,7 +177,8 @@ def _reaching(keys: jax.Array, key: jax.Array) -> jax.Array:
 def _exactly(keys: jax.Array, k: int) -> jax.Array:
     """Returns a mask of the `k` largest nonzero keys; the first ones win ties at the threshold."""
     kth = jnp.maximum(_kth(keys, k), 1)
-    above, equal = keys > kth, keys == kth
+    above = keys > kth
+    equal = keys == kth
     room = k - jnp.sum(above, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal, dtype=jnp.int32) <= room))
 

@@ -169,26 +169,33 @@ def sparse_loco(
         bits=bits,
         skip=skip,
     )
-    local, beyond = optimizer_in(inner, "`sparse_loco`"), optimizer_in(outer, "`sparse_loco`")
+    inner_optimizer = optimizer_in(inner, "`sparse_loco`")
+    outer_optimizer = optimizer_in(outer, "`sparse_loco`")
 
     def init(params: optax.Params) -> SparseLoCoState:
         sparse.warn_if_none(params, skip, "`sparse_loco`")
         zero = jnp.zeros((), jnp.int32)
         residual = deltas.residual(params)
         return SparseLoCoState(
-            zero, copied(params), residual, beyond.init(params), local.init(params)
+            zero,
+            copied(params),
+            residual,
+            outer_optimizer.init(params),
+            inner_optimizer.init(params),
         )
 
     def merge(mine: optax.Params, state: SparseLoCoState) -> tuple[optax.Params, SparseLoCoState]:
         gradient, residual = deltas.exchange(pseudo_gradient(state.anchor, mine), state.residual)
-        anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
+        anchor, outer_state = outer_step(outer_optimizer, gradient, state.anchor, state.outer)
         return anchor, state._replace(anchor=anchor, residual=residual, outer=outer_state)
 
     def begin(state: SparseLoCoState, params: optax.Params) -> Round:
         check_state(state, init, params, "`sparse_loco`")
         return Round(merges=[to_merged(merge)])
 
-    return local_rounds("sparse_loco", deltas.names, local, every=every, init=init, begin=begin)
+    return local_rounds(
+        "sparse_loco", deltas.names, inner_optimizer, every=every, init=init, begin=begin
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +223,8 @@ class _SparseExchange:
         The mean has the gradient's types.
         """
         found, treedef = jax.tree.flatten_with_path(gradient)
-        layouts, rests = self._layouts(found), treedef.flatten_up_to(residual)
+        layouts = self._layouts(found)
+        rests = treedef.flatten_up_to(residual)
         where = [i for i, lay in enumerate(layouts) if lay]
         for i in where:
             check_float32(*found[i], "the residuals of `sparse_loco`")
@@ -238,7 +246,8 @@ class _SparseExchange:
                 # A residual collects deltas in float32, so the mean may be too large for a leaf
                 # with 16 bits.
                 flat = collectives.saturate(mean.reshape(-1)[: x.size], x.dtype)
-                out[i], rests[i] = flat.reshape(x.shape).astype(x.dtype), rest
+                out[i] = flat.reshape(x.shape).astype(x.dtype)
+                rests[i] = rest
         return jax.tree.unflatten(treedef, out), jax.tree.unflatten(treedef, rests)
 
     def _layouts(self, found: list[tuple[Any, Any]]) -> list[Chunks | None]:

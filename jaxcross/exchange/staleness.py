@@ -109,7 +109,8 @@ def bounded_stale(
         **extra: Any,
     ) -> tuple[optax.Updates, BoundedStaleState]:
         everybody = jax.tree.map(lambda g: jax.lax.pmean(g, names), updates)
-        queue, step = state.late, state.step
+        queue = state.late
+        step = state.step
         _check_queue(queue, staleness, "`bounded_stale`", f"`staleness` is {staleness}")
         if staleness:
             ranks = jax.lax.psum(1, names)
@@ -182,7 +183,8 @@ def asynchronous(
     def update(
         updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, StaleState]:
-        queue, step = state.queue, state.step
+        queue = state.queue
+        step = state.step
         _check_queue(
             queue,
             slots if slots > 1 else 0,

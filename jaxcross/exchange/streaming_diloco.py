@@ -206,8 +206,9 @@ def streaming_diloco(
     if not is_whole(bits) or bits not in (32, 8, 4):
         raise ValueError(f"`bits` of {_WHAT} is `{bits!r}`: an element travels in 32, 8 or 4 bits.")
     names = axis_names(axes)
-    local, beyond = optimizer_in(inner, _WHAT), optimizer_in(outer, _WHAT)
-    work = _Work(turns=turns, names=names, outer=beyond, own_part=own_part, bits=bits)
+    inner_optimizer = optimizer_in(inner, _WHAT)
+    outer_optimizer = optimizer_in(outer, _WHAT)
+    work = _Work(turns=turns, names=names, outer=outer_optimizer, own_part=own_part, bits=bits)
 
     def init(params: optax.Params) -> StreamingDiLoCoState:
         cut = work.cut(params)
@@ -223,9 +224,9 @@ def streaming_diloco(
         # A mean doesn't fit into the slice that it comes from if that has 8 or 4 bits per element,
         # so it gets a place of its own.
         arrived = jnp.zeros(cut.width, cut.dtype) if turns.delay and bits < 32 else None
-        outer_state = tuple(beyond.init(x) for x in anchor)
+        outer_state = tuple(outer_optimizer.init(x) for x in anchor)
         return StreamingDiLoCoState(
-            Clock.begin(), anchor, outer_state, pending, arrived, local.init(params)
+            Clock.begin(), anchor, outer_state, pending, arrived, inner_optimizer.init(params)
         )
 
     def update(
@@ -236,7 +237,7 @@ def streaming_diloco(
     ) -> tuple[optax.Updates, StreamingDiLoCoState]:
         params = require_params(params, _WHAT)
         _check(work, state, jax.eval_shape(init, params), params)
-        updates, inner_state = local.update(updates, state.inner, params, **extra)
+        updates, inner_state = inner_optimizer.update(updates, state.inner, params, **extra)
         # Every step takes the local step, so that's done before the switch. The branches only
         # contain what differs between steps. The index depends on nothing but the clock, which the
         # host knows, so each program contains a single branch.
@@ -296,10 +297,8 @@ class FragmentTurns:
     @classmethod
     def checked(cls, every: object, fragments: object, delay: object, what: str) -> FragmentTurns:
         """Returns the schedule, or raises a ValueError if these numbers don't make one."""
-        n_every, n_fragments = (
-            whole_number(every, "every", what),
-            whole_number(fragments, "fragments", what),
-        )
+        n_every = whole_number(every, "every", what)
+        n_fragments = whole_number(fragments, "fragments", what)
         n_delay = whole_number(delay, "delay", what, least=0)
         if n_every % n_fragments:
             raise ValueError(
@@ -344,7 +343,8 @@ class FragmentTurns:
         captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
         if self.delay == 0:
             return captures
-        ends, pending = self.delay, (turn + self.fragments - 1) % self.fragments
+        ends = self.delay
+        pending = (turn + self.fragments - 1) % self.fragments
         captures = jnp.where(captures > 0, captures - 1 + ends + self.fragments, 0)
         exchanges = jnp.where(place == self.delay - 1, ends + pending, 1 + place)
         # In the first turn, nothing is pending yet.
@@ -437,14 +437,17 @@ class _Work:
         self, fragment: int, gradient: jax.Array, params: optax.Params, moving: _Moving
     ) -> _Moving:
         """Takes the outer step on a fragment, and moves the parameters to the mix."""
-        cut, anchor, outer = self.cut(params), [*moving.anchor], [*moving.outer]
+        cut = self.cut(params)
+        anchor = [*moving.anchor]
+        outer = [*moving.outer]
         stepped, outer[fragment] = outer_step(
             self.outer, gradient, anchor[fragment], outer[fragment]
         )
         anchor[fragment] = jnp.asarray(stepped)
         # From here on, we work on pieces that have the shapes of their leaves, because vectors
         # would cost additional passes over memory.
-        began, targets = cut.parts(params, fragment), cut.split(anchor[fragment], fragment)
+        began = cut.parts(params, fragment)
+        targets = cut.split(anchor[fragment], fragment)
         if self.own_part:  # skip a weight of 0, because 0 times NaN would be NaN
             own = cut.parts(optax.apply_updates(params, moving.updates), fragment)
             targets = [
@@ -488,7 +491,8 @@ def _branch(work: _Work, turn: Turn, params: optax.Params, given: _Moving) -> Ca
 
 
 def _part(mix: object, delay: int) -> float:
-    part = (0.5 if delay else 0.0) if mix is None else as_number(mix)
+    default = 0.5 if delay else 0.0
+    part = default if mix is None else as_number(mix)
     if not 0 <= part < 1:
         raise ValueError(
             f"`mix` of {_WHAT} is `{mix!r}`: it is the rank's own part in its parameters after an "

@@ -172,7 +172,8 @@ def top_k(
         _check_inner_ranks(names, inner if hierarchical else None)
         check_state(state, init, updates, "`top_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
-        leaves, chosen = [leaf for _, leaf in found], sparse.compressed_leaves(found, skip)
+        leaves = [leaf for _, leaf in found]
+        chosen = sparse.compressed_leaves(found, skip)
         residual: list[jax.Array] = []
         if error_feedback:
             residual = [
@@ -192,7 +193,8 @@ def top_k(
                 if warm_up
                 else branches[0](big, residual)
             )
-        averaged, kept = iter(big), iter(residual)
+        averaged = iter(big)
+        kept = iter(residual)
         out = [
             next(averaged) if c else jax.lax.pmean(x, names)
             for x, c in zip(leaves, chosen, strict=True)

@@ -96,7 +96,8 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
         )
     check_choice(when, When, "`when`")
     names = [job.name for job in found]
-    if twice := {name for name in names if names.count(name) > 1}:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
         raise ValueError(
             f"There are several jobs `{min(twice)}`. Reports and errors need one name for each job."
         )
@@ -118,7 +119,8 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
             "them out."
         )
     for members in _sets(candidates):
-        step, jobs_of_step = members[0].fused_step(), [each.trial.job for each in members]
+        step = members[0].fused_step()
+        jobs_of_step = [each.trial.job for each in members]
         fuses, reason = _decide([each.trial for each in members], step, when, world)
         reasons.append(reason)
         if fuses:
@@ -302,7 +304,8 @@ def _first_of(job: Job) -> list[Any]:
     """
     if job._steps == 0:
         return []
-    data, iterator = job._batches, iter(job._batches)
+    data = job._batches
+    iterator = iter(job._batches)
     first = list(islice(iterator, 1))
     if isinstance(data, Iterator):
         job._batches = _Unread(first, data)
@@ -316,7 +319,8 @@ class _Unread(Iterator[Any]):
     """An iterator whose first batches were already read, and are put back in front."""
 
     def __init__(self, first: Sequence[Any], rest: Iterator[Any]) -> None:
-        self._batches, self._rest = chain(first, rest), rest
+        self._batches = chain(first, rest)
+        self._rest = rest
 
     def __next__(self) -> Any:
         return next(self._batches)

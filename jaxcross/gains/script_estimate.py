@@ -77,7 +77,8 @@ def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobEngine |
         Stopped: The measurement is done, and the step belongs to a job.
         ValueError, CutError, ExchangeError: The step can't be measured.
     """
-    world, program = variant.world, variant.default
+    world = variant.world
+    program = variant.default
     request = Request.parse(world.estimate_request)
     if program.local_step or request.step not in (None, program.name):
         return

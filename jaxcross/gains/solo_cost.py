@@ -36,7 +36,7 @@ from jaxcross.world import Control, World, gather
 
 T = TypeVar("T")
 
-PIECES = 4
+EXCHANGE_SEGMENTS = 4
 """Number of exchange segments of the cut that is measured in addition to the uncut step."""
 
 _WARM_UP_STEPS = 2  # the first steps get their memory from the kernel
@@ -116,7 +116,10 @@ class SoloCost:
         settings: Settings,
         bucket_bytes: int,
     ) -> None:
-        self._leaves, self._host, self._world, self._settings = leaves, host, world, settings
+        self._leaves = leaves
+        self._host = host
+        self._world = world
+        self._settings = settings
         # We use a separate record, so that the measurement doesn't affect training that may follow.
         record = StepRecord(cut="whole", bucket_bytes=bucket_bytes)
         self._variant = Variant(traced, record, world, trial_args=tuple(leaves)).choose(leaves)
@@ -163,7 +166,8 @@ class SoloCost:
         if given:
             agree_once(self._variant, self._host, program, candidate=True)
             whole, *finer = sorted(given, key=lambda profile: len(profile.graph.collectives))
-            whole, cut = replace(whole, name=program.name), finer[0] if finer else None
+            whole = replace(whole, name=program.name)
+            cut = finer[0] if finer else None
             memory = whole.memory or memory_of(self._built(program))
         else:
             compiled = self._built(program)
@@ -173,7 +177,9 @@ class SoloCost:
                     f"`{program.name}` cannot be measured, as it fails on copies of its arguments: "
                     f"{found}"
                 )
-            whole, cut, memory = found, self._cut_profile(program, found), memory_of(compiled)
+            whole = found
+            cut = self._cut_profile(program, found)
+            memory = memory_of(compiled)
         wide, narrow = self._wire_bytes(program.exchanges)
         limit = self._settings.memory_bytes or device_limit_bytes(
             jax.local_devices()[0], self._world.local_size
@@ -212,7 +218,8 @@ class SoloCost:
         Waits for all ranks.
         """
         agree_once(self._variant, self._host, program, candidate=True)
-        compiled, error_text = None, ""
+        compiled = None
+        error_text = ""
         try:
             with self._host.compiling(program.name):
                 compiled = stages.compile(
@@ -268,7 +275,7 @@ class SoloCost:
         """
         if not whole.exchange_s:
             return None
-        cut = self._variant.program_in(PIECES)
+        cut = self._variant.program_in(EXCHANGE_SEGMENTS)
         if len(cut.collectives) <= len(program.collectives):
             return None
         compiled = self._build(cut)
@@ -335,7 +342,9 @@ def measure_on_all_ranks(
             host = Standalone(world, name)
         else:
             host = job
-        solo, settings, failure = None, None, None
+        solo = None
+        settings = None
+        failure = None
         try:
             subject = make_subject()
             settings = subject.settings
