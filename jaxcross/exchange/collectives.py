@@ -31,23 +31,23 @@ def axis_names(axes: Axes) -> tuple[Hashable, ...]:
     if isinstance(axes, Mapping):
         raise ValueError(
             f"the axes of an exchange are `{axes!r}`: sizes belong to the `axes` of `crossover`, "
-            f"and an exchange takes the names alone. Write `{tuple(axes)}`."
+            f"while an exchange only takes names. Write `{tuple(axes)}`."
         )
     names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     if not names:
         raise ValueError(
-            f"the axes of an exchange are `{axes!r}`: over none nothing is exchanged, and "
-            "ranks would drift apart. Name an axis of the step."
+            f"the axes of an exchange are `{axes!r}`: without any axis, nothing would be "
+            "exchanged and the ranks would drift apart. Name an axis of the step."
         )
     if any(isinstance(name, int) for name in names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`: a number is to JAX a dimension of an array, "
+            f"the axes of an exchange are `{names}`: to JAX, a number is a dimension of an array, "
             "not an axis of ranks. Name an axis of the step."
         )
     if len(set(names)) < len(names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`, one of them twice, and its ranks would count "
-            "twice. Name each axis once."
+            f"the axes of an exchange are `{names}`, one of them twice, so its ranks would be "
+            "counted twice. Name each axis once."
         )
     return names
 

@@ -83,8 +83,8 @@ def elastic_average(
     for name, value in given.items():
         if not 0 <= as_number(value) <= 1:
             raise ValueError(
-                f"`{name}` of `elastic_average` is `{value!r}`: it is part of a distance, in [0, "
-                "1]."
+                f"`{name}` of `elastic_average` is `{value!r}`: it is a fraction of a distance, in "
+                "[0, 1]."
             )
     alpha, pull = map(as_number, given.values())
     inner = optimizer_in(optimizer, "`elastic_average`")
@@ -118,12 +118,12 @@ def _check(alpha: float, pull: float, ranks: int) -> None:
     if pull * ranks > 1 + 1e-6:
         raise ValueError(
             f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together "
-            f"they pull the centre by {pull * ranks:.3g} of the distance to their mean, beyond it. "
-            f"Take at most 1 / P, {1 / ranks:.3g}."
+            f"they move the centre by {pull * ranks:.3g} of its distance to their mean, beyond the "
+            f"mean. Use at most 1 / P, {1 / ranks:.3g}."
         )
     if alpha + pull * ranks > 2 - 1e-6:
         raise ValueError(
             f"`alpha` of `elastic_average` is `{alpha}` and `beta` `{pull}`, on {ranks} ranks: "
-            "parameters and centre change places at every exchange and never meet. Take a smaller "
+            "parameters and centre would swap at every exchange and never converge. Use a smaller "
             "`alpha`, for example 0.5."
         )

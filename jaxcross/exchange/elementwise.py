@@ -95,9 +95,9 @@ def check_elementwise(
     name = _exchange_over(on_part, axis)
     if name is not None:
         raise ValueError(
-            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: every rank "
-            "steps another part of each leaf, and different elements would mix. It gets the mean "
-            "of the gradients: leave the exchange out."
+            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: each rank "
+            "steps a different part of each leaf, so different elements would be mixed. The "
+            "optimizer already gets the mean of the gradients, so leave the exchange out."
         )
     level, where = _of_updates(
         on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params))
@@ -107,8 +107,8 @@ def check_elementwise(
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on "
-            f"{where}. It is given flat parts of the leaves, and would take a norm, for example, "
-            f"of a part. Remedy: {instead}."
+            f"{where}. It receives flat parts of the leaves, so a norm, for example, would "
+            f"be that of a part. Remedy: {instead}."
         )
     # An optimizer that looks at shapes passes the check above. For example, a mask by `ndim` takes
     # flat parts for vectors, and so selects other operations for them than for whole leaves. We
@@ -121,9 +121,9 @@ def check_elementwise(
     ):
         if leaf != flat:
             raise ValueError(
-                f"the optimizer of {what} computes `{leaf}` on leaves where it computes `{flat}` "
-                "on flat parts of them, which is what it is given: it looks at shapes, perhaps in "
-                "a `mask` that is a function. Make a tree of booleans of that."
+                f"the optimizer of {what} computes `{leaf}` on whole leaves, but `{flat}` on "
+                "flat parts of them, which is what it receives. So it depends on shapes, perhaps "
+                "by a `mask` that is a function. Pass a tree of booleans instead."
             )
 
 

@@ -51,8 +51,8 @@ def exchange_once(
     ) -> tuple[optax.Updates, optax.OptState]:
         if not weighs and extra.get("weight") is not None:
             raise ValueError(
-                f"`{by}` was given a `weight`, but all ranks count alike in what it exchanges. "
-                "Only `mean` weighs by it, also inside `accumulate`: use one of these, or leave "
+                f"`{by}` was given a `weight`, but all ranks count alike in its exchange. "
+                "Only `mean` uses weights, even inside `accumulate`. Use one of these, or leave "
                 "`weight` out."
             )
         trace = current_tracing()
@@ -82,8 +82,8 @@ def _check_outer(trace: Tracing, by: str, axes: frozenset[Hashable]) -> None:
         if theirs <= axes:
             raise ValueError(
                 f"`{by}` is inside the optimizer of `{outer}`, and both exchange over "
-                f"{quoted(sorted(theirs, key=str))}. A leaf is exchanged once: leave one of the "
-                "two out."
+                f"{quoted(sorted(theirs, key=str))}. A leaf may be exchanged only once: leave "
+                "one of the two out."
             )
 
 
@@ -98,7 +98,7 @@ def _check_leaves(
         if shared:
             raise ValueError(
                 f"`{by}` is given the leaf `{jax.tree_util.keystr(path)}`, which `{earlier.by}` "
-                f"has exchanged over {quoted(sorted(shared, key=str))} already. A leaf is "
-                "exchanged once: let the masks of `optax.masked` not overlap, or leave one of the "
-                "two out."
+                f"has exchanged over {quoted(sorted(shared, key=str))} already. A leaf may "
+                "be exchanged only once: make sure that the masks of `optax.masked` don't overlap, "
+                "or leave one of the two out."
             )

@@ -144,7 +144,7 @@ def _shares(
     if weights is not None and len(weights) != ranks:
         raise ValueError(
             f"`weights` of `federated_average` are {len(weights)}, but the axis has {ranks} ranks. "
-            "Give one a rank."
+            "Give one per rank."
         )
     samples = np.ones(ranks) if weights is None else np.asarray(weights, np.float64) / max(weights)
     # However small its weight is, the share of a chosen rank must be representable in float32, and

@@ -99,7 +99,7 @@ def gtop_k(
         if not collectives.is_power_of_two(size):
             raise ValueError(
                 f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use "
-                "`top_k`, which serves any number of ranks."
+                "`top_k`, which works on any number of ranks."
             )
         check_state(state, init, updates, "`gtop_k`")
         found, treedef = jax.tree.flatten_with_path(updates)

@@ -227,7 +227,7 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     if len(found) > 1:
         raise ValueError(
             f"{len(found)} strategies in the optimizer's state keep an anchor each, and `finish` "
-            "cannot know which one the model is. Call it with the state of one."
+            "cannot know which of these is the model. Call it with the state of a single strategy."
         )
     return found[0].model(params) if found else params
 

@@ -147,7 +147,8 @@ def one_bit_adam(
         if size != ranks:
             raise ValueError(
                 f"`ranks` of `one_bit_adam` is {ranks}, but axis `{axis}` has {size}: residuals "
-                f"were cut for {ranks}. Make the exchange with `ranks={size}` and its state again."
+                f"were created for {ranks}. Create the exchange with `ranks={size}`, and "
+                "create its state again."
             )
         check_state(state, init, updates, "`one_bit_adam`")
         step = jnp.asarray(optax.safe_increment(state.step))

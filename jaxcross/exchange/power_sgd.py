@@ -91,7 +91,7 @@ def power_sgd(
     if not 0 <= least < math.inf:
         raise ValueError(
             f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a "
-            "compressed matrix shrinks, a number from 0 on."
+            "compressed matrix shrinks, and must be a finite number that is not negative."
         )
     names = collectives.axis_names(axes)
 

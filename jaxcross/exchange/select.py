@@ -69,9 +69,9 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
     """
     if x.size > _INT32_MAX:
         raise ValueError(
-            f"the {k} largest of {x.size} elements were to be selected, which int32 indices cannot "
-            "name. Without `bucket`, leaves are selected from one by one; let `skip` name a single "
-            "leaf that is so large."
+            f"the {k} largest of {x.size} elements cannot be selected, because there are too "
+            "many for int32 indices. If you use `bucket`, leave it out, so that each leaf is "
+            "handled by itself. If a single leaf is so large, exclude it by `skip`."
         )
     if selection == "auto":
         selection = faster_selection(x.size, k)

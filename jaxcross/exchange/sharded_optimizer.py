@@ -86,8 +86,8 @@ def sharded_optimizer(
         if _reads_values(inner.init, parts):
             raise ValueError(
                 "the optimizer of `sharded_optimizer` starts its state from the parameters' "
-                "values, and outside of the step no rank knows its part of them. Call `tx.init` "
-                f"inside a step in which `{axis}` is bound."
+                "values, and outside of the step, a rank does not know its part of these. "
+                f"Call `tx.init` inside a step in which `{axis}` is bound."
             )
         return PerRankState(inner.init(parts))
 
@@ -177,14 +177,14 @@ def _axis_size(ranks: int | None, bound: int | None) -> int:
     if ranks is None and bound is None:
         raise ValueError(
             "`init` of `sharded_optimizer` runs outside of the step and does not know how many "
-            "parts to make. Give `ranks=`, the size of the axis, for example "
+            "parts to create. Pass `ranks=`, the size of the axis, for example "
             "`jaxcross.initialize().size`."
         )
     if ranks is not None and bound is not None and ranks != bound:
         raise ValueError(
             f"`ranks` of `sharded_optimizer` is {ranks}, but the axis has {bound}: parameters and "
-            "the optimizer's state are cut into as many parts as there are ranks. Make both again "
-            f"for {bound} ranks."
+            "the optimizer's state are cut into as many parts as there are ranks. Create both "
+            f"again for {bound} ranks."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
 

@@ -55,8 +55,8 @@ def check_density(density: object, name: str = "density") -> float:
     if not 0 < share <= 1:
         raise ValueError(
             f"`{name}` is {density!r}: it is the share of elements that are sent and must be a "
-            "number in (0, 1], for example 0.01. How many are sent is part of the program: a share "
-            "that changes is a `warm_up` of `top_k`. To send everything, use "
+            "number in (0, 1], for example 0.01. The number of elements is part of the program, so "
+            "for a share that changes, use `warm_up` of `top_k`. To send everything, use "
             "`jaxcross.exchange.mean`."
         )
     return share
@@ -153,8 +153,8 @@ def check_size(size: int, what: str) -> None:
     """Raises a ValueError for a leaf of 2^31 elements or more."""
     if size > _LARGEST:
         raise ValueError(
-            f"{what} was given a leaf of {size} elements, which int32 indices cannot name. Let "
-            "`skip` name it."
+            f"{what} was given a leaf of {size} elements, which are too many for int32 indices. "
+            "Exclude it by `skip`."
         )
 
 

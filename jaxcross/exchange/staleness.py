@@ -226,8 +226,8 @@ def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
     if found not in ({slots}, set()):
         raise ValueError(
             f"{what} got a state in which gradients wait in {found.pop()} slots, but {why}, which "
-            f"needs {slots}. Restore it with the delays that it was made with, or begin with a new "
-            "state: what waits is lost then."
+            f"needs {slots}. Restore it with the delays that it was created with, or start with "
+            "a new state. The waiting gradients are then lost."
         )
 
 
@@ -247,7 +247,7 @@ def _table(delays: object) -> np.ndarray:
     if ragged or not flat or not counts:
         raise ValueError(
             f"`delays` of `asynchronous` are `{delays!r}`: they are whole numbers of steps from 0 "
-            "on, one for all, one a rank, or rows of one a rank."
+            "on. Give one for all ranks, one per rank, or rows with one per rank."
         )
     return np.asarray(rows, np.int32)
 
@@ -257,7 +257,7 @@ def _delay(table: np.ndarray, step: jax.Array, axis: Hashable) -> jax.Array:
     if table.shape[1] not in (1, ranks):
         raise ValueError(
             f"`delays` of `asynchronous` are for {table.shape[1]} ranks, but the axis has {ranks}. "
-            "Give one a rank."
+            "Give one per rank."
         )
     rank = jax.lax.axis_index(axis) if table.shape[1] > 1 else 0
     return jnp.asarray(table)[step % len(table), rank]

@@ -303,15 +303,15 @@ class FragmentTurns:
         if n_every % n_fragments:
             raise ValueError(
                 f"`every` of {what} is {n_every} and `fragments` {n_fragments}: each fragment has "
-                f"an equal part of the round. Take a multiple of {n_fragments} steps, or a divisor "
+                f"an equal part of the round. Use a multiple of {n_fragments} steps, or a divisor "
                 f"of {n_every}."
             )
         period = n_every // n_fragments
         if n_delay > period:
             raise ValueError(
                 f"`delay` of {what} is {n_delay}, but the next fragment's turn comes after every / "
-                f"fragments = {period} steps, and one is pending at a time. Take a delay of at "
-                f"most {period}, or fewer fragments."
+                f"fragments = {period} steps, and only one can be pending at a time. Use a delay "
+                f"of at most {period}, or fewer fragments."
             )
         return cls(every=n_every, fragments=n_fragments, delay=n_delay, period=period)
 
@@ -495,8 +495,8 @@ def _part(mix: object, delay: int) -> float:
     part = default if mix is None else as_number(mix)
     if not 0 <= part < 1:
         raise ValueError(
-            f"`mix` of {_WHAT} is `{mix!r}`: it is the rank's own part in its parameters after an "
-            "outer step, in [0, 1)."
+            f"`mix` of {_WHAT} is `{mix!r}`: it is the weight of the rank's own parameters after "
+            "an outer step, in [0, 1)."
         )
     return part
 
@@ -519,8 +519,8 @@ def _check(
             raise ValueError(
                 f"the state of {_WHAT} has {_counted(mine)} in `{name}`, but its arguments need "
                 f"{_counted(made)}: it was made with other `fragments`, `delay` or `bits`, or for "
-                "other parameters. Restore it with the arguments that it was made with, or make it "
-                "again; what it holds is lost then."
+                "other parameters. Restore it with the arguments that it was created with, or "
+                "create it again. Its contents are then lost."
             )
     # The outer optimizer always receives vectors. To find out whether it looks at shapes, we also
     # trace it on a matrix with a single row, which must give the same operations.
@@ -533,7 +533,7 @@ def _check(
         (part, part),
         fresh.outer[0],
         f"outer steps of {_WHAT}",
-        instead="take `diloco`, whose outer optimizer is given whole leaves",
+        instead="use `diloco`, whose outer optimizer receives whole leaves",
     )
 
 

@@ -351,13 +351,13 @@ def _check_pattern(pattern: Pattern, axes: collectives.Axes, inner_ranks: int | 
     if hierarchical and (len(collectives.axis_names(axes)) != 2 or inner_ranks is None):
         raise ValueError(
             f'`pattern="hierarchical"` with `axes={axes!r}` and `inner_ranks={inner_ranks}`: '
-            "residuals are made before any axis is bound, so name two axes and the inner one's "
-            'ranks: `axes=("node", "local"), inner_ranks=8`.'
+            "residuals are created before any axis is bound. Name two axes, and the inner one's "
+            'number of ranks: `axes=("node", "local"), inner_ranks=8`.'
         )
     if not hierarchical and inner_ranks is not None:
         raise ValueError(
-            f'`inner_ranks` of `top_k` is {inner_ranks!r}, but `pattern="flat"` knows no nodes: '
-            'every rank would send to every other one. Write `pattern="hierarchical"`, or leave '
+            f'`inner_ranks` of `top_k` is {inner_ranks!r}, but `pattern="flat"` has no nodes: '
+            'every rank sends to every other rank. Write `pattern="hierarchical"`, or leave '
             "`inner_ranks` out."
         )
 
@@ -368,14 +368,14 @@ def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[
     )
     if not pairs:
         raise ValueError(
-            f"`warm_up` is {warm_up!r}: it is a list of pairs of a step and the density before it, "
-            "for example `[(100, 0.25), (200, 0.05)]`."
+            f"`warm_up` is {warm_up!r}: it must be a list of pairs of a step and the density "
+            "before it, for example `[(100, 0.25), (200, 0.05)]`."
         )
     what = "`top_k`, of which the first number of each pair is a step,"
     steps = [whole_number(until, "warm_up", what, least=0) for until, _ in warm_up]
     if steps != sorted(set(steps)) or any(s < 1 for s in steps):
         raise ValueError(
-            f"`warm_up` ends its stages at steps {steps}: they must be positive and ascend, for "
+            f"`warm_up` ends its stages at steps {steps}: they must be positive and ascending, for "
             "example `[(100, 0.25), (200, 0.05)]`."
         )
     shares = [sparse.check_density(share, "warm_up") for _, share in warm_up]
@@ -389,6 +389,6 @@ def _check_inner_ranks(names: tuple[Hashable, ...], inner: int | None) -> None:
     if size != inner:
         raise ValueError(
             f"`inner_ranks` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: "
-            f"residuals were cut for {inner}. Make the exchange with `inner_ranks={size}` and its "
-            "state again; what was not sent yet is lost."
+            f"residuals were created for {inner}. Create the exchange with `inner_ranks={size}`, "
+            "and create its state again. What was not sent yet is then lost."
         )

@@ -146,7 +146,7 @@ class Lane:
         if self._failure.stopped:
             raise Stopped
         raise ExchangeError(
-            f"The parameter server cannot go on: {self._failure.text}. Every rank leaves it."
+            f"The parameter server cannot continue: {self._failure.text}. Every rank leaves it."
         ) from self._cause
 
     def waiting_for(self) -> dict[int, str]:

@@ -68,8 +68,8 @@ class MessageLayout:
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise ValueError(
-                f"gradients have the structure {treedef}, the parameters {self.treedef}: push like "
-                "trees."
+                f"gradients have the structure {treedef}, the parameters {self.treedef}: push "
+                "trees of the same structure."
             )
         for name, leaf, (shape, dtype) in zip(self._names, leaves, self._forms, strict=True):
             got_shape, got = shape_and_type(leaf)

@@ -146,8 +146,8 @@ class ParameterServer(Generic[Params]):
         """
         if self._lane is not None:
             raise JobError(
-                "This parameter server was used. Make a new one, with `server.params` to go on "
-                "from them."
+                "This parameter server was used before. Create a new one, with `server.params` to "
+                "continue from these."
             )
         self._job = current_engine()
         if self._job is not None:
