@@ -38,7 +38,7 @@ class AccumulateState(NamedTuple):
 def accumulate(
     optimizer: optax.GradientTransformation, *, every: int, dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Calls `optimizer` on every `every`-th call, with the mean gradient since the last step.
+    """Calls `optimizer` on every `every`-th call, with the mean gradient since its last step.
 
     On all other calls, the updates are zero. The optimizer, including any exchange in it, runs in a
     `lax.cond` on a counter. The host knows the counter, so on these calls it runs a program that
@@ -131,7 +131,7 @@ def accumulate(
             )
 
         def wait() -> tuple[optax.Updates, jax.Array, PyTree, optax.OptState]:
-            stepped, *_ = jax.eval_shape(step)  # updates may have another type than gradients
+            stepped, *_ = jax.eval_shape(step)  # their types may differ from the gradients'
             return jax.tree.map(_zeros_of, stepped), weights, total, state.inner
 
         stepped, weights, total, inner_state = (

@@ -1,4 +1,4 @@
-"""Arithmetic on updates and parameters: moves, means over ranks, weights, types.
+"""Arithmetic on updates and parameters: moves, means over ranks, weights, and types.
 
 Weights are used for means over tokens or examples, whose numbers may differ between ranks (in
 `mean`) or between batches (in `accumulate`).

@@ -1,4 +1,4 @@
-"""Signs as bits, eight to a byte; integers of a few bits each; vectors as 4- or 8-bit integers."""
+"""Signs packed as bits, integers of a few bits each, and vectors as 4- or 8-bit integers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Packed(NamedTuple):
 
     Attributes:
         codes: The integers, one per byte at 8 bits and two per byte at 4 bits.
-        units: One float32 unit per block, NaN if the block isn't finite.
+        units: One float32 unit per block. It's NaN if an element of the block isn't finite.
     """
 
     codes: jax.Array
@@ -70,7 +70,7 @@ class Packed(NamedTuple):
 
 
 def quantise(x: jax.Array, bits: int) -> Packed:
-    """Rounds a float32 vector to integer multiples of its blocks' units.
+    """Rounds each element of a float32 vector to an integer multiple of its block's unit.
 
     The vector's length must be a multiple of `BLOCK`. The element with the largest magnitude in a
     block is mapped to 127 units at 8 bits, or to 7 units at 4 bits. Rounding changes an element by
@@ -100,7 +100,7 @@ def dequantise(packed: Packed, bits: int) -> jax.Array:
 
 
 def quantised_mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> jax.Array:
-    """Gathers every rank's vector and returns their mean, float32.
+    """Gathers every rank's vector, and returns the mean of all vectors in float32.
 
     Adds the vectors in rank order, so the result is bitwise identical on every rank.
     """

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
-"""One axis name or several; a strategy's docstring says whether it takes several."""
+"""One axis name or several. A strategy's docstring says whether it accepts several."""
 
 Arrays = TypeVar("Arrays")
-"""Tree of arrays, with the same structure before and after an exchange."""
+"""A tree of arrays, which has the same structure before and after an exchange."""
 
 
 def axis_names(axes: Axes) -> tuple[Hashable, ...]:
@@ -116,7 +116,7 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Arrays:
-    """Exchanges each array of `x` with that of rank `r XOR distance`.
+    """Exchanges each array of `x` with the corresponding array of rank `r XOR distance`.
 
     Args:
         x: A tree of arrays, one message each.
@@ -157,7 +157,8 @@ def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays],
     Args:
         x: A tree of arrays.
         axis_name: One axis.
-        combine: (the lower ranks' tree, the higher ranks' tree) -> their combination, on one rank.
+        combine: (the lower ranks' tree, the higher ranks' tree) -> both combined. Called on one
+            rank.
     """
     size = jax.lax.axis_size(axis_name)
     base = 1 << (size.bit_length() - 1)
@@ -185,7 +186,7 @@ def ring_sum(
     Args:
         x: A vector whose length is a multiple of the number of ranks.
         axis_name: One axis.
-        wire_dtype: Element type on the wire; the sums are computed in the vector's type.
+        wire_dtype: Element type on the wire. The sums are computed in the vector's own type.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -241,7 +242,8 @@ def sum_rows(x: jax.Array) -> jax.Array:
 def gather(x: jax.Array, axes: Hashable | tuple[Hashable, ...]) -> jax.Array:
     """Gathers every rank's `x` along a new first axis.
 
-    Over several axes, the last one varies fastest. With no axes, it only adds the new axis.
+    If there are several axes, the last one varies fastest. With no axes, this only adds the new
+    axis.
     """
     rows = x[None]
     # Gather over one axis after the other, because `vmap` can't gather over two at once.

@@ -212,7 +212,7 @@ def dct_matrix(size: int) -> np.ndarray:
     element = np.arange(size)[None]
     matrix = np.cos(np.pi * (2 * element + 1) * frequency / (2 * size)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
-    matrix[np.abs(matrix) < 1e-12] = 0  # zeros up to rounding, whose sign `sign` would return
+    matrix[np.abs(matrix) < 1e-12] = 0  # rounding noise, whose sign `sign` would return
     return matrix.astype(np.float32)
 
 

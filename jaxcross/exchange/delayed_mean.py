@@ -37,7 +37,7 @@ class DelayedMeanState(NamedTuple):
 def delayed_mean(
     optimizer: optax.GradientTransformation, axes: Axes
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the previous step's gradients, and keeps this step's for the next.
+    """Steps on the mean of the previous step's gradients, and keeps this step's for the next one.
 
     The exchange depends only on the state, so it's a carried exchange: it's in flight while this
     step computes. At best, a step takes as long as the longer of the exchange and the computation.

@@ -76,7 +76,8 @@ def diloco(
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the pseudo-gradient, once per round. A schedule in it counts rounds.
+        outer: Steps on the pseudo-gradient, once per round. If it contains a schedule, that counts
+            rounds.
         axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps per round; the first exchange is on step `every`. If `inner` is SGD with
             momentum 0.9, rounds of less than 7 steps diverge at many rates with the outer optimizer

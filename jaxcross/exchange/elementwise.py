@@ -1,4 +1,4 @@
-"""Checks by its jaxpr that an optimizer works element by element.
+"""Checks from an optimizer's jaxpr that it works element by element.
 
 A sharded optimizer steps only a flat 1/P of every leaf on each rank. The result is right only if
 each element of the update depends on nothing but the same element of the gradients, the state and
@@ -69,13 +69,13 @@ def check_elementwise(
     Only traces the optimizer, without computing anything.
 
     Args:
-        optimizer: Optimizer that was given to `what`.
+        optimizer: The optimizer that was passed to `what`.
         whole: Updates and parameters (or None) in their own shapes: arrays, or their types.
-        part: Updates and parameters as the optimizer steps them: flat parts.
+        part: Updates and parameters as the optimizer receives them, i.e. as flat parts.
         state: State of the optimizer on `part`.
-        what: Owner of the optimizer, for the error.
-        axis: Axis over whose ranks the leaves are cut.
-        instead: What to do with an optimizer that fails the check, for the error.
+        what: Name of whatever wraps the optimizer, for the error text.
+        axis: Axis whose ranks hold the parts of the leaves.
+        instead: What the error text suggests for an optimizer that fails the check.
         extra: Further arguments of `update`.
 
     Raises:

@@ -51,7 +51,7 @@ def gossip(
     *,
     adapt_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces parameters by a weighted mean of a rank's own and its neighbours' on every step.
+    """Replaces a rank's parameters by a weighted mean with its neighbours' on every step.
 
     Rank i replaces its parameters by `sum_j W_ij w_j + u_i`, where `w_j` are the parameters of rank
     j and `u_i` is its own update. The weights `W` are doubly stochastic, so the mean over ranks

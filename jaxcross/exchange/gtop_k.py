@@ -42,7 +42,7 @@ def gtop_k(
     selection: Selection = "auto",
     skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformation:
-    """Averages approximately the k globally largest elements; at most k of D are nonzero.
+    """Averages approximately the k largest elements of all ranks; at most k of D are nonzero.
 
     Each rank selects its k largest elements. Pairs of ranks then merge their lists of k (value,
     index) pairs and keep the k largest sums, at log2(P) levels, so the result holds about the k

@@ -92,7 +92,7 @@ class VectorLayout:
         treedef: Structure of the tree.
         shapes: Shape of each leaf.
         dtypes: Element type of each leaf; `unravel` casts back to them.
-        bounds: Leaf `i` occupies elements `bounds[i]` to `bounds[i + 1]`.
+        bounds: Leaf `i` consists of the elements from `bounds[i]` to `bounds[i + 1]`.
         length: Length of the vector: the elements of all leaves, padded with zeros to a multiple.
         dtype: Element type of the vector, which can represent every leaf's type.
     """
@@ -110,7 +110,7 @@ class VectorLayout:
         return self.bounds[-1]
 
     def ravel(self, tree: PyTree) -> jax.Array:
-        """Returns the tree's leaves one after the other, cast to `dtype` and padded with zeros.
+        """Returns the tree's leaves, one after the other, cast to `dtype` and padded with zeros.
 
         This is a copy.
         """
@@ -201,8 +201,8 @@ class Piece(NamedTuple):
 
     Attributes:
         leaf: Position of the leaf in the tree.
-        start: First element, in row-major order.
-        stop: End of the elements.
+        start: Index of the first element, in row-major order.
+        stop: Index after the last element.
         shape: The leaf's shape if the piece is the whole leaf, otherwise `[stop - start]`.
     """
 

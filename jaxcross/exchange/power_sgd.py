@@ -32,7 +32,7 @@ _EPSILON = 1e-5
 
 
 class PowerSGDState(NamedTuple):
-    """Right factors for the next step and residuals, float32, in the tree of the parameters.
+    """Right factors for the next step, and residuals; float32, in the tree of the parameters.
 
     For each matrix of shape [n, m] that is compressed, the state holds factors of shape [m, r] and
     a residual of shape [n, m]. For other leaves, it holds `optax.MaskedNode` instead. The factors

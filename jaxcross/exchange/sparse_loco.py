@@ -131,7 +131,8 @@ def sparse_loco(
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the mean of what was sent, once per round. A schedule in it counts rounds.
+        outer: Steps on the mean of what was sent, once per round. If it contains a schedule, that
+            counts rounds.
         axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps per round; the first exchange is on step `every`.
         density: Fraction of a chunk's elements to send, rounded, but at least one.
@@ -218,7 +219,7 @@ class _SparseExchange:
         return jax.tree.unflatten(treedef, zeros)
 
     def exchange(self, gradient: optax.Updates, residual: PyTree) -> tuple[optax.Updates, PyTree]:
-        """Returns the mean over ranks of what they send, and this rank's next residual.
+        """Returns the mean over ranks of what they've sent, and this rank's next residual.
 
         The mean has the gradient's types.
         """

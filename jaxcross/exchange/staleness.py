@@ -61,7 +61,7 @@ class BoundedStaleState(NamedTuple):
 def bounded_stale(
     optimizer: optax.GradientTransformation, axes: collectives.Axes, *, staleness: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on a rank's own gradient at once and on the others' `staleness` steps late.
+    """Steps on a rank's own gradient at once, and on the others' gradients `staleness` steps late.
 
     This is the worst case that stale-synchronous parallelism (SSP) permits. Under SSP, a rank
     always reads its own writes, and all writes of other ranks that are more than `staleness` clocks

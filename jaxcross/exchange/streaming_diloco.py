@@ -131,7 +131,7 @@ def streaming_diloco(
     mix: float | None = None,
     bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes DiLoCo's outer step fragment by fragment, each `delay` steps after it was captured.
+    """Takes DiLoCo's outer step fragment by fragment, `delay` steps after each was captured.
 
     The model is cut into `fragments` even parts. Every `every / fragments` steps, it's the next
     fragment's turn: its pseudo-gradient (its anchor minus this rank's parameters) becomes
@@ -277,7 +277,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentTurns:
-    """The schedule of a round: in which steps each fragment is captured, exchanged and applied.
+    """The schedule of a round: on which steps each fragment is captured, exchanged and applied.
 
     The schedule is computed from a clock in the state, by integer arithmetic that the host can
     evaluate as well. That's how the host knows what each step exchanges.

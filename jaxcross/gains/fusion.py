@@ -103,7 +103,7 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
         )
     check_batches_apart(found)
     world = world if world is not None else current_world()
-    if world.estimate_request:  # the script's first step is measured, alone
+    if world.estimate_request:  # only the script's first step is measured
         return Fusion(jobs=tuple(found), reasons=())
     if current_engine() is not None:
         raise JobError(
@@ -137,7 +137,7 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
         JobError: The ranks have different jobs, or a job's data raise an error on one rank; raised
             on every rank.
     """
-    steps = list({id(job._function): None for job in jobs})  # ranks identify them by their order
+    steps = list({id(job._function): None for job in jobs})  # ranks compare positions in it
     facts = {
         "when": when,
         "jobs": [
@@ -196,7 +196,7 @@ def _decide(
         return True, f"{who}: fused, as asked"
     try:
         cost = _measure(trials, step, limit_s=MAX_STEP_S, world=world)
-    except (CutError, ExchangeError) as error:  # the run itself will say more
+    except (CutError, ExchangeError) as error:  # the run will report it in detail
         return False, f"{who}: not fused, as they cannot be measured: {clause(str(error))}"
     alone = f"one step alone takes {_seconds(cost.step_s)}"
     if cost.fused_s is None or cost.in_turns_s is None:
@@ -276,9 +276,9 @@ def fused_step(step: Step[..., Any]) -> Step[..., Any]:
                 )
         return tuple(state for state, _ in results), tuple(metrics for _, metrics in results)
 
-    fused.__name__ = step.__name__  # jobs recognise their steps by it
+    fused.__name__ = step.__name__  # jobs recognise their step by its name
     made = step.derived("_fused", lambda: fused)
-    made.may_change = True  # its arguments do whenever a job leaves
+    made.may_change = True  # its arguments change whenever a job leaves
     return made
 
 
@@ -287,7 +287,7 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
         return f"`{step.__name__}` takes NNX objects, which it would change in place"
     try:
         traced = step.trace(job.state, batch)
-    except Exception as error:  # the run raises it as well
+    except Exception as error:  # the run will raise it as well
         return f"`{step.__name__}` cannot be traced: {clause(first_line(describe(error)))}"
     if traced.undecided is not None:
         return f"`{step.__name__}` exchanges in a conditional that the host decides"

@@ -86,8 +86,8 @@ class Lane:
         self._arrived: dict[int, np.ndarray] = {}
         self._answers: dict[int, np.ndarray] = {}
         self._finishing = False
-        self._final: set[int] = set()  # ranks that have answered that all workers are done
-        self._failed_ranks: set[int] = set()  # ranks whose last message, a failure, has arrived
+        self._final: set[int] = set()  # ranks whose last answer has arrived
+        self._failed_ranks: set[int] = set()  # ranks whose failure report has arrived
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
         self._thread = threading.Thread(
@@ -117,7 +117,7 @@ class Lane:
         self._command(partial(self._fail, Failure(text, stopped)))
 
     def wait(self) -> list[np.ndarray] | None:
-        """Waits for every server's part of the parameters and returns them.
+        """Waits for every server's part of the parameters, and returns these parts.
 
         Call this after a push, or after `finish`. In the second case, it also returns whenever the
         clocks have changed while other workers are still running. The result is then None, and you

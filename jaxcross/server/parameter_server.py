@@ -123,7 +123,7 @@ class ParameterServer(Generic[Params]):
         self._part = ServedPart(optimizer, self._layout, own, ranks=size)
         self._lane: Lane | None = None
         self._job: JobEngine | None = None
-        self._thread: int | None = None  # of the worker, inside the `with` block
+        self._thread: int | None = None  # the worker's, inside the `with` block
         self._pulled_ns = 0
 
     @property
