@@ -343,6 +343,8 @@ class FragmentTurns:
         captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
         if self.delay == 0:
             return captures
+        # From here on, the numbers are positions in `kinds`. In turn t, the fragment that was
+        # captured at the end of turn t - 1 is pending.
         ends = self.delay
         pending = (turn + self.fragments - 1) % self.fragments
         captures = jnp.where(captures > 0, captures - 1 + ends + self.fragments, 0)
