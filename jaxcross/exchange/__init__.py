@@ -1,19 +1,22 @@
 """Exchange strategies: optax transformations written only with named-axis collectives.
 
-Creating a strategy and calling its `init` never communicate. Only `update` does, in some strategies
-only every so many steps, so all ranks must call `update` on the same step. Every strategy raises a
-`ValueError` before the first exchange if an axis is named twice, or if you name several axes for a
-strategy that works over one. While jaxcross traces a step, a strategy also raises if it's given a
-leaf that another one has already exchanged over the same axis. `lars`, `lamb` and
-`scale_by_trust_ratio` are exempt from that check, because they only exchange trust ratios and must
-come after an exchange.
+Creating a strategy and calling its `init` never communicate. Only `update` does, and some
+strategies communicate only on every k-th step, so all ranks must call `update` on the same step.
 
-`axes` is the name of an axis or a tuple of names. If a strategy's two axes have different roles
-(nodes, and the ranks within a node), the outer axis comes first: `adasum(("node", "local"))`.
+Every strategy checks its axes before the first exchange. It raises a `ValueError` if an axis is
+named twice, or if you name several axes for a strategy that works over a single one. While jaxcross
+traces a step, a strategy also raises if it's given a leaf that another strategy has already
+exchanged over the same axis. `lars`, `lamb` and `scale_by_trust_ratio` are exempt from that last
+check: they only exchange trust ratios, and have to come after an exchange of the gradients.
 
-A strategy says what to exchange. `wire` carries out the exchange, and `interleave` decides when.
-Each strategy has a file of its own name, except that `bounded_stale` and `asynchronous` are in
-`staleness`, and `lars` and `lamb` in `parallel_norms`. The other files are helpers:
+You pass the axes of an exchange as a single name or as a tuple of names. In some strategies, the
+two axes have different roles: one counts the nodes, and the other counts the ranks within a node.
+The outer axis then comes first, as in `adasum(("node", "local"))`.
+
+A strategy only decides what is exchanged. The `wire` package carries out the exchange, and the
+`interleave` package decides when it runs. Most strategies have a file of the same name. The
+exceptions are `bounded_stale` and `asynchronous`, which share the file `staleness`, and `lars` and
+`lamb`, which share `parallel_norms`. The remaining files are helpers:
 
 collectives     sums, rings and trees of hops over one axis
 layouts         leaves as even blocks, vectors, fragments or chunks

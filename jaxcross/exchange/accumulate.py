@@ -17,11 +17,12 @@ from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class AccumulateState(NamedTuple):
-    """The gradients since the last optimizer step.
+    """The gradients since the last optimizer step, and the wrapped optimizer's state.
 
     Attributes:
         mini_step: Number of gradients in the sum, int32.
-        weight: Sum of their weights on this rank, float32. Without weights, their number.
+        weight: Sum of the gradients' weights on this rank, float32. Without weights, every gradient
+            counts as 1.
         total: Weighted sum of the gradients on this rank.
         inner: State of the wrapped optimizer.
     """
@@ -37,13 +38,14 @@ class AccumulateState(NamedTuple):
 def accumulate(
     optimizer: optax.GradientTransformation, *, every: int, dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Calls `optimizer` on every `every`-th call, with the mean gradient since the last step.
+    """Calls `optimizer` on every `every`-th call, with the mean gradient since its last step.
 
-    On all other calls, the updates are zero. The optimizer and its exchange run in a `lax.cond` on
-    a counter. The host knows the counter, so the other calls exchange nothing and compute only the
-    sum. The optimizer's state, for example a `top_k` residual, changes only when the optimizer
-    steps. `optax.MultiSteps` instead runs its optimizer on every call, including the exchange, and
-    discards the result, so it gives the same updates to rounding but costs `every` times the bytes.
+    On all other calls, the updates are zero. The optimizer, including any exchange in it, runs in a
+    `lax.cond` on a counter. The host knows the counter, so on these calls it runs a program that
+    only adds up the gradient and exchanges nothing. The optimizer's own state (e.g. a `top_k`
+    residual) therefore changes only when the optimizer steps. `optax.MultiSteps` works differently:
+    it runs its optimizer, including the exchange, on every call and discards most of the results.
+    Its updates are the same up to rounding, but it costs `every` times the bytes.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), optax.adamw(1e-3))
@@ -53,19 +55,21 @@ def accumulate(
                                             # on every call
     ```
 
-    If batches have different numbers of tokens, pass each batch's token count to `update` as
-    `weight`. The mean is then over all tokens of these batches. `optimizer` receives the sum of the
-    weights as its own `weight`, so `jaxcross.exchange.mean` weights this rank accordingly.
+    Batches may contain different numbers of tokens, e.g. because of padding. If you pass each
+    batch's token count to `update` as `weight`, the mean is over all tokens of these batches, so
+    every token counts the same. The inner optimizer receives the sum of the weights as its own
+    `weight`, so that `jaxcross.exchange.mean` can weight this rank accordingly.
 
-    The sum is rank-local, so save it per rank. It is reset to zero after each step, even if it
-    wasn't finite. Deterministic.
+    The sum of the gradients is rank-local, so save it separately for each rank. After every
+    optimizer step it's reset to zero, even if it has become NaN or infinite, so a non-finite
+    gradient doesn't carry over into the next sum. Deterministic.
 
     Args:
         optimizer: Any optax transformation, including exchanges. It receives the `params` and extra
             arguments of the call in which it steps.
-        every: Gradients per step; the first step is in call number `every`. Must be the same on
-            every rank. You can change it at a restart, because the sum is divided by the number of
-            gradients it holds.
+        every: Number of gradients per optimizer step; the first step is taken on call number
+            `every`. Must be the same on every rank. You can change it when you restart a job,
+            because the sum is always divided by the number of gradients that it actually contains.
         dtype: Element type of the sum. If None, the parameters' type, but at least float32 for
             floats.
 
@@ -108,8 +112,8 @@ def accumulate(
         mine = as_weight(1 if weight is None else weight, "`accumulate`")
         terms = updates if weight is None else weighed(updates, mine, "`accumulate`")
         total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, terms)
-        # Divide by what the sum holds, because a restart may have changed `every` in the middle of
-        # a round.
+        # Divide by the weight that the sum actually contains, rather than by `every`. The two
+        # differ if a restart has changed `every` in the middle of a round.
         weights = (state.weight + mine).astype(jnp.float32)
         mini_step = next_in_round(state.mini_step, every)
 
@@ -127,7 +131,7 @@ def accumulate(
             )
 
         def wait() -> tuple[optax.Updates, jax.Array, PyTree, optax.OptState]:
-            stepped, *_ = jax.eval_shape(step)  # updates may have another type than gradients
+            stepped, *_ = jax.eval_shape(step)  # their types may differ from the gradients'
             return jax.tree.map(_zeros_of, stepped), weights, total, state.inner
 
         stepped, weights, total, inner_state = (
@@ -139,10 +143,10 @@ def accumulate(
 
 
 def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros like an update, which vary over the same axes.
+    """Returns zeros with an update's shape and type, which vary over the same axes as the update.
 
-    `shard_map(check_vma=True)` tracks which axes a value varies over, and both branches of the
-    `cond` must match.
+    `shard_map(check_vma=True)` tracks over which axes a value varies, and rejects a `cond` whose
+    branches differ in that.
     """
     zeros = jnp.zeros(update.shape, update.dtype)
     kind = update.manual_axis_type

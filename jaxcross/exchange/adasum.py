@@ -1,10 +1,11 @@
 """Adasum: averages gradients that point the same way and adds gradients that are orthogonal.
 
-It does so layer by layer, with the operator `A(a, b)` of `adasum`'s docstring, applied over a
-binary tree of ranks. The tree is evaluated by vector halving and distance doubling: at level *l*, a
-rank and its neighbour `rank XOR 2^l` combine two vectors, and each keeps one half of the result.
-`A` needs dot products of whole vectors, so the dot products of the halves are summed over the
-`2^(l+1)` ranks that together hold the two vectors.
+Each layer is combined on its own, with the operator `A(a, b)` that the docstring of `adasum`
+defines, applied over a binary tree of ranks. We evaluate the tree by vector halving and distance
+doubling: at level *l*, a rank and its neighbour `rank XOR 2^l` combine two vectors, and each of
+them keeps one half of the result. The operator needs dot products of whole vectors. So the ranks
+compute dot products of their halves, and sum these over the `2^(l+1)` ranks that together hold the
+two vectors.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def adasum(
 ) -> optax.GradientTransformationExtraArgs:
     """Combines updates over ranks by Adasum, with separate coefficients for each layer (leaf).
 
-    Evaluates `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced binary tree in
-    rank order. The result is bitwise identical on every rank, and depends on which rank contributes
-    which update. Deterministic. Learning rates don't need to be scaled with the number of ranks.
-    Dot products are computed in float32 or wider, and neither overflow nor underflow, however large
-    or small a layer's elements are.
+    Evaluates the operator `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced
+    binary tree of the ranks, in rank order. The result is bitwise identical on every rank, but it
+    depends on which rank contributes which update. You don't need to scale the learning rate with
+    the number of ranks. Dot products are computed in float32 or wider, and neither overflow nor
+    underflow, however large or small a layer's elements are. Deterministic.
 
     ```python
     tx = jaxcross.exchange.adasum("batch", optimizer=optax.adam(1e-3))  # or
@@ -43,31 +44,34 @@ def adasum(
     ```
 
     Args:
-        axes: One axis name, or a tuple of names, the outer axis first. With several axes, updates
-            are averaged over the inner ones by a reduce-scatter, combined part by part over the
-            outer one, and gathered again. This gives the Adasum over nodes of each node's mean. The
-            outer axis may have any size: if it isn't a power of two, the ranks beyond the largest
-            one are combined with a partner first.
-        optimizer: Steps on this rank's own gradients before its *update* is combined (the delta
-            optimizer, for momentum, Adam or LAMB). Its state, in a `PerRankState`, differs between
-            ranks: save it per rank and never broadcast it. If None, raw gradients are combined, to
-            be followed by plain SGD. You can wrap it in `accumulate`, to take one local step for
-            several gradients. It can't take several local steps and combine their sum.
+        axes: One axis name, or a tuple of names with the outer axis first. With several axes, a
+            reduce-scatter first averages the updates over the inner ones. The parts are then
+            combined over the outer axis and gathered again. The result is the Adasum over nodes of
+            each node's mean. The outer axis may have any size: if it isn't a power of two, each
+            rank beyond the largest power of two is first combined with a partner.
+        optimizer: Steps on this rank's own gradients, after which its *update* is combined (the
+            delta optimizer, for momentum, Adam or LAMB). Its state, in a `PerRankState`, differs
+            between ranks: save it per rank and never broadcast it. If None, the raw gradients are
+            combined, and plain SGD should follow. To take one local step for several gradients, you
+            can wrap the optimizer in `accumulate`. Adasum can't take several local steps and
+            combine their sum.
 
     Raises:
         ValueError: An axis is named twice, or (at the first trace) a leaf is not real
             floating-point.
 
-    Bytes received per rank, with P the ranks of the outer axis, Q the largest power of two up to P,
-    n the ranks of the inner axes (1 if there are none), D the number of elements after padding each
-    leaf to a multiple of nQ (times `chunk`, up to 512), and L leaves: `2(Q-1)/Q D/n` elements for
-    halving and doubling, `5L(P-1)n + 5L(n-1)` at each of log2(Q) levels, `2D/n + 5L(n-1)` if P !=
-    Q, and `2(n-1)/n D` within the nodes; 4 bytes each.
+    Bytes received per rank, with P ranks on the outer axis, Q the largest power of two up to P, n
+    ranks on the inner axes (1 if there are none), L leaves, and D elements after padding each leaf
+    to a multiple of nQ (times `chunk`, up to 512). Halving and doubling receive `2(Q-1)/Q D/n`
+    elements. The dot products add `5L(P-1)n + 5L(n-1)` at each of the log2(Q) levels. If P isn't a
+    power of two, folding in the other ranks adds `2D/n + 5L(n-1)`. The mean within the nodes adds
+    `2(n-1)/n D`. Each element takes 4 bytes.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in of
-    ranks beyond a power of two and the scaling are ours.
+    Source: Maleki et al., arXiv 2006.02924, section 3 (the operator) and algorithm 1 (its
+    evaluation). We've added two things: ranks beyond a power of two are folded in, and dot products
+    are scaled so that they don't overflow or underflow.
     """
     outer, *inner = collectives.axis_names(axes)
 
@@ -98,12 +102,12 @@ def adasum(
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:
-    """Returns the chunk size: runs of elements that all belong to one layer.
+    """Returns the number of elements per chunk; all elements of a chunk belong to the same layer.
 
-    Each layer is padded to a multiple of `count` times the chunk size. Larger chunks mean more
-    padding, so this is the largest power of two up to 512 that adds less than about 2% in total.
-    With chunks, the work on all layers is a single operation. One operation per layer would take a
-    compiler minutes.
+    We process all layers in a single operation on equally long chunks, because with one operation
+    per layer, a compiler would take minutes. For this, each layer is padded to a multiple of
+    `count` times the chunk size. Larger chunks need more padding, so we take the largest power of
+    two up to 512 that adds less than about 2% in total.
     """
     room = sum(map(math.prod, shapes)) // (64 * max(len(shapes), 1) * count)
     return 1 << min(max(room, 1).bit_length() - 1, 9)
@@ -141,7 +145,8 @@ def _over_ranks(
 
     `counts` holds each layer's number of chunks per row.
     """
-    ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    ranks = jax.lax.axis_size(axis)
+    rank = jax.lax.axis_index(axis)
     base = x.shape[0]
     levels = base.bit_length() - 1
     if base < ranks:
@@ -157,15 +162,17 @@ def _over_ranks(
         got = collectives.swap(given, axis, 1 << level, ranks=base)
 
         def of_group(own: jax.Array, level: int = level) -> jax.Array:
-            # A group consists of neighbouring ranks. We gather from all ranks instead, because
-            # `vmap` doesn't support groups, and it's only a few numbers per layer.
+            # We only need the statistics of this rank's group, which consists of neighbouring
+            # ranks. But `vmap` doesn't support collectives over groups, so we gather from all ranks
+            # and pick out the group's rows. That's cheap, because there are only a few numbers per
+            # layer.
             everybody = collectives.gather(own, (axis, *inner)).reshape(ranks, -1, *own.shape)
             group = jax.lax.dynamic_slice_in_dim(
                 everybody, rank >> (level + 1) << (level + 1), 2 << level
             )
             return group.reshape(-1, *own.shape)
 
-        # The lower rank's vector comes first on both ranks, so that both compute the same bits.
+        # Both ranks pass the lower rank's vector first, so that both compute the same bits.
         x = _combine(jnp.where(lower, kept, got), jnp.where(lower, got, kept), counts, of_group)
     for level in reversed(range(levels)):
         lower = (rank >> level) & 1 == 0
@@ -181,6 +188,8 @@ def _combine(
 ) -> jax.Array:
     """Returns this rank's part of A(a, b).
 
+    `gather` collects the statistics of all parts of the two vectors, one row per rank.
+
     `gather` collects the statistics of all parts, one row per rank.
     """
     layer = np.repeat(np.arange(len(counts)), counts)
@@ -190,7 +199,8 @@ def _combine(
 
     largest = jnp.stack([jnp.abs(a).max((0, 2)), jnp.abs(b).max((0, 2))])
     scales = _scale(_of_layers(largest, counts, jnp.maximum))
-    small_a, small_b = a / spread(scales[0]), b / spread(scales[1])
+    small_a = a / spread(scales[0])
+    small_b = b / spread(scales[1])
     products = jnp.stack(
         [
             (x * y).sum((0, 2))
@@ -199,19 +209,21 @@ def _combine(
     )
     # For each layer: both scales, and a.b, a.a, b.b of the scaled parts.
     rows = gather(jnp.concatenate([scales, _of_layers(products, counts, jnp.add)]))
-    top_a, top_b = rows[:, 0].max(0), rows[:, 1].max(0)
-    part_a, part_b = rows[:, 0] / top_a, rows[:, 1] / top_b
-    ab, aa, bb = (
-        (part_a * part_b * rows[:, 2]).sum(0),
-        (part_a**2 * rows[:, 3]).sum(0),
-        (part_b**2 * rows[:, 4]).sum(0),
-    )
-    # a.b / 2|a|^2 by itself could overflow if a is tiny and b is huge. Multiplied by a, it's as
-    # large as b.
+    top_a = rows[:, 0].max(0)
+    top_b = rows[:, 1].max(0)
+    part_a = rows[:, 0] / top_a
+    part_b = rows[:, 1] / top_b
+    ab = (part_a * part_b * rows[:, 2]).sum(0)
+    aa = (part_a**2 * rows[:, 3]).sum(0)
+    bb = (part_b**2 * rows[:, 4]).sum(0)
+    # The factor a.b / 2|a|^2 by itself could overflow if a is tiny and b is huge. Its product with
+    # a can't, because that's at most as large as b. So we compute the product from the scaled
+    # vectors, and multiply by b's scale last.
     common_a = spread(_ratio(ab, aa)) * (a / spread(top_a)) * spread(top_b)
     common_b = spread(_ratio(ab, bb)) * (b / spread(top_b)) * spread(top_a)
-    # `a + b` could overflow, so subtract first: half of a's own component along b from a, and half
-    # of b's along a from b.
+    # The sum `a + b` could overflow, so we subtract first. Subtracting half of a's own component
+    # along b makes a shorter, and the same goes for b. These are the terms of the formula, only
+    # grouped differently.
     return (a - common_b) + (b - common_a)
 
 
@@ -221,9 +233,10 @@ def _ratio(ab: jax.Array, square: jax.Array) -> jax.Array:
 
 
 def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.Array]) -> jax.Array:
-    """Combines the columns of each layer, of which there are `counts` in a row, by a tree.
+    """Reduces the columns of each layer to a single one, by a binary tree of `combine`.
 
-    A tree avoids atomic sums on a GPU, which are not deterministic.
+    `counts` holds the number of columns of each layer. A tree avoids atomic sums on a GPU, which
+    aren't deterministic.
     """
     left = list(counts)
     while max(left) > 1:
@@ -244,7 +257,7 @@ def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.A
 def _scale(x: jax.Array) -> jax.Array:
     """Returns the largest power of two up to each magnitude, so that dividing by it never rounds.
 
-    Clipped so that its reciprocal is a normal number.
+    The power of two is clipped so that its reciprocal is a normal number.
     """
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}")

@@ -1,7 +1,7 @@
-"""Arithmetic on updates and parameters: moves, means over ranks, weights, types.
+"""Arithmetic on updates and parameters: moves, means over ranks, weights, and types.
 
-Weights are for means over tokens or examples, whose numbers may differ between ranks (`mean`) or
-between batches (`accumulate`).
+Weights are used for means over tokens or examples, whose numbers may differ between ranks (in
+`mean`) or between batches (in `accumulate`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from jaxcross.exchange.collectives import Axes
 def updates_towards(
     updates: optax.Updates, params: optax.Params, targets: optax.Params
 ) -> optax.Updates:
-    """Returns updates that lead from `params` to `targets`, to rounding; integers keep theirs."""
+    """Returns updates that move `params` to `targets`, up to rounding.
+
+    Leaves that aren't floating-point keep their updates.
+    """
 
     def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
         return (target - p).astype(u.dtype) if is_float(p) else u
@@ -64,8 +67,10 @@ def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typi
 def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns a leaf marked as varying over all axes that `old` varies over.
 
-    `shard_map(check_vma=True)` tracks these axes. A mean over ranks doesn't vary, so it must be
-    marked before it replaces a rank's own values in a state. Without that check, this is a no-op.
+    With `shard_map(check_vma=True)`, JAX tracks the axes over which a value varies. A mean over
+    ranks is the same on all of them, so it doesn't vary. But the field of a state that it's written
+    to holds a rank's own values and does vary, so the mean has to be marked as varying first.
+    Without that check, this is a no-op.
     """
     before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
     axes = () if before is None or after is None else tuple(before.varying - after.varying)
@@ -75,8 +80,9 @@ def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
 def product(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """Returns the matrix product in full float32.
 
-    By default, GPUs round the factors to ten bits. A transform would then not be orthonormal, and a
-    residual would be rounded differently from the update.
+    By default, GPUs round the factors of a matrix product to ten bits. This isn't accurate enough
+    for our exchanges: a transform would no longer be orthonormal, and a residual would be rounded
+    differently from the update that it belongs to.
     """
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
@@ -100,9 +106,10 @@ def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
 
 
 def weighed(updates: optax.Updates, weight: jax.Array, what: str) -> optax.Updates:
-    """Returns each update times the weight, in float32 at least.
+    """Returns each update multiplied by the weight, in float32 or wider.
 
-    A weight of 0 gives zeros whatever the update is, because the mean over no tokens is often NaN.
+    If the weight is 0, the result is zero, whatever the update is. A gradient that is averaged over
+    no tokens is often NaN, and multiplying NaN by 0 would give NaN again.
 
     Raises:
         ValueError: In `shard_map(check_vma=True)`, if JAX has already summed the updates over ranks

@@ -1,4 +1,4 @@
-"""Signs as bits, eight to a byte; integers of a few bits each; vectors as 4- or 8-bit integers."""
+"""Signs packed as bits, integers of a few bits each, and vectors as 4- or 8-bit integers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def signs(positive: jax.Array) -> jax.Array:
 
 
 def pack_integers(numbers: jax.Array, width: int) -> jax.Array:
-    """Packs integers along the last axis into bytes, `width` bits each, the lowest bit first.
+    """Packs integers of `width` bits along the last axis into bytes, the lowest bit first.
 
     The integers must be from 0 to `2**width - 1`. The bytes are padded with zero bits at the end.
     """
@@ -61,8 +61,8 @@ class Packed(NamedTuple):
     """A vector as integers.
 
     Attributes:
-        codes: The integers: at 8 bits one element per byte, at 4 bits two.
-        units: One float32 unit per block, NaN if the block isn't finite.
+        codes: The integers, one per byte at 8 bits and two per byte at 4 bits.
+        units: One float32 unit per block. It's NaN if an element of the block isn't finite.
     """
 
     codes: jax.Array
@@ -70,15 +70,16 @@ class Packed(NamedTuple):
 
 
 def quantise(x: jax.Array, bits: int) -> Packed:
-    """Rounds a float32 vector to integer multiples of its blocks' units.
+    """Rounds each element of a float32 vector to an integer multiple of its block's unit.
 
-    The vector's length must be a multiple of `BLOCK`. The largest element of a block is 7 or 127
-    units, so an element is off by at most half a unit, 1/14 or 1/254 of the largest.
+    The vector's length must be a multiple of `BLOCK`. The element with the largest magnitude in a
+    block is mapped to 127 units at 8 bits, or to 7 units at 4 bits. Rounding changes an element by
+    at most half a unit, which is 1/254 or 1/14 of that largest magnitude.
     """
     levels = 2 ** (bits - 1) - 1
     blocks = x.reshape(x.size // BLOCK, BLOCK)
     unit = jnp.max(jnp.abs(blocks), axis=1, initial=0.0) / levels
-    # NaN and infinity travel in the unit, since no integer can hold them.
+    # No integer can represent NaN or infinity, so such a block is marked by a unit of NaN.
     units = jnp.where(jnp.isfinite(unit), unit, jnp.nan)
     share = jnp.where(units[:, None] > 0, blocks / units[:, None], 0)
     codes = jnp.clip(jnp.round(share), -levels, levels).astype(jnp.int8).reshape(-1)
@@ -99,9 +100,9 @@ def dequantise(packed: Packed, bits: int) -> jax.Array:
 
 
 def quantised_mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> jax.Array:
-    """Gathers every rank's vector and returns their mean, float32.
+    """Gathers every rank's vector, and returns the mean of all vectors in float32.
 
-    Adds rank after rank, so the result is bitwise identical everywhere.
+    Adds the vectors in rank order, so the result is bitwise identical on every rank.
     """
     every = Packed(*(collectives.gather(part, names) for part in packed))
     ranks = every.units.shape[0]
@@ -109,7 +110,8 @@ def quantised_mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> ja
     def add(rank: jax.Array, total: jax.Array) -> jax.Array:
         return total + dequantise(Packed(every.codes[rank], every.units[rank]), bits)
 
-    # Start with a sum, as in `sparse.sum_of_pairs`: `shard_map(check_vma=True)` would take zeros
-    # for a value that is identical on every rank.
+    # Start the loop with the first rank's vector rather than with zeros. To
+    # `shard_map(check_vma=True)`, zeros are identical on every rank, so it would reject a loop that
+    # makes them differ between ranks.
     first = dequantise(Packed(every.codes[0], every.units[0]), bits)
     return jax.lax.fori_loop(1, ranks, add, first) / ranks

@@ -1,8 +1,8 @@
 """Sums, rings and trees over one named axis, from `ppermute`, `all_gather` and `all_to_all`.
 
-Every permutation names every rank, because `vmap` can't run one that leaves a rank out. Ranks that
-have nothing to send in a hop send to themselves, which costs nothing. Loops over ranks are
-unrolled, because an exchange inside `scan` can't overlap with anything.
+Every permutation includes all ranks, because `vmap` can't run a `ppermute` that leaves out a rank.
+If a rank has nothing to send in a hop, it sends to itself, which costs nothing. Loops over ranks
+are unrolled, because an exchange inside a `scan` can't overlap with anything.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
-"""One axis name or several; a strategy's docstring says whether it takes several."""
+"""One axis name or several. A strategy's docstring says whether it accepts several."""
 
 Arrays = TypeVar("Arrays")
-"""Tree of arrays, with the same structure before and after an exchange."""
+"""A tree of arrays, which has the same structure before and after an exchange."""
 
 
 def axis_names(axes: Axes) -> tuple[Hashable, ...]:
@@ -31,23 +31,23 @@ def axis_names(axes: Axes) -> tuple[Hashable, ...]:
     if isinstance(axes, Mapping):
         raise ValueError(
             f"the axes of an exchange are `{axes!r}`: sizes belong to the `axes` of `crossover`, "
-            f"and an exchange takes the names alone. Write `{tuple(axes)}`."
+            f"while an exchange only takes names. Write `{tuple(axes)}`."
         )
     names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     if not names:
         raise ValueError(
-            f"the axes of an exchange are `{axes!r}`: over none nothing is exchanged, and "
-            "ranks would drift apart. Name an axis of the step."
+            f"the axes of an exchange are `{axes!r}`: without any axis, nothing would be "
+            "exchanged and the ranks would drift apart. Name an axis of the step."
         )
     if any(isinstance(name, int) for name in names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`: a number is to JAX a dimension of an array, "
+            f"the axes of an exchange are `{names}`: to JAX, a number is a dimension of an array, "
             "not an axis of ranks. Name an axis of the step."
         )
     if len(set(names)) < len(names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`, one of them twice, and its ranks would count "
-            "twice. Name each axis once."
+            f"the axes of an exchange are `{names}`, one of them twice, so its ranks would be "
+            "counted twice. Name each axis once."
         )
     return names
 
@@ -75,8 +75,9 @@ def is_power_of_two(size: int) -> bool:
 def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
     """Clips finite values to the largest number of a narrower type, or to `times` that number.
 
-    Otherwise they'd become infinite, and an infinity would stay in a residual forever. Values that
-    are not finite already are kept, so that they stay visible.
+    Without clipping, large values would become infinite in the narrower type, and an infinity in a
+    residual would stay there forever. Values that are already infinite or NaN are kept, so that
+    they stay visible.
     """
     largest = times * float(jnp.finfo(dtype).max)
     if largest >= float(jnp.finfo(values.dtype).max):
@@ -85,25 +86,28 @@ def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
 
 
 def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds `x` to the type that travels, for values that are sent and also used on this rank.
+    """Rounds `x` to its type on the wire, for values that are sent and also used on this rank.
 
-    The result is bitwise that of `x.astype(dtype)`. But XLA may eliminate a conversion that is
-    converted back later, as it does on GPUs (`xla_allow_excess_precision`). This rank would then
-    continue with a number that no other rank was sent.
+    The result is bitwise the same as that of `x.astype(dtype)`. We can't rely on a plain
+    conversion, though. If a value is converted to a narrow type and back again, XLA may eliminate
+    both conversions, as it does on GPUs (`xla_allow_excess_precision`). This rank would then
+    continue with the unrounded value, which no other rank has received.
     """
     if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
         return x.astype(dtype)
-    info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    info = jnp.finfo(dtype)
+    own = jnp.finfo(x.dtype)
     if info.nmant >= own.nmant:
         return x.astype(dtype)
-    # The range of some 8-bit types isn't what their exponent bits suggest. For these, leave numbers
-    # that are too large to the conversion.
+    # The range of some 8-bit types isn't what you'd expect from their number of exponent bits. For
+    # these types, we only round the mantissa here, and leave numbers that are too large to the
+    # conversion at the end.
     half = 1 << (info.nexp - 1)
     exponent = info.nexp if (info.minexp, info.maxexp) == (2 - half, half) else own.nexp
     rounded = jax.lax.reduce_precision(x, exponent, info.nmant)
     if info.nexp < own.nexp:
-        # `reduce_precision` doesn't support subnormal numbers. The type's subnormals are the
-        # multiples of its smallest one.
+        # `reduce_precision` doesn't support subnormal numbers, so we round these ourselves: a
+        # type's subnormals are the multiples of its smallest one.
         tiny = float(info.tiny)
         step = tiny * 2.0**-info.nmant
         multiple = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
@@ -112,14 +116,14 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Arrays:
-    """Exchanges each array of `x` with that of rank `r XOR distance`.
+    """Exchanges each array of `x` with the corresponding array of rank `r XOR distance`.
 
     Args:
         x: A tree of arrays, one message each.
         axis_name: One axis.
         distance: A power of two.
-        ranks: Number of ranks that take part, a multiple of `2 * distance`. Ranks from there on
-            keep their arrays. None: all.
+        ranks: Number of ranks that take part, a multiple of `2 * distance`. All ranks from this
+            number on keep their arrays. If None, all ranks take part.
     """
     size = jax.lax.axis_size(axis_name)
     taking_part = size if ranks is None else ranks
@@ -128,10 +132,11 @@ def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = N
 
 
 def fold(x: Arrays, axis_name: Hashable) -> Arrays:
-    """Exchanges the arrays of ranks `r` and `r + 2^L`, the largest power of two up to P.
+    """Exchanges the arrays of ranks `r` and `r + 2^L`, with 2^L the largest power of two up to P.
 
-    Ranks without such a partner keep theirs. The same permutation folds the ranks beyond 2^L in
-    before a halving or doubling, and sends them the result afterwards.
+    Halving and doubling need a power of two of ranks. If there are more, this permutation first
+    sends the data of the ranks beyond 2^L to their partners, and afterwards sends them the result.
+    Ranks without a partner keep their arrays.
     """
     size = jax.lax.axis_size(axis_name)
     base = 1 << (size.bit_length() - 1)
@@ -144,14 +149,16 @@ def fold(x: Arrays, axis_name: Hashable) -> Arrays:
 def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays], Arrays]) -> Arrays:
     """Combines trees over all ranks by recursive doubling, bitwise identical on every rank.
 
-    It evaluates a balanced binary tree over the ranks in rank order. It takes log2(P) hops of the
-    whole of `x`, and two more if P is not a power of two: the ranks beyond the largest power first
-    hand theirs to a partner and get the result back at the end.
+    The arrays are combined over a balanced binary tree, with the ranks as its leaves in rank order.
+    This takes log2(P) hops, each of which sends the whole of `x`. If P isn't a power of two, it
+    takes two more hops: the ranks beyond the largest power of two first send their arrays to a
+    partner, and get the result back at the end.
 
     Args:
         x: A tree of arrays.
         axis_name: One axis.
-        combine: (the lower ranks' tree, the higher ranks' tree) -> their combination, on one rank.
+        combine: (the lower ranks' tree, the higher ranks' tree) -> both combined. Called on one
+            rank.
     """
     size = jax.lax.axis_size(axis_name)
     base = 1 << (size.bit_length() - 1)
@@ -170,15 +177,16 @@ def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays],
 def ring_sum(
     x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Sums over ranks by a ring: P-1 hops that reduce and P-1 that gather.
+    """Sums a vector over ranks by a ring: P-1 hops that reduce and P-1 hops that gather.
 
-    Each hop sends 1/P of the vector. Bitwise identical on every rank. Each block is summed in ring
-    order, starting at a different rank.
+    Each hop sends 1/P of the vector. Every block is summed once, on its way around the ring, and
+    the finished sum is then copied to all ranks, so the result is bitwise identical everywhere.
+    Different blocks start at different ranks, so their terms are added in different orders.
 
     Args:
         x: A vector whose length is a multiple of the number of ranks.
         axis_name: One axis.
-        wire_dtype: Element type on the wire; the sums are computed in the vector's type.
+        wire_dtype: Element type on the wire. The sums are computed in the vector's own type.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -196,8 +204,8 @@ def ring_sum(
         moving = jax.lax.ppermute(round_for_wire(moving, wire), axis_name, ring).astype(
             x.dtype
         ) + block(rank - hop)
-    # This rank now holds the finished block `rank + 1`. Round it before sending, so that all ranks
-    # hold the same bits.
+    # This rank now holds the finished sum of block `rank + 1`. We round the sum before it's sent
+    # around, so that this rank continues with the same bits as the ranks that receive it.
     moving = round_for_wire(moving, wire)
     out = jnp.zeros_like(blocks, dtype=wire)
     for hop in range(size):
@@ -211,9 +219,9 @@ def sum_scatter(
 ) -> jax.Array:
     """Returns this rank's block of the sum of a vector over ranks, added in rank order.
 
-    The vector's length must be a multiple of the number of ranks. It's an all-to-all and a local
-    sum, which is what a reduce-scatter over MPI amounts to anyway. We don't use `psum_scatter`,
-    because it scatters the wrong dimension under two `vmap`s.
+    The vector's length must be a multiple of the number of ranks. We use an all-to-all followed by
+    a local sum, which is what a reduce-scatter over MPI amounts to anyway. `lax.psum_scatter` isn't
+    an option, because it scatters the wrong dimension under two nested `vmap`s.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -224,7 +232,7 @@ def sum_scatter(
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sums along the first axis, in the order of the rows, which fixes the bits."""
+    """Sums along the first axis, adding the rows in order, so that the bits are reproducible."""
     total = x[0]
     for row in range(1, x.shape[0]):
         total = total + x[row]
@@ -234,10 +242,11 @@ def sum_rows(x: jax.Array) -> jax.Array:
 def gather(x: jax.Array, axes: Hashable | tuple[Hashable, ...]) -> jax.Array:
     """Gathers every rank's `x` along a new first axis.
 
-    Over several axes, the last one varies fastest. With no axes, it only adds the new axis.
+    If there are several axes, the last one varies fastest. With no axes, this only adds the new
+    axis.
     """
     rows = x[None]
-    # One axis after the other, because `vmap` can't gather over two at once.
+    # Gather over one axis after the other, because `vmap` can't gather over two at once.
     for name in reversed(axes if isinstance(axes, tuple) else (axes,)):
         rows = jax.lax.all_gather(rows, name, tiled=True)
     return rows

@@ -1,8 +1,9 @@
 """Decoupled momentum (DeMo): each rank keeps its own momentum and sends its largest frequencies.
 
-Instead of gradients, ranks exchange the part of their momentum that a few DCT coefficients capture.
-Whatever a rank sends is subtracted from its momentum, so the rest stays in the momentum and is sent
-later. The momentum therefore doubles as the residual of an error feedback.
+Ranks exchange no gradients. Each rank keeps a momentum of its own, and sends the part of it that a
+few DCT coefficients capture. What a rank has sent is subtracted from its momentum. The rest stays
+in the momentum and can be sent on a later step, so the momentum doubles as the residual of an error
+feedback.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class DecoupledMomentumState(NamedTuple):
     """State of DeMo.
 
     Attributes:
-        momentum: For each compressed leaf, what this rank hasn't sent, by tile and frequency,
-            float32.
+        momentum: The part of each compressed leaf's momentum that this rank hasn't sent, by tile
+            and frequency, float32.
     """
 
     momentum: PyTree
@@ -52,15 +53,18 @@ def decoupled_momentum(
 ) -> optax.GradientTransformation:
     """DeMo: averages the largest frequencies of each rank's momentum over ranks.
 
-    Each rank adds its gradient to `decay` times its momentum. A leaf is treated as a matrix `[all
-    other dimensions, last dimension]` and cut into tiles of at most `chunk` by `chunk` elements.
-    Each tile goes through an orthonormal DCT-II along both sides. The k largest coefficients of
-    each tile are sent, averaged over all ranks and transformed back. What a rank has sent is
-    removed from its momentum, so the momentum also holds the error. We store the momentum by
-    frequency. The transform is linear, so this is the same update rule, but the coefficients that
-    were sent become exactly zero, and a step needs one inverse transform instead of two.
+    Each rank adds its gradient to `decay` times its momentum. To choose what to send, we treat a
+    leaf as a matrix, with the leaf's last dimension as columns and all others together as rows, and
+    cut it into tiles of at most `chunk` by `chunk` elements. An orthonormal DCT-II along both sides
+    transforms each tile. The k largest coefficients of each tile are sent, averaged over all ranks,
+    and transformed back. What a rank has sent is removed from its momentum, so the momentum also
+    holds the compression error.
 
-    Updates are the same on every rank. Momenta are rank-local and must be saved per rank.
+    We store the momentum as coefficients rather than as elements. The transform is linear, so this
+    is the same update rule, but a coefficient that was sent becomes exactly zero, and a step needs
+    one inverse transform instead of two.
+
+    Updates are the same on every rank. Momenta are rank-local, so save them per rank.
     Deterministic.
 
     ```python
@@ -69,18 +73,19 @@ def decoupled_momentum(
     updates, opt_state = tx.update(grads, opt_state, params)  # grads are this rank's own
     ```
 
-    Bytes received per rank: `(P-1) k (v + b/8)` per tile on P ranks, with v bytes per value and b
-    bits per index (12 for a tile of 64 by 64), by one all-gather of all values and one of all
-    indices. Skipped leaves of n bytes cost `2(P-1)/P n`.
+    Bytes received per rank: `(P-1) k (v + b/8)` for each tile, where P is the number of ranks, k
+    the number of coefficients sent, v the bytes per value, and b the bits per index (12 for a tile
+    of 64 by 64). All values travel in one all-gather, and all indices in another. A skipped leaf of
+    n bytes costs `2(P-1)/P n`.
 
     Args:
         density: Fraction of a tile's coefficients to send, rounded, but at least one. The authors
             send 32 of 4,096.
         axes: One axis name, or a tuple of names that act as a single axis.
-        decay: Factor of the momentum per step, in [0, 1]. Has no effect with `density=1`, because
-            then nothing is left in the momentum.
-        chunk: Longest side of a tile. A side is cut into equal parts, so there's less than one
-            element of padding per part.
+        decay: Factor by which the momentum is multiplied on each step, in [0, 1]. It has no effect
+            with `density=1`, because then nothing is left in the momentum.
+        chunk: Longest side of a tile. Each side of the matrix is cut into equal parts, so it takes
+            less than one element of padding per part.
         sign: Return the signs of the updates, as in the paper. Use a small learning rate with it.
         skip: (path, leaf) -> whether a leaf is averaged uncompressed and without momentum. By
             default, scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
@@ -96,8 +101,9 @@ def decoupled_momentum(
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: after Peng et al., DeMo: Decoupled momentum optimization, arXiv 2411.19870, and the
-    authors' code. Unlike ours, their momentum includes the learning rate, vectors are compressed
-    too, and a coefficient is averaged only over those ranks that have sent it.
+    authors' code. Theirs differs from ours in three ways: the momentum includes the learning rate,
+    vectors are compressed too, and a coefficient is averaged only over those ranks that have sent
+    it.
     """
     density = sparse.check_density(density)
     kept = part_kept(decay, "`decoupled_momentum`", "momentum")
@@ -120,11 +126,8 @@ def decoupled_momentum(
         del params
         check_state(state, init, updates, "`decoupled_momentum`")
         found, treedef = jax.tree.flatten_with_path(updates)
-        chosen, out, momenta = (
-            sparse.compressed_leaves(found, skip),
-            [],
-            treedef.flatten_up_to(state.momentum),
-        )
+        chosen = sparse.compressed_leaves(found, skip)
+        momenta = treedef.flatten_up_to(state.momentum)
         for (path, leaf), compressed in zip(found, chosen, strict=True):
             if compressed:
                 check_float32(path, leaf, "the momenta of `decoupled_momentum`")
@@ -173,8 +176,9 @@ class _Tiles:
         return jnp.zeros((self.chunks.rows, self.chunks.width), jnp.float32)
 
     def frequencies(self, leaf: jax.Array) -> jax.Array:
-        """Returns the coefficients of each tile, `[tiles, elements of a tile]`, float32."""
-        (rows, columns), (high, wide) = self.shape, self.tile
+        """Returns each tile's coefficients, `[tiles, elements of a tile]`, float32."""
+        rows, columns = self.shape
+        high, wide = self.tile
         padding = [(0, -rows % high), (0, -columns % wide)]
         matrix = jnp.pad(leaf.reshape(self.shape).astype(jnp.float32), padding)
         tiles = matrix.reshape(matrix.shape[0] // high, high, -1, wide).swapaxes(1, 2)
@@ -184,7 +188,8 @@ class _Tiles:
 
     def leaf(self, coefficients: jax.Array, like: jax.Array) -> jax.Array:
         """Transforms coefficients back to a leaf with the shape and type of `like`."""
-        (rows, columns), (high, wide) = self.shape, self.tile
+        rows, columns = self.shape
+        high, wide = self.tile
         tiles = coefficients.reshape(-(-rows // high), -1, high, wide)
         tiles = product(product(dct_matrix(high).T, tiles), dct_matrix(wide))
         matrix = tiles.swapaxes(1, 2).reshape(tiles.shape[0] * high, -1)[:rows, :columns]
@@ -203,10 +208,11 @@ def _tiles(leaf: jax.typing.ArrayLike, chunk: int, density: float) -> _Tiles:
 
 def dct_matrix(size: int) -> np.ndarray:
     """Returns the orthonormal DCT-II matrix, `[frequency, element]`, float32."""
-    frequency, element = np.arange(size)[:, None], np.arange(size)[None]
+    frequency = np.arange(size)[:, None]
+    element = np.arange(size)[None]
     matrix = np.cos(np.pi * (2 * element + 1) * frequency / (2 * size)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
-    matrix[np.abs(matrix) < 1e-12] = 0  # zeros up to rounding, whose sign `sign` would return
+    matrix[np.abs(matrix) < 1e-12] = 0  # rounding noise, whose sign `sign` would return
     return matrix.astype(np.float32)
 
 
@@ -227,5 +233,5 @@ def _exchange(
 
 
 def _sign(x: jax.Array) -> jax.Array:
-    # The sign of infinity is 1, which would hide an overflow.
+    # Keep NaN and infinity: the sign of infinity is 1, which would hide an overflow.
     return jnp.where(jnp.isfinite(x), jnp.sign(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x

@@ -37,25 +37,26 @@ class DelayedMeanState(NamedTuple):
 def delayed_mean(
     optimizer: optax.GradientTransformation, axes: Axes
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the previous step's gradients, and keeps this step's for the next.
+    """Steps on the mean of the previous step's gradients, and keeps this step's for the next one.
 
-    The exchange depends only on the state: it's a carried exchange, in flight while this step
-    computes. At best, a step takes as long as the longer of the two. The gradient is one step old,
-    because it was computed on the parameters before the last update. The first step uses a gradient
-    of zeros. Parameters and the optimizer's state are bitwise identical on every rank; `pending` is
-    rank-local. Deterministic.
+    The exchange depends only on the state, so it's a carried exchange: it's in flight while this
+    step computes. At best, a step takes as long as the longer of the exchange and the computation.
+    The gradient is one step old, because it was computed on the parameters before the last update.
+    The first step uses a gradient of zeros. Parameters and the optimizer's state are bitwise
+    identical on every rank, but `pending` is rank-local. Deterministic.
 
     ```python
     tx = jaxcross.exchange.delayed_mean(optax.adamw(1e-3), "batch")
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    The result is bitwise identical to `asynchronous(delays=1)`. That simulator takes any schedule
-    of delays from a queue, and its exchange has to wait for the queue. Here nothing stands between
-    the state and the exchange. Without the delay, the equivalent is
-    `optax.chain(jaxcross.exchange.mean(axes), optimizer)`.
+    The result is bitwise identical to that of `asynchronous(delays=1)`. That simulator supports any
+    schedule of delays, so it puts gradients into a queue, and its exchange has to wait until this
+    step's gradient is in the queue. Here, the exchange reads the pending gradients straight from
+    the state. The equivalent without a delay is `optax.chain(jaxcross.exchange.mean(axes),
+    optimizer)`.
 
-    When a job ends, its last gradients are still pending, and no rank applies them.
+    When a job ends, the gradients of its last step are still pending, and no rank applies them.
 
     Args:
         optimizer: Steps on the mean, identically on every rank.
@@ -70,8 +71,9 @@ def delayed_mean(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: one step of delay in Agarwal and Duchi, arXiv 1104.5525; overlapped with computation:
-    Sun et al., arXiv 2401.16265 (CO2), Nabli et al., arXiv 2406.02613 (ACCO).
+    Source: Agarwal and Duchi, arXiv 1104.5525, for a delay of one step. Overlapping the delayed
+    exchange with computation is from Sun et al., arXiv 2401.16265 (CO2), and Nabli et al., arXiv
+    2406.02613 (ACCO).
     """
     names = axis_names(axes)
     inner = optimizer_in(optimizer, "`delayed_mean`")

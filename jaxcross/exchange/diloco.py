@@ -55,15 +55,18 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps per rank, then one `outer` step on the mean of their deltas.
 
-    At the end of a round with anchor `a` and this rank's parameters `x`, `outer` steps from `a` on
-    the pseudo-gradient `mean_over_ranks(a - x)`. The result becomes the next anchor, and every rank
-    continues from it. With `outer=optax.sgd(1.0)` it is the mean of the parameters, which
-    `local_sgd` computes without an anchor.
+    All ranks begin a round with the same parameters, which we call the anchor. At the end of the
+    round, each rank has arrived at different parameters. With `a` the anchor and `x` a rank's
+    parameters, the outer optimizer then takes one step from the anchor on the pseudo-gradient
+    `mean_over_ranks(a - x)`. The result becomes the next anchor, and every rank continues from it.
+    With `outer=optax.sgd(1.0)`, it's the mean of the parameters, which `local_sgd` computes without
+    storing an anchor.
 
-    Parameters differ between ranks within a round, and by one rounding after it. The inner
-    optimizer's state is rank-local and never averaged, so save it, and the parameters, per rank.
-    The anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it. All
-    ranks must start with the same parameters. Deterministic.
+    Within a round, parameters differ between ranks. After a round, they're equal up to one
+    rounding. The inner optimizer's state is rank-local and never averaged, so it has to be saved
+    per rank, and so do the parameters. The model to evaluate is the anchor (`state.anchor`), which
+    `jaxcross.exchange.finish` returns. All ranks must start with the same parameters.
+    Deterministic.
 
     ```python
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -73,18 +76,19 @@ def diloco(
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the pseudo-gradient, once per round. A schedule in it counts rounds.
+        outer: Steps on the pseudo-gradient, once per round. If it contains a schedule, that counts
+            rounds.
         axes: One axis name, or a tuple of names that act as a single axis.
-        every: Steps per round; the first exchange is in step `every`. If `inner` is SGD with
+        every: Steps per round; the first exchange is on step `every`. If `inner` is SGD with
             momentum 0.9, rounds of less than 7 steps diverge at many rates with the outer optimizer
-            above: use longer rounds, or an outer momentum of 0.5.
+            above. Use longer rounds then, or an outer momentum of 0.5.
 
     Raises:
         ValueError: `every` is not a positive whole number, or `inner` or `outer` is not an
             optimizer; or `update` got no `params`.
 
-    Memory in addition to the inner optimizer's: the anchor and the outer state. With momentum that
-    is twice the parameters.
+    Memory in addition to the inner optimizer's: the anchor and the outer optimizer's state. If the
+    outer optimizer has momentum, that's twice the parameters.
 
     Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
     0 otherwise.
@@ -96,19 +100,28 @@ def diloco(
     """
     every = whole_number(every, "every", "`diloco`")
     names = axis_names(axes)
-    local, beyond = optimizer_in(inner, "`diloco`"), optimizer_in(outer, "`diloco`")
+    inner_optimizer = optimizer_in(inner, "`diloco`")
+    outer_optimizer = optimizer_in(outer, "`diloco`")
 
     def init(params: optax.Params) -> DiLoCoState:
         return DiLoCoState(
-            jnp.zeros((), jnp.int32), copied(params), beyond.init(params), local.init(params)
+            jnp.zeros((), jnp.int32),
+            copied(params),
+            outer_optimizer.init(params),
+            inner_optimizer.init(params),
         )
 
     def merge(mine: optax.Params, state: DiLoCoState) -> tuple[optax.Params, DiLoCoState]:
         gradient = mean_of(pseudo_gradient(state.anchor, mine), names)
-        anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
+        anchor, outer_state = outer_step(outer_optimizer, gradient, state.anchor, state.outer)
         return anchor, state._replace(anchor=anchor, outer=outer_state)
 
     merges = [to_merged(merge)]
     return local_rounds(
-        "diloco", names, local, every=every, init=init, begin=lambda *_: Round(merges=merges)
+        "diloco",
+        names,
+        inner_optimizer,
+        every=every,
+        init=init,
+        begin=lambda *_: Round(merges=merges),
     )

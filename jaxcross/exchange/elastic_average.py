@@ -41,11 +41,12 @@ def elastic_average(
 ) -> optax.GradientTransformationExtraArgs:
     """Pulls parameters and a shared centre towards each other on every `every`-th step.
 
-    With `x` the parameters at the start of the step, `u` the update, and `c` the centre: `x <- x +
-    u - alpha (x - c)` and `c <- c + beta sum_over_ranks(x - c)`. The exchange doesn't depend on the
-    step's gradient, so it can run while the gradient is computed. Each rank explores on its own:
-    parameters and the optimizer's state are rank-local, and the model to evaluate is the centre
-    (`state.centre`). Deterministic.
+    On an exchange, a rank with parameters `x` and update `u` moves to `x + u - alpha (x - c)`,
+    where `c` is the centre, and the centre moves to `c + beta sum_over_ranks(x - c)`. The exchange
+    uses the parameters from the start of the step, so it doesn't depend on the step's gradient and
+    can run while the gradient is computed. Each rank explores on its own: parameters and the
+    optimizer's state are rank-local, and the model to evaluate is the centre (`state.centre`).
+    Deterministic.
 
     ```python
     tx = jaxcross.exchange.elastic_average(optax.sgd(0.1), "batch", every=4, alpha=0.9 / world.size)
@@ -56,24 +57,25 @@ def elastic_average(
         optimizer: Steps on this rank's gradients.
         axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps from one exchange to the next.
-        alpha: Fraction of the distance to the centre that a rank moves, in [0, 1]. With 0, ranks
+        alpha: Fraction of its distance to the centre that a rank moves, in [0, 1]. With 0, ranks
             train independently.
-        beta: Fraction of the distance to each rank that the centre moves. If None, `alpha`, which
-            conserves the sum of parameters and centre.
+        beta: Fraction of its distance to each rank that the centre moves. If None, it equals
+            `alpha`, which conserves the sum of all parameters and the centre.
 
     Raises:
         ValueError: An argument is out of range; `update` got no `params`; or, at the first trace,
             `beta` times the number of ranks exceeds 1, so the centre would overshoot the mean, or
             that product and `alpha` are both 1, so parameters and centre would swap.
 
-    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges;
-    0 otherwise, and always 0 with `beta=0`.
+    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
+    and 0 on all other steps. With `beta=0`, the centre never moves, so nothing is ever exchanged.
 
     Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
     on the same step.
 
-    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4 (their alpha = eta rho;
-    their beta is our beta times the number of ranks).
+    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4. Our `alpha` is the same
+    as theirs, which they define as eta times rho. Their beta corresponds to our `beta` times the
+    number of ranks.
     """
     every = whole_number(every, "every", "`elastic_average`")
     names = axis_names(axes)
@@ -81,8 +83,8 @@ def elastic_average(
     for name, value in given.items():
         if not 0 <= as_number(value) <= 1:
             raise ValueError(
-                f"`{name}` of `elastic_average` is `{value!r}`: it is part of a distance, in [0, "
-                "1]."
+                f"`{name}` of `elastic_average` is `{value!r}`: it is a fraction of a distance, in "
+                "[0, 1]."
             )
     alpha, pull = map(as_number, given.values())
     inner = optimizer_in(optimizer, "`elastic_average`")
@@ -96,7 +98,8 @@ def elastic_average(
         away = jax.tree.map(jnp.subtract, params, state.centre)
         total = sum_of(away, names)
         # Skip a factor of 0, because 0 times NaN would be NaN.
-        pulled, centre = updates, state.centre
+        pulled = updates
+        centre = state.centre
         if alpha:
             pulled = add_moves(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
         if pull:
@@ -115,12 +118,12 @@ def _check(alpha: float, pull: float, ranks: int) -> None:
     if pull * ranks > 1 + 1e-6:
         raise ValueError(
             f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together "
-            f"they pull the centre by {pull * ranks:.3g} of the distance to their mean, beyond it. "
-            f"Take at most 1 / P, {1 / ranks:.3g}."
+            f"they move the centre by {pull * ranks:.3g} of its distance to their mean, beyond the "
+            f"mean. Use at most 1 / P, {1 / ranks:.3g}."
         )
     if alpha + pull * ranks > 2 - 1e-6:
         raise ValueError(
             f"`alpha` of `elastic_average` is `{alpha}` and `beta` `{pull}`, on {ranks} ranks: "
-            "parameters and centre change places at every exchange and never meet. Take a smaller "
+            "parameters and centre would swap at every exchange and never converge. Use a smaller "
             "`alpha`, for example 0.5."
         )

@@ -1,12 +1,13 @@
-"""Checks by its jaxpr that an optimizer works element by element.
+"""Checks from an optimizer's jaxpr that it works element by element.
 
-A rank that steps a flat 1/P of every leaf computes the right update only if each element of the
-update depends on nothing but the same element of gradients, state and parameters, and on scalars.
-To check this, we trace the update and follow every value through the jaxpr. Each value gets a
-level, which grows with what the value may depend on.
+A sharded optimizer steps only a flat 1/P of every leaf on each rank. The result is right only if
+each element of the update depends on nothing but the same element of the gradients, the state and
+the parameters, and on scalars. To check this, we trace the update and follow every value through
+the jaxpr. Each value gets a level, which is higher the more the value may depend on.
 
-The levels can't see an optimizer that looks at shapes, because it simply chooses other operations
-for flat parts. So we also trace the update on whole leaves and compare the operations.
+Levels don't detect an optimizer that looks at shapes, e.g. to treat vectors and matrices
+differently: on flat parts, it simply runs other operations, which may well be elementwise. So we
+also trace the update on whole leaves, and require that both traces contain the same operations.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _ACROSS = re.compile(
 _MOVES = re.compile(
     r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad"
 )
-# Random bits have the shape of a part, so every rank would draw the same ones for different parts
-# of a leaf.
+# Random numbers are drawn for the shape of a rank's part. So every rank would draw the same ones,
+# although the ranks hold different parts of the leaf.
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
 # Primitives that may differ between a leaf and its flat part, but compute nothing.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
-# Levels in ascending order, by what an element of a value depends on.
+# The levels in ascending order. They say what an element of a value depends on.
 _NOTHING = 0  # neither on updates nor on parameters
 _POSITIONS = 1  # on its position, as in `iota`: a rank's part would start from 0 again
 _ELEMENT = 2  # on the same element of updates, state and parameters
@@ -63,18 +64,18 @@ def check_elementwise(
     instead: str = "put such an optimizer behind `jaxcross.exchange.mean`",
     **extra: Any,
 ) -> None:
-    """Refuses an optimizer that treats flat parts of leaves differently from leaves.
+    """Raises an error if an optimizer treats flat parts of leaves differently from whole leaves.
 
-    Only traces the optimizer, computes nothing.
+    Only traces the optimizer, without computing anything.
 
     Args:
-        optimizer: Optimizer that was given to `what`.
+        optimizer: The optimizer that was passed to `what`.
         whole: Updates and parameters (or None) in their own shapes: arrays, or their types.
-        part: Updates and parameters as the optimizer steps them: flat parts.
+        part: Updates and parameters as the optimizer receives them, i.e. as flat parts.
         state: State of the optimizer on `part`.
-        what: Owner of the optimizer, for the error.
-        axis: Axis over whose ranks the leaves are cut.
-        instead: What to do with an optimizer that fails the check, for the error.
+        what: Name of whatever wraps the optimizer, for the error text.
+        axis: Axis whose ranks hold the parts of the leaves.
+        instead: What the error text suggests for an optimizer that fails the check.
         extra: Further arguments of `update`.
 
     Raises:
@@ -87,29 +88,32 @@ def check_elementwise(
         )
         return compat.open_jaxpr(made)[0]
 
-    (updates, params), state, whole = _types(part), _types(state), _types(whole)
+    updates, params = _types(part)
+    state = _types(state)
+    whole = _types(whole)
     on_part = traced(updates, state, params)
     name = _exchange_over(on_part, axis)
     if name is not None:
         raise ValueError(
-            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: every rank "
-            "steps another part of each leaf, and different elements would mix. It gets the mean "
-            "of the gradients: leave the exchange out."
+            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: each rank "
+            "steps a different part of each leaf, so different elements would be mixed. The "
+            "optimizer already gets the mean of the gradients, so leave the exchange out."
         )
     level, where = _of_updates(
         on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params))
     )
-    # A piece that was cut out of joined leaves is allowed, because `optax.flatten` splits the
-    # vector exactly as it joined it.
+    # A slice of joined leaves is allowed, because `optax.flatten` splits the vector exactly as it
+    # joined it.
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on "
-            f"{where}. It is given flat parts of the leaves, and would take a norm, for example, "
-            f"of a part. Remedy: {instead}."
+            f"{where}. It receives flat parts of the leaves, so a norm, for example, would "
+            f"be that of a part. Remedy: {instead}."
         )
-    # The levels detect values that cross elements, but not an optimizer that looks at shapes: a
-    # mask by `ndim` chooses other operations for flat parts. So whole leaves must give the same
-    # operations, in the same order and with the same literals.
+    # An optimizer that looks at shapes passes the check above. For example, a mask by `ndim` takes
+    # flat parts for vectors, and so selects other operations for them than for whole leaves. We
+    # therefore require that whole leaves give the same operations, in the same order and with the
+    # same literals.
     start = jax.eval_shape(optimizer.init, whole[0] if whole[1] is None else whole[1])
     on_whole = traced(whole[0], start, whole[1])
     for leaf, flat in itertools.zip_longest(
@@ -117,16 +121,16 @@ def check_elementwise(
     ):
         if leaf != flat:
             raise ValueError(
-                f"the optimizer of {what} computes `{leaf}` on leaves where it computes `{flat}` "
-                "on flat parts of them, which is what it is given: it looks at shapes, perhaps in "
-                "a `mask` that is a function. Make a tree of booleans of that."
+                f"the optimizer of {what} computes `{leaf}` on whole leaves, but `{flat}` on "
+                "flat parts of them, which is what it receives. So it depends on shapes, perhaps "
+                "by a `mask` that is a function. Pass a tree of booleans instead."
             )
 
 
 def _exchange_over(jaxpr: Jaxpr, axis: Hashable | None) -> str | None:
     """Returns the name of the first exchange over an axis, or None."""
     for eqn in jaxpr.eqns:
-        # These name an axis but send nothing.
+        # These primitives name an axis, but send nothing.
         if eqn.primitive.name in ("axis_index", "pcast", "pvary"):
             continue
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -156,8 +160,10 @@ def _of_updates(
     """Returns the highest level of the new updates, whatever earlier steps put into the state."""
     elements: _Level = (_ELEMENT, "")
     sizes = {math.prod(x.shape) for x in (*updates, *params) if x.ndim}
-    # Assume that a scalar of the state is a counter until a step computes it from elements. From
-    # one step to the next, levels of the state only grow, so this loop ends.
+    # A scalar in the state may be a step counter, which is harmless, or it may have been computed
+    # from elements. We start by assuming that it's a counter. If the traced update turns out to
+    # compute it from elements, we raise its level and look at the next step. Levels only ever grow,
+    # so this loop ends.
     levels = [(_NOTHING, "") if x.ndim == 0 else elements for x in state]
     while True:
         out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params), sizes)
@@ -186,18 +192,18 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
         operands = [level_of(v) for v in eqn.invars]
         highest = max(operands, default=(_NOTHING, ""))
         name = eqn.primitive.name
-        # Unless one of the cases below applies, a result depends on whatever its operands depend
-        # on.
+        inner = [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]
+        # By default, a result depends on everything that any of its operands depends on.
         made = [highest] * len(eqn.outvars)
         counted = [level for level in operands if level[0] == _POSITIONS]
         if _DRAWS.match(name) or (highest[0] >= _ELEMENT and _ACROSS.match(name)):
             made = [max(highest, (_OTHERS, f"`{name}`"))] * len(made)
         elif name == "iota" and _size(eqn.outvars[0]) in sizes:
             made = [(_POSITIONS, "`iota`")]
-        elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
+        elif inner:
             if name in _CALLS:
-                # The body's arguments are the last operands. The results of `cond` also depend on
-                # its index.
+                # The body's arguments are the last operands, because the first operand of a `cond`
+                # is its index. The results of a `cond` also depend on that index.
                 bodies = [
                     _levels(sub, operands[len(operands) - len(sub.invars) :], sizes)
                     for sub in inner
@@ -205,9 +211,10 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 chosen = operands[0] if name == "cond" else (_NOTHING, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
             else:
-                # In a loop, any value may reach any other. A kernel returns nothing and writes its
-                # results into references instead, so if its body contains a primitive that crosses
-                # elements, assume that the results do.
+                # Inside a loop, we assume that any value may reach any other, so all results get
+                # the highest level. A kernel has no results: it writes into references instead. So
+                # if its body contains a primitive that combines elements, we assume that whatever
+                # it writes depends on other elements.
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
                 written = [
                     (_OTHERS, f"`{n}`")
@@ -217,12 +224,12 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 ]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
         elif highest[0] == _POSITIONS:
-            # A scalar computed from positions, for example their maximum, is a number like any
-            # other.
+            # A scalar that is computed from positions, e.g. the largest of them, is a number like
+            # any other.
             made = [highest if _shape(v) else (_NOTHING, "") for v in eqn.outvars]
         elif counted and highest[0] < _OTHERS:
-            # Elements are combined with positions, so the update depends on where in the leaf, or
-            # in its part, an element is.
+            # An element is combined with its position, so the update depends on where in the leaf,
+            # or in the rank's part of it, the element is.
             made = [(_OTHERS, counted[0][1])] * len(made)
         elif _ELEMENT <= highest[0] < _OTHERS:
             made = [max(highest, (_moved(eqn, operands, v), f"`{name}`")) for v in eqn.outvars]
@@ -235,12 +242,13 @@ def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
 
     The level says whether elements keep their positions.
     """
-    name, size = eqn.primitive.name, _size(made)
+    name = eqn.primitive.name
+    size = _size(made)
     held = [
         (v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT
     ]
-    # Rows of the same length are stacked or separated, so a column of the result still holds one
-    # position of each.
+    # If rows of the same length are stacked or separated, each column of the result still holds the
+    # same position of every row. So no element has moved to another position.
     rows = len(_shape(made)) > 1 or len(_shape(eqn.invars[0])) > 1
     rows = rows and all(_shape(v)[-1:] == _shape(made)[-1:] for v, _ in held)
     if rows and name in ("concatenate", "stack", "slice", "split"):
@@ -252,8 +260,9 @@ def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
     if name == "concatenate":
         return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS
     if name in ("slice", "split"):
-        # A piece of joined leaves may be one of the leaves again. A piece of a single leaf holds
-        # elements that had other positions.
+        # A slice of several joined leaves may be exactly one of these leaves again, so it gets a
+        # level of its own, which is allowed. A slice of a single leaf isn't, because its elements
+        # are at other positions than they were in the leaf.
         if _size(eqn.invars[0]) == size:
             return _ELEMENT
         return _CUT if operands[0][0] == _JOINED else _OTHERS

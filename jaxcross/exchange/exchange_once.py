@@ -1,6 +1,6 @@
-"""Refuses to exchange a leaf twice over the same axis.
+"""Raises an error if a leaf would be exchanged twice over the same axis.
 
-This happens if two exchanges follow each other, or if one is inside the optimizer of another.
+This can happen if one exchange follows another, or if one runs inside the optimizer of another.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ def exchange_once(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps the strategy `exchange`, called `by`, so that it refuses to exchange leaves again.
 
-    It raises if a leaf is the direct result of another exchange over one of its axes (two
-    strategies in a chain whose masks overlap), and if it runs inside the optimizer of another
-    strategy and exchanges over all of that strategy's axes. It also raises if it's passed a
-    `weight`, unless `weighs` says that the strategy uses it.
+    The wrapped strategy raises in three cases. First, if a leaf that it's given is the direct
+    result of another exchange over one of its axes, e.g. because the masks of two strategies in a
+    chain overlap. Second, if it runs inside another strategy's optimizer and exchanges over all of
+    that strategy's axes. Third, if it's passed a `weight` but doesn't use weights (see the `weighs`
+    flag).
 
-    It doesn't detect a leaf that was changed after the first exchange, nor a mean that the step
-    computes itself, which may be intentional. Costs nothing at run time.
+    Not every repeated exchange is detected. If a leaf is changed after the first exchange, we lose
+    track of it. Means that the step computes itself are allowed, because they may be intentional.
+    The checks run while the step is traced, so they cost nothing at run time.
 
     Raises:
-        ValueError: When jaxcross traces the step, before the first step and on every rank. If JAX
-            itself traces (`vmap`, `pmap`, `shard_map`), only the weight is checked.
+        ValueError: Raised while jaxcross traces the step, i.e. before the first step, and on every
+            rank. If JAX itself traces the step (`vmap`, `pmap`, `shard_map`), only the weight is
+            checked.
     """
     names = frozenset(collectives.axis_names(axes))
     exchange = optax.with_extra_args_support(exchange)
@@ -48,8 +51,8 @@ def exchange_once(
     ) -> tuple[optax.Updates, optax.OptState]:
         if not weighs and extra.get("weight") is not None:
             raise ValueError(
-                f"`{by}` was given a `weight`, but all ranks count alike in what it exchanges. "
-                "Only `mean` weighs by it, also inside `accumulate`: use one of these, or leave "
+                f"`{by}` was given a `weight`, but all ranks count alike in its exchange. "
+                "Only `mean` uses weights, even inside `accumulate`. Use one of these, or leave "
                 "`weight` out."
             )
         trace = current_tracing()
@@ -64,7 +67,7 @@ def exchange_once(
         finally:
             trace.running.pop()
         for leaf in jax.tree.leaves(out):
-            # A leaf that is returned unchanged was not exchanged.
+            # If a leaf is returned unchanged, it hasn't been exchanged.
             if id(leaf) not in given and isinstance(leaf, jax.Array):
                 trace.note_exchanged(leaf, by, names)
         return out, state
@@ -74,12 +77,13 @@ def exchange_once(
 
 def _check_outer(trace: Tracing, by: str, axes: frozenset[Hashable]) -> None:
     for outer, theirs in trace.running:
-        # Exchanging over only some of the outer axes is fine, e.g. a mean within the node.
+        # It's fine to exchange over only some of the outer axes, e.g. to take a mean within the
+        # node.
         if theirs <= axes:
             raise ValueError(
                 f"`{by}` is inside the optimizer of `{outer}`, and both exchange over "
-                f"{quoted(sorted(theirs, key=str))}. A leaf is exchanged once: leave one of the "
-                "two out."
+                f"{quoted(sorted(theirs, key=str))}. A leaf may be exchanged only once: leave "
+                "one of the two out."
             )
 
 
@@ -88,10 +92,13 @@ def _check_leaves(
 ) -> None:
     for path, leaf in jax.tree.leaves_with_path(updates):
         earlier = trace.exchanged(leaf)
-        if earlier is not None and (shared := earlier.axes & axes):
+        if earlier is None:
+            continue
+        shared = earlier.axes & axes
+        if shared:
             raise ValueError(
                 f"`{by}` is given the leaf `{jax.tree_util.keystr(path)}`, which `{earlier.by}` "
-                f"has exchanged over {quoted(sorted(shared, key=str))} already. A leaf is "
-                "exchanged once: let the masks of `optax.masked` not overlap, or leave one of the "
-                "two out."
+                f"has exchanged over {quoted(sorted(shared, key=str))} already. A leaf may "
+                "be exchanged only once: make sure that the masks of `optax.masked` don't overlap, "
+                "or leave one of the two out."
             )

@@ -1,6 +1,6 @@
 """Federated averaging: some ranks train independently each round, and all take their average.
 
-The average is weighted by how much data each participating rank has.
+Each participating rank counts in proportion to how much data it has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FederatedAverageState(NamedTuple):
     """State of federated averaging.
 
     Attributes:
-        since: Steps into this round, int32.
+        since: Number of steps so far in this round, int32.
         round: Number of this round, int32.
         inner: State of this rank's own optimizer.
     """
@@ -48,15 +48,15 @@ def federated_average(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the participants' parameters at the end of each round, weighted by their data.
 
-    With `x` a participant's parameters and `n` its weight: `x <- sum_over_participants(n x) /
-    sum_over_participants(n)`, on every rank.
+    With `x` a participant's parameters and `n` its weight, every rank gets the parameters
+    `sum_over_participants(n x) / sum_over_participants(n)`.
 
     A rank that isn't chosen for a round pauses: its updates are zero and its optimizer's state
-    doesn't change. At the end of the round it takes the participants' average like every other
-    rank. The choice depends only on `seed` and the round, is drawn without replacement, and is the
-    same on every rank. Parameters differ between ranks within a round, and by one rounding after
-    it. The optimizer's state is rank-local. Deterministic. With full participation and equal
-    weights it is `local_sgd`.
+    doesn't change. At the end of the round, it takes the participants' average like every other
+    rank. Ranks are drawn without replacement. The choice depends only on `seed` and the round, and
+    is the same on every rank. Within a round, parameters differ between ranks. After a round,
+    they're equal up to one rounding. The optimizer's state is rank-local. Deterministic. With full
+    participation and equal weights, this is the same as `local_sgd`.
 
     ```python
     tx = jaxcross.exchange.federated_average(optax.sgd(0.1), "batch", every=20, participation=0.5,
@@ -70,16 +70,18 @@ def federated_average(
         every: Steps per round.
         participation: Fraction of the ranks to choose per round, in (0, 1]. Rounded to the nearest
             number of ranks, but at least one.
-        weights: One positive number per rank, for example its number of samples; None: equal
-            weights. A weight below about 1e-38 of the largest is treated as that.
+        weights: One positive number per rank, for example its number of samples. If None, all ranks
+            have equal weights. Weights are treated as if they were at least about 1e-38 of the
+            largest one.
         seed: Seed of the choice.
 
     Raises:
         ValueError: An argument is out of range; the length of `weights` isn't the size of the axis
             (at the first trace); or `update` got no `params`.
 
-    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters at the end of a round,
-    counting 16-bit parameters as float32, which they travel as; 0 otherwise.
+    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters at the end of a round, and
+    0 on all other steps. Parameters with 16 bits count as float32 here, because they're converted
+    to float32 before they're sent.
 
     Communicates only in `update`, at the end of a round, over its axes. All ranks must call it on
     the same step.
@@ -111,8 +113,9 @@ def federated_average(
         )
 
     def average(params: optax.Params, share: jax.Array) -> optax.Params:
-        # Stay in float32 until everything is summed. If all ranks hold the same value, terms
-        # rounded to 16 bits would no longer sum to it.
+        # Keep the terms in float32 until they're all summed. If each rank rounded its term to 16
+        # bits first, the result could be wrong even in the simplest case: if all ranks hold the
+        # same value, the terms wouldn't add up to this value any more.
         mine = jax.tree.map(lambda x: (x * share).astype(accumulation_dtype(x.dtype)), params)
         if share_of_ranks < 1:  # 0 times NaN is NaN, which would spoil the average
             mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
@@ -141,11 +144,11 @@ def _shares(
     if weights is not None and len(weights) != ranks:
         raise ValueError(
             f"`weights` of `federated_average` are {len(weights)}, but the axis has {ranks} ranks. "
-            "Give one a rank."
+            "Give one per rank."
         )
     samples = np.ones(ranks) if weights is None else np.asarray(weights, np.float64) / max(weights)
-    # However small its weight, a chosen rank's share must fit float32 and must not be flushed to
-    # zero by XLA.
+    # However small its weight is, the share of a chosen rank must be representable in float32, and
+    # XLA must not flush it to zero.
     given = jnp.asarray(np.maximum(samples, ranks * np.finfo(np.float32).tiny), jnp.float32)
     if participation < 1:
         chosen = max(1, round(participation * ranks))

@@ -38,7 +38,7 @@ class GossipState(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message of a round: rank `r` sends to `to[r]`, which adds it with `weight`."""
+    """One message of a round: rank `r` sends to rank `to[r]`, which adds it with this weight."""
 
     weight: float
     to: tuple[int, ...]
@@ -51,13 +51,14 @@ def gossip(
     *,
     adapt_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces parameters by a weighted mean of a rank's own and its neighbours' on every step.
+    """Replaces a rank's parameters by a weighted mean with its neighbours' on every step.
 
-    `w_i <- sum_j W_ij w_j + u_i` with a doubly stochastic `W`, so the mean over ranks moves as if
-    all ranks were averaged. The exchange doesn't depend on the step's gradient, so it can run while
-    the gradient is computed. Ranks reach consensus only in the limit: parameters and the
-    optimizer's state are rank-local, and the model to evaluate is the mean of the parameters over
-    ranks. Deterministic.
+    Rank i replaces its parameters by `sum_j W_ij w_j + u_i`, where `w_j` are the parameters of rank
+    j and `u_i` is its own update. The weights `W` are doubly stochastic, so the mean over ranks
+    moves as if all ranks were averaged. The exchange doesn't depend on the step's gradient, so it
+    can run while the gradient is computed. Ranks reach consensus only in the limit: parameters and
+    the optimizer's state are rank-local, and the model to evaluate is the mean of the parameters
+    over ranks. Deterministic.
 
     ```python
     tx = jaxcross.exchange.gossip(optax.sgd(0.1), "batch", "exponential")
@@ -67,21 +68,22 @@ def gossip(
     Args:
         optimizer: Steps on this rank's gradients.
         axes: One axis name. Several raise an error.
-        topology: `"ring"`: both neighbours, with weight 1/3 each. `"torus"`: four neighbours on the
-            most square grid, 1/5 each. `"exponential"`: one neighbour per step, with weight 1/2, at
-            distances 1, 2, 4, ... in turn. If the number of ranks is a power of two, all ranks are
-            equal after log2(P) steps without updates. `"complete"`: the mean over all ranks.
-        adapt_first: Mix `w + u` instead of `w`. Ranks converge to each other faster, but the
-            exchange has to wait for the gradient. Together with `"complete"`, this is synchronous
-            SGD.
+        topology: Which neighbours a rank averages with. `"ring"`: the two ranks next to it, with
+            weight 1/3 each. `"torus"`: its four neighbours on the most square grid, 1/5 each.
+            `"exponential"`: a single neighbour per step, with weight 1/2, at distances 1, 2, 4, ...
+            in turn; if the number of ranks is a power of two, all ranks are equal after log2(P)
+            steps without updates. `"complete"`: all ranks, with equal weights.
+        adapt_first: Mix the updated parameters `w + u` instead of `w`. Ranks then converge to each
+            other faster, but the exchange has to wait for the gradient. Together with `"complete"`,
+            this is synchronous SGD.
 
     Raises:
         ValueError: The topology is unknown; this number of ranks doesn't form a grid (at the first
             trace); or `update` got no `params`.
 
-    Bytes received per rank and step, in multiples of the parameters' bytes: ring 2 (1 on two
-    ranks), torus 4 (less if a side has length 2 or 3: 1 or 2 for that dimension), exponential 1,
-    complete `2(P-1)/P`.
+    Bytes received per rank and step, as multiples of the bytes of the parameters: 2 for the ring (1
+    if there are only two ranks), 4 for the torus (1 less for each side that has length 2), 1 for
+    the exponential graph, and `2(P-1)/P` for the complete graph.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
@@ -111,8 +113,8 @@ def gossip(
         elif len(graph) == 1:
             pulls = _pull(vectors, axis, graph[0])
         else:
-            # Switch on a counter, so that the host knows the branch and only one neighbour's
-            # parameters are sent.
+            # We switch on a counter, so that the host can compute the branch in advance and only
+            # one neighbour's parameters are sent.
             branches = [partial(_pull, axis=axis, hops_of_round=found) for found in graph]
             pulls = jax.lax.switch(state.round, branches, vectors)
         updates = add_moves(updates, back(pulls))
@@ -124,7 +126,8 @@ def gossip(
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
     """Returns the hops of each round; the rounds repeat in this order.
 
-    A rank's own parameters have the remaining weight, one minus the sum over the hops.
+    A rank's own parameters get the remaining weight, i.e. one minus the sum of the weights of all
+    hops.
 
     Raises:
         ValueError: `ranks` cannot form a grid.
@@ -185,7 +188,8 @@ def _pull(
 ) -> list[jax.Array]:
     """Returns this rank's moves in a round.
 
-    They are computed from differences, so ranks that are equal stay bitwise identical.
+    The moves are computed from differences, so that ranks with equal parameters stay bitwise
+    identical.
     """
     pulls = [jnp.zeros_like(x) for x in vectors]
     for hop in hops_of_round:

@@ -1,7 +1,8 @@
 """Global top-k: a tree over ranks merges sparse gradients, keeping k elements at every hop.
 
-In `top_k`, every rank receives the elements of all others, so its bytes grow with P - 1. Here pairs
-of ranks merge their lists and keep only the k largest sums, so the bytes grow with log2(P).
+With `top_k`, every rank receives the elements of all other ranks, so the bytes it receives grow
+with P - 1. Here, ranks merge their lists in pairs and keep only the k largest sums at every hop, so
+the bytes only grow with log2(P).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from jaxcross.exchange.validation import check_float32, check_state
 class GTopKState(NamedTuple):
     """Number of steps, and each rank's residual: one float32 vector per leaf, as long as the leaf.
 
-    Like `TopKState` on a flat axis. Nothing reads the step count. But NNX turns states into dicts,
-    and with `residual` as its only field, such a dict couldn't be told from parameters called
-    `residual`.
+    The fields are the same as those of `TopKState` on a flat axis. Nothing reads the step count,
+    but the state needs a second field. NNX turns states into dicts, and a dict whose only key is
+    `residual` couldn't be told apart from parameters that are called `residual`.
     """
 
     step: jax.Array
@@ -41,15 +42,19 @@ def gtop_k(
     selection: Selection = "auto",
     skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformation:
-    """Averages approximately the k globally largest elements; at most k of D are nonzero.
+    """Averages approximately the k largest elements of all ranks; at most k of D are nonzero.
 
-    Each rank selects its k largest elements, and the result holds about the k largest elements of
-    the mean of these selections. Updates are the same on every rank, residuals are rank-local.
-    Deterministic. Pairs of ranks merge their k (value, index) pairs and keep the k largest sums, at
-    log2(P) levels. A rank receives `8 k log2(P)` bytes, compared with `8 k (P-1)` for `top_k`, plus
-    `2(P-1)/P n` for skipped leaves. If an element is dropped at any level of the tree, it returns
-    to the residual of each rank that contributed it. Nothing is lost, even if another branch kept
+    Each rank selects its k largest elements. Pairs of ranks then merge their lists of k (value,
+    index) pairs and keep the k largest sums, at log2(P) levels, so the result holds about the k
+    largest elements of the mean of all selections. Updates are the same on every rank, but
+    residuals are rank-local. Deterministic.
+
+    If an element is dropped at any level of the tree, it returns to the residual of each rank that
+    contributed it. So nothing is lost, even if another branch of the tree has kept an element with
     the same index.
+
+    Bytes received per rank: `8 k log2(P)`, compared with `8 k (P-1)` for `top_k`, plus `2(P-1)/P n`
+    for skipped leaves of n bytes.
 
     ```python
     tx = optax.chain(jaxcross.exchange.gtop_k(0.001, "batch"), optax.sgd(0.1))
@@ -60,7 +65,7 @@ def gtop_k(
     Args:
         density: Fraction of the elements to keep.
         axes: One axis name. Several raise an error. The number of ranks must be a power of two.
-        selection: How the largest elements are found: see `jaxcross.exchange.select`.
+        selection: How the largest elements are found; see `jaxcross.exchange.select`.
         skip: (path, leaf) -> whether a leaf is averaged uncompressed. By default, scalars, vectors,
             and leaves of any shape whose name is `bias` or `scale`.
 
@@ -94,13 +99,14 @@ def gtop_k(
         if not collectives.is_power_of_two(size):
             raise ValueError(
                 f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use "
-                "`top_k`, which serves any number of ranks."
+                "`top_k`, which works on any number of ranks."
             )
         check_state(state, init, updates, "`gtop_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
         chosen = sparse.compressed_leaves(found, skip)
         residual = treedef.flatten_up_to(state.residual)
-        out, kept = [], []
+        out = []
+        kept = []
         for (path, x), e, c in zip(found, residual, chosen, strict=True):
             if c:
                 check_float32(path, x, "the values of `gtop_k`")
@@ -115,15 +121,18 @@ def gtop_k(
     def exchange(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         vector = x.reshape(-1).astype(jnp.float32) + residual
         k = sparse.slots(density, vector.size)
-        size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+        size = jax.lax.axis_size(axis)
+        rank = jax.lax.axis_index(axis)
         own_values, own_indices = select(vector, k, selection=selection)
         own_values = collectives.saturate(own_values, x.dtype)  # then the mean over ranks fits, too
-        values, indices = own_values, own_indices
+        values = own_values
+        indices = own_indices
         alive = own_indices < vector.size
         for level in range(size.bit_length() - 1):
             other = collectives.swap((values, indices), axis, 1 << level)
             lower = (rank >> level) & 1 == 0
-            # Rank order on both sides, so that both add and break ties in the same way.
+            # Both ranks pass the lower rank's list first, so that they add in the same order and
+            # break ties in the same way.
             first = jax.tree.map(lambda a, b: jnp.where(lower, a, b), (values, indices), other)  # noqa: B023
             second = jax.tree.map(lambda a, b: jnp.where(lower, b, a), (values, indices), other)  # noqa: B023
             values, indices = _merge(first, second, vector.size)
@@ -143,16 +152,16 @@ def _merge(
     k = first[0].size
     indices = jnp.concatenate([first[1], second[1]])
     order = jnp.argsort(indices, stable=True)
-    indices, values = indices[order], jnp.concatenate([first[0], second[0]])[order]
-    # An index occurs at most once in each list. If it's in both, the first occurrence takes the
-    # sum.
+    indices = indices[order]
+    values = jnp.concatenate([first[0], second[0]])[order]
+    # An index occurs at most once in each list. If it's in both, we add the two values into its
+    # first occurrence, and turn the second occurrence into an empty slot.
     twin = jnp.append(indices[1:] == indices[:-1], False)
     values = values + jnp.where(twin, jnp.append(values[1:], 0), 0)
     second_of_pair = jnp.append(False, twin[:-1])
     indices = jnp.where(second_of_pair, size, indices)
     values = jnp.where(indices < size, values, 0)
-    # If fewer than k sums are nonzero, `select` also returns zeros, those of empty slots for
-    # example.
+    # If fewer than k sums are nonzero, `select` also returns zeros, such as those of empty slots.
     values, found = select(values, k, selection="exact")
     indices = indices[found]
     order = jnp.argsort(indices, stable=True)

@@ -1,19 +1,29 @@
 """How the leaves of a tree are laid out for an exchange.
 
-**Blocks.** Every leaf is cut evenly, and row `r` of the result holds the r-th part of *every* leaf.
-If we concatenated all leaves into one vector and cut that, each rank's share would begin in the
-middle of some layer, a different one on each rank. Here all shares have the same layout, so layers
-have static bounds within a share. The price is fewer than `count` elements of padding per leaf.
+An exchange works on vectors or rows of equal length, while a model is a tree of leaves of all
+shapes. We need four ways to get from one to the other, because strategies have different
+priorities: static bounds of layers, few messages, little copying, or short indices.
 
-**Vectors.** All leaves, one after the other, are one padded vector. Rings, halvings and bit-packing
-work on it.
+**Blocks.** We cut every leaf evenly, and row `r` of the result holds the r-th part of *every* leaf.
+Adasum, the sharded optimizer and the hierarchical top-k use this layout. The alternative is to
+concatenate all leaves into one vector and to cut that. But then each rank's share would begin in
+the middle of some layer, and in a different one on each rank. With blocks, all shares have the same
+layout, so layers have static bounds within a share. The price is fewer than `count` elements of
+padding per leaf.
 
-**Fragments.** Even parts of the vector that the leaves would form if they were concatenated. That
-vector is never made, since it would be a copy of the whole tree. Each fragment is a vector by
-itself, so working on one doesn't touch the others.
+**Vectors.** We write all leaves into one vector, one after the other, and pad it. This copies the
+whole tree. In return, a ring, a halving or a bit-packing needs a single operation and a single
+message, instead of one per leaf.
 
-**Chunks.** A leaf is cut into equal chunks, each of which sends the same number of elements. So no
-part of a layer starves, and an index within a chunk takes few bits.
+**Fragments.** We imagine that all leaves are concatenated, and cut this vector into even parts. The
+whole vector is never created, because it would be a copy of the tree. Instead, each fragment is a
+vector by itself, so work on one fragment doesn't touch the memory of the others. Streaming DiLoCo
+exchanges one fragment at a time.
+
+**Chunks.** We cut a leaf into chunks of equal length, and every chunk sends the same number of
+elements. This way, no part of a layer is left out because its values are smaller than elsewhere,
+and an index within a chunk needs fewer bits than an index within the leaf. SparseLoCo and decoupled
+momentum use chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +44,7 @@ from jaxcross.exchange.arithmetic import is_float
 
 
 def block_width(shape: Sequence[int], count: int, multiple: int = 1) -> int:
-    """Returns how many elements of a leaf are in each of `count` rows, rounded up to `multiple`."""
+    """Returns how many elements of a leaf each of `count` rows gets, rounded up to `multiple`."""
     return -(-math.prod(shape) // (count * multiple)) * multiple
 
 
@@ -74,13 +84,15 @@ def from_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class VectorLayout:
-    """Position of each leaf of a tree in its vector. Static: holds shapes and types, but no arrays.
+    """Position of each leaf of a tree in its vector.
+
+    A layout is static: it holds shapes and types, but no arrays.
 
     Attributes:
         treedef: Structure of the tree.
         shapes: Shape of each leaf.
         dtypes: Element type of each leaf; `unravel` casts back to them.
-        bounds: Leaf `i` occupies elements `bounds[i]` to `bounds[i + 1]`.
+        bounds: Leaf `i` consists of the elements from `bounds[i]` to `bounds[i + 1]`.
         length: Length of the vector: the elements of all leaves, padded with zeros to a multiple.
         dtype: Element type of the vector, which can represent every leaf's type.
     """
@@ -98,7 +110,7 @@ class VectorLayout:
         return self.bounds[-1]
 
     def ravel(self, tree: PyTree) -> jax.Array:
-        """Returns the tree's leaves one after the other, cast to `dtype` and padded with zeros.
+        """Returns the tree's leaves, one after the other, cast to `dtype` and padded with zeros.
 
         This is a copy.
         """
@@ -147,9 +159,10 @@ def ravel_floats(
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
     """Returns the floating-point leaves as one vector per type, and a function to undo that.
 
-    The function puts such vectors back into the tree. With one message per type instead of one per
-    leaf, hops between neighbours take less time, because they are mostly latency. Vectors are
-    padded with zeros to a multiple of `multiple`. Types without any elements get no vector.
+    The function puts vectors of the same lengths back into the tree. With one message per element
+    type instead of one per leaf, hops between neighbours take less time, because most of that time
+    is latency. Vectors are padded with zeros to a multiple of `multiple`. Types without any
+    elements get no vector.
     """
     leaves, treedef = jax.tree.flatten(tree)
     groups = [
@@ -157,6 +170,8 @@ def ravel_floats(
         for members in group_by_dtype(leaves).values()
         if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
     ]
+    # There's one vector per element type, so that no leaf has to be converted to a wider type,
+    # which would send more bytes.
     layouts = [vector_layout([leaves[i] for i in members], multiple=multiple) for members in groups]
     vectors = [
         lay.ravel([leaves[i] for i in members])
@@ -186,8 +201,8 @@ class Piece(NamedTuple):
 
     Attributes:
         leaf: Position of the leaf in the tree.
-        start: First element, in row-major order.
-        stop: End of the elements.
+        start: Index of the first element, in row-major order.
+        stop: Index after the last element.
         shape: The leaf's shape if the piece is the whole leaf, otherwise `[stop - start]`.
     """
 
@@ -203,11 +218,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragments:
-    """The cut of a tree. Static: holds shapes and types, but no arrays.
+    """How a tree is cut into fragments.
+
+    The cut is static: it holds shapes and types, but no arrays.
 
     Attributes:
-        pieces: The pieces of each fragment, in the order of the tree's leaves. Leaves that are not
-            floating-point are in none.
+        pieces: The pieces of each fragment, in the order of the tree's leaves. Leaves that aren't
+            floating-point don't belong to any fragment.
         width: Length of a fragment's vector, which is padded with zeros.
         dtype: Element type of the vectors, float32 at least.
     """
@@ -227,9 +244,10 @@ class Fragments:
     def parts(self, tree: PyTree, fragment: int) -> list[jax.Array]:
         """Returns the pieces of a fragment of a tree, each in its shape, all in the vectors' type.
 
-        Use this rather than `take` for work that can be done piece by piece, because making a
-        vector reads and writes all its memory once more. Pieces keep the shape of a whole leaf,
-        because XLA can write a leaf in place only if its shape doesn't change on the way.
+        Use this method rather than `take` for work that can be done piece by piece, because
+        building a vector reads and writes all of its memory once more. If a piece is a whole leaf,
+        it keeps the leaf's shape: XLA can write a leaf in place only if the leaf's shape doesn't
+        change on the way.
         """
         leaves = jax.tree.leaves(tree)
         return [p.of(leaves[p.leaf]).astype(self.dtype) for p in self.pieces[fragment]]
@@ -249,7 +267,10 @@ class Fragments:
         """Returns the tree with the pieces of a fragment replaced, in the leaves' own types."""
         leaves, treedef = jax.tree.flatten(tree)
         for piece, part in zip(self.pieces[fragment], parts, strict=True):
-            old, new = leaves[piece.leaf], part.astype(leaves[piece.leaf].dtype)
+            old = leaves[piece.leaf]
+            new = part.astype(old.dtype)
+            # If the piece is only a part of the leaf, we write into the leaf's flat form. A whole
+            # leaf is replaced as it is, without a reshape, so that XLA can work in place.
             if piece.shape != old.shape:
                 new = jax.lax.dynamic_update_slice(old.reshape(-1), new, (piece.start,)).reshape(
                     old.shape
@@ -263,13 +284,16 @@ def cut_fragments(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragmen
 
     Args:
         tree: Arrays, or their types.
-        fragments: At least 1. If there are more than the tree has elements, some are empty.
+        fragments: Number of fragments, at least 1. If there are more fragments than elements, some
+            are empty.
         multiple: Divisor of the width.
     """
     leaves: list[Any] = jax.tree.leaves(tree)
     moving = [i for i, x in enumerate(leaves) if is_float(x)]
     shapes = {i: jnp.shape(leaves[i]) for i in moving}
     bounds = [*itertools.accumulate(map(math.prod, shapes.values()), initial=0)]
+    # All fragments have the same width. The last ones may contain fewer elements, or none at all;
+    # their vectors are then mostly padding.
     share = -(-bounds[-1] // fragments)
     pieces = tuple(_pieces(shapes, bounds, n * share, (n + 1) * share) for n in range(fragments))
     dtype = jnp.result_type(jnp.float32, *(jnp.result_type(leaves[i]) for i in moving))
@@ -282,7 +306,9 @@ def _pieces(
     """Returns the pieces between two positions of the vector of all leaves."""
     found = []
     for (leaf, shape), (low, high) in zip(shapes.items(), itertools.pairwise(bounds), strict=True):
-        begin, end = max(start, low), min(stop, high)
+        # Intersect the leaf's range in the vector with the given one.
+        begin = max(start, low)
+        end = min(stop, high)
         if begin < end:
             found.append(
                 Piece(
@@ -296,10 +322,13 @@ def _pieces(
 
 
 def chunk_length(size: int, most: int) -> int:
-    """Returns the length of the chunks, at most `most`, that `size` elements are cut into.
+    """Returns the length of the chunks that `size` elements are cut into, which is at most `most`.
 
-    All chunks are equally long. The padding is fewer elements than there are chunks.
+    All chunks are equally long. There are fewer elements of padding than chunks.
     """
+    # First find out how many chunks are needed, then spread the elements evenly over these. With
+    # chunks of exactly `most` elements, the last one could be mostly padding, and would still send
+    # as many elements as the others.
     return -(-size // max(1, -(-size // most)))
 
 

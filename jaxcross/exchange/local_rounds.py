@@ -1,8 +1,24 @@
 """Rounds of local steps: each rank trains independently, and a merge ends the round.
 
-`local_rounds` is the strategy that all of them share. `local_sgd`, `diloco`, `sparse_loco`,
-`elastic_average`, `federated_average` and `no_loco` differ only in what they merge. `finish`
-returns the model of a job that ended in the middle of a round.
+Six strategies work this way: `local_sgd`, `diloco`, `sparse_loco`, `elastic_average`,
+`federated_average` and `no_loco`. They only differ in how they merge the ranks' parameters, so they
+all use `local_rounds` and supply a merge of their own.
+
+**Steps that don't exchange.** A step within a round mustn't cost any communication, and not even a
+message to find out whether it's time to merge. So the step branches on a counter in the state. The
+host knows the counter, so it knows the branch before the step begins, and runs a program that
+contains no exchange. If a strategy has several possible merges, as `no_loco` has one for each
+pairing of the ranks, the choice among them must be computed such that the host can follow as well.
+
+**Merging through updates.** An optax transformation returns updates, so a merge can't replace the
+parameters. It returns the difference between the merged parameters and those from before the step.
+Adding a difference rounds, and the parameters from before the step aren't the same on all ranks.
+That's why parameters may differ by one rounding after a merge, even if all ranks have computed the
+same target. Strategies that need a model that is bitwise identical on every rank keep it in the
+state, as an anchor or a centre.
+
+**The end of a job.** A job may end in the middle of a round, when every rank has a model of its
+own. `finish` returns the model that the job should be judged by.
 """
 
 from __future__ import annotations
@@ -23,10 +39,10 @@ from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import require_params
 
 State = Any
-"""A strategy's state: a `NamedTuple` with `since` and `inner`, and the arrays that it merges."""
+"""A strategy's state: a `NamedTuple` with `since`, `inner`, and the arrays that the merge uses."""
 
 Merge = Callable[[optax.Updates, optax.Params, State], tuple[optax.Updates, State]]
-"""(updates of the local step, parameters before it, state) -> the same after an exchange."""
+"""(updates of the local step, parameters before it, state) -> updates and state after a merge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +50,10 @@ class Round:
     """The round that a step belongs to.
 
     Attributes:
-        merges: What ends the round. If there are several, `chosen` says which of them does.
-        chosen: Position in `merges`, int32, computed such that the host can follow.
-        taking_part: Whether this rank trains in this round. If not, its updates are zero, and its
-            optimizer's state doesn't change. None if all ranks train.
+        merges: The merges that may end the round. If there are several, `chosen` selects one.
+        chosen: Index into `merges`, int32, computed such that the host can follow.
+        taking_part: Whether this rank trains in this round. If it doesn't, its updates are zero,
+            and its optimizer's state doesn't change. If None, all ranks train.
     """
 
     merges: Sequence[Merge]
@@ -54,7 +70,7 @@ def local_rounds(
     init: Callable[[optax.Params], State],
     begin: Callable[[State, optax.Params], Round],
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the strategy that takes local steps, and merges on every `every`-th of them.
+    """Returns a strategy that takes local steps, and merges on every `every`-th of them.
 
     The host knows the counter `since`, so a step within a round exchanges nothing.
 
@@ -63,11 +79,12 @@ def local_rounds(
         axes: The axes that merges communicate over.
         optimizer: Takes the local steps.
         every: Steps per round.
-        init: Makes the state. In addition to its own fields, it has `since`, the local steps since
-            the last merge, and `inner`, the optimizer's state. If it has a field `round`, rounds
-            are counted in it.
-        begin: Called on every step, before the local step. The merges get a state in which `since`,
-            `inner` and `round` are None, because only `local_rounds` changes these.
+        init: Creates the state. In addition to the strategy's own fields, the state has `since`
+            (the local steps since the last merge) and `inner` (the optimizer's state). If it has a
+            field `round`, rounds are counted in it.
+        begin: Returns the current round. Called on every step, before the local step. The merges
+            get a state in which `since`, `inner` and `round` are None, because only `local_rounds`
+            changes these.
     """
 
     def update(
@@ -77,12 +94,16 @@ def local_rounds(
         this_round = begin(state, params)
         updates, inner = optimizer.update(updates, state.inner, params, **extra)
         if this_round.taking_part is not None:
+            # All ranks run the same program, so a rank that pauses computes the local step as well.
+            # We only discard its result.
             paused = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner = jax.tree.map(
                 partial(jnp.where, this_round.taking_part), (updates, inner), paused
             )
         since = next_in_round(state.since, every)
         counts_rounds = "round" in state._fields
+        # Merges don't get the fields that change on every step. This keeps these out of the
+        # conditional, whose branches only return what a merge may change.
         own = state._replace(since=None, inner=None, **({"round": None} if counts_rounds else {}))
         updates, own = _merged(this_round, since, every, updates, params, own)
         if counts_rounds:
@@ -95,14 +116,14 @@ def local_rounds(
 def next_in_round(since: jax.Array, every: int) -> jax.Array:
     """Returns the number of local steps since the last merge, including this one; 0 if it merges.
 
-    If a restart has made `every` smaller, the current round may already be too long. It then ends
-    in this step.
+    If a restart has reduced `every`, the current round may already be too long. It then ends on
+    this step.
     """
     return jnp.where(since + 1 >= every, 0, since + 1)
 
 
 def to_merged(merge: Callable[[optax.Params, State], tuple[optax.Params, State]]) -> Merge:
-    """Returns the merge whose updates lead to merged parameters.
+    """Returns a merge whose updates lead to the merged parameters.
 
     Args:
         merge: (this rank's parameters after its local step, state) -> the parameters to continue
@@ -130,22 +151,22 @@ def _merged(
         moved, merged = merge(updates, params, state)
         return moved, jax.tree.map(typed_like, merged, state)
 
-    def go_on() -> tuple[optax.Updates, State]:
+    def unchanged() -> tuple[optax.Updates, State]:
         return updates, state
 
     if this_round.chosen is not None:
-        # A single switch decides both whether to exchange and how, so that the host knows the
-        # branch and only the chosen merge communicates.
-        branches = [go_on, *(partial(end, merge) for merge in this_round.merges)]
+        # A single switch decides both whether to merge and which merge to use. The host can then
+        # compute the branch in advance, and only the chosen merge communicates.
+        branches = [unchanged, *(partial(end, merge) for merge in this_round.merges)]
         return jax.lax.switch(jnp.where(since == 0, this_round.chosen + 1, 0), branches)
     (merge,) = this_round.merges
-    return end(merge) if every == 1 else jax.lax.cond(since == 0, partial(end, merge), go_on)
+    return end(merge) if every == 1 else jax.lax.cond(since == 0, partial(end, merge), unchanged)
 
 
 def pseudo_gradient(anchor: optax.Params, mine: optax.Params) -> optax.Updates:
     """Returns the anchor minus this rank's parameters: a gradient for the outer optimizer.
 
-    Leaves that are not floating-point give zeros.
+    For leaves that aren't floating-point, the result is zero.
     """
     return jax.tree.map(lambda a, x: a - x if is_float(x) else jnp.zeros_like(x), anchor, mine)
 
@@ -167,7 +188,7 @@ def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
 
 
 def copied(params: optax.Params) -> optax.Params:
-    """Returns a copy, because an array that is both parameter and state could not be donated."""
+    """Returns a copy, because an array that's both parameter and state couldn't be donated."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
@@ -175,12 +196,14 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     """Returns the model that all ranks agree on, for a job that ended, stopped or was pruned.
 
     The job may have ended at any step. For `diloco`, `streaming_diloco` and `sparse_loco`, the
-    model is the anchor: local steps since the last exchange, and anything pending, are dropped. For
-    all other optimizers, it's the parameters; the last gradient, which `delayed_mean` has pending,
-    is dropped as well. With `no_loco`, `gossip` and `elastic_average`, and within a round of
-    `local_sgd`, ranks haven't agreed on a model: the result is rank-local, and the model to
-    evaluate is the mean over ranks. If you resume the job, you don't need `finish`, since its state
-    simply continues.
+    model is the anchor, so local steps since the last exchange, and anything pending, are dropped.
+    For all other optimizers, the model is the parameters; the gradient that `delayed_mean` still
+    has pending is dropped as well.
+
+    With `no_loco`, `gossip` and `elastic_average`, and within a round of `local_sgd`, ranks haven't
+    agreed on a model. The result is then rank-local, and the model to evaluate is the mean over
+    ranks. If you resume the job, you don't need `finish`, because the job simply continues from its
+    state.
 
     ```python
     model = jaxcross.exchange.finish(state.params, state.opt_state)
@@ -204,7 +227,7 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     if len(found) > 1:
         raise ValueError(
             f"{len(found)} strategies in the optimizer's state keep an anchor each, and `finish` "
-            "cannot know which one the model is. Call it with the state of one."
+            "cannot know which of these is the model. Call it with the state of a single strategy."
         )
     return found[0].model(params) if found else params
 

@@ -36,12 +36,12 @@ def local_sgd(
 
     With `x` a rank's parameters after its local step: `x <- mean_over_ranks(x)`.
 
-    Parameters differ between ranks from one exchange to the next, and by one rounding right after
-    an exchange (not even that if `every` is 1 and all ranks started from the same parameters: then
-    they are bitwise identical). The optimizer's state is rank-local and never averaged, so save it,
-    and the parameters, per rank. Deterministic. With `every=1` it is synchronous training for SGD
-    with or without momentum, but not for Adam. It corresponds to `diloco` with `optax.sgd(1.0)` as
-    its outer optimizer, but saves the memory for the anchor.
+    Between exchanges, parameters differ between ranks. Right after an exchange, they're equal up to
+    one rounding. (If `every` is 1 and all ranks started from the same parameters, they stay bitwise
+    identical.) The optimizer's state is rank-local and never averaged, so it has to be saved per
+    rank, and so do the parameters. Deterministic. With `every=1`, this is synchronous training for
+    SGD with or without momentum, but not for Adam. It corresponds to `diloco` with `optax.sgd(1.0)`
+    as its outer optimizer, but saves the memory for the anchor.
 
     ```python
     tx = jaxcross.exchange.local_sgd(optax.sgd(0.1, momentum=0.9), "batch", every=8)
@@ -51,7 +51,7 @@ def local_sgd(
     Args:
         optimizer: Steps on this rank's gradients.
         axes: One axis name, or a tuple of names that act as a single axis.
-        every: Steps from one exchange to the next; the first exchange is in step `every`.
+        every: Steps from one exchange to the next; the first exchange is on step `every`.
 
     Raises:
         ValueError: `every` is not a positive whole number, or `update` got no `params`.

@@ -32,19 +32,19 @@ def mean(
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
     ```
 
-    If ranks have different numbers of tokens or examples, pass this rank's number to `update` as
-    `weight`. Gradients g_r, each a mean over w_r tokens, become sum(w_r g_r) / sum(w_r), which is
-    the mean over all tokens:
+    Ranks may have different numbers of tokens or examples. In that case, pass this rank's number to
+    `update` as `weight`. With g_r the gradient of rank r, which is itself a mean over w_r tokens,
+    the result is sum(w_r g_r) / sum(w_r), i.e. the mean over all tokens:
 
     ```python
     updates, state = tx.update(grads, state, params, weight=mask.sum())
     ```
 
-    The weight is one non-negative real number. A rank of weight 0 contributes nothing, even if its
-    gradient is NaN. If all weights are 0, the mean is 0. On the wire are the products w_r g_r, in
-    the type of the update or in `wire_dtype`, plus 4 bytes for the weight. In float16, use
-    fractions such as `mask.mean()` over batches of equal length: a gradient of 16 times 4096 tokens
-    overflows to infinity there.
+    The weight is one non-negative real number. A rank with weight 0 contributes nothing, even if
+    its gradient is NaN. If all weights are 0, the mean is 0. The ranks send the products w_r g_r,
+    in the type of the update or in `wire_dtype`, plus 4 bytes for the weight. These products can
+    overflow in float16: a gradient of 16 times 4096 tokens is already infinite. Use fractions
+    there, such as `mask.mean()` over batches of equal length.
 
     The patterns below differ in how the sum is computed. For n bytes of updates, each of P ranks
     receives:
@@ -58,20 +58,21 @@ def mean(
     - `"tree"`: recursive doubling in log2(P) hops of n bytes each, plus two more hops if P is not a
       power of two. Use it for small messages.
 
-    All patterns except `"auto"` copy the updates into one vector per type, padded to a multiple of
-    the number of ranks, and back. Integer updates always use `"auto"`, and their mean is a float.
+    All patterns except `"auto"` copy the updates into one vector per element type, which is padded
+    to a multiple of the number of ranks, and copy the result back. Updates with an integer type
+    always use the `"auto"` pattern, and their mean is a float.
 
     Args:
         axes: One axis name, or a tuple of names that act as a single axis.
         wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's
-            bytes. Each rank rounds once before sending, the sum is computed in float32 and rounded
+            bytes. Each rank rounds once before sending. The sum is computed in float32 and rounded
             once, and the division is done in the update's own type. `"hierarchical"` rounds twice
-            on the way: before sending, and the node's sum. Ring and tree round once per hop.
-            Because the sum travels rather than the mean, in `jnp.float16` the mean is infinite on
-            every rank if the sum exceeds 65504, even if the mean itself would fit. Dividing first
-            would instead round small gradients to zero, which nobody would notice. `jnp.bfloat16`
-            has float32's range.
-        pattern: How the sum is computed, see above.
+            on the way: before sending, and the node's sum. Ring and tree round once per hop. What
+            travels is the sum rather than the mean. In `jnp.float16`, the mean is therefore
+            infinite on every rank if the sum exceeds 65504, even if the mean itself would fit.
+            Dividing first would instead round small gradients to zero, which nobody would notice.
+            `jnp.bfloat16` has float32's range.
+        pattern: How the sum is computed; see above.
 
     Raises:
         ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or doesn't match
@@ -79,8 +80,9 @@ def mean(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: synchronous data parallelism, Langer et al., arXiv 2007.03970; ring and recursive
-    doubling, Thakur et al., Optimization of collective communication operations in MPICH, 2005.
+    Source: Langer et al., arXiv 2007.03970, for synchronous data parallelism; Thakur et al.,
+    Optimization of collective communication operations in MPICH, 2005, for the ring and for
+    recursive doubling.
     """
     if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         raise ValueError(
@@ -134,7 +136,7 @@ def mean(
 
     def _sum_of_vector(x: jax.Array) -> jax.Array:
         wire = x.dtype if wire_dtype is None or not _narrows(x.dtype, wire_dtype) else wire_dtype
-        # Sum in float32 at least. A 16-bit type is only used on the wire.
+        # Sum in float32 or wider, because 16-bit types are only meant for the wire.
         return _SUMS[pattern](
             x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire
         ).astype(x.dtype)
@@ -158,8 +160,9 @@ def _ring(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Arr
 
 
 def _tree(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
-    # Both sides of a hop must add the same numbers. A rank sends rounded numbers, so it rounds its
-    # own part as well.
+    # Both ranks of a hop must add the same two numbers, or their results would differ. A rank
+    # receives a rounded number from its partner, so it has to round its own number in the same way
+    # before adding.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return collectives.round_for_wire(a.astype(x.dtype) + b.astype(x.dtype), wire)
 

@@ -1,6 +1,6 @@
-"""NoLoCo: ranks train independently, and every few steps random pairs pull each other along.
+"""NoLoCo: ranks train independently, and every few steps, random pairs move towards each other.
 
-There is no collective at all: in an exchange, a rank talks to one other rank only.
+There is no collective at all: in an exchange, a rank only communicates with one other rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NoLoCoState(NamedTuple):
         since: Steps since the last exchange, int32.
         round: Number of exchanges so far, int32.
         anchor: Parameters at the last exchange.
-        velocity: Momentum of the outer step, like the parameters.
+        velocity: Momentum of the outer step, a tree like the parameters.
         inner: State of this rank's own optimizer.
     """
 
@@ -57,22 +57,22 @@ def no_loco(
     pull: float | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Random pairs of ranks take an outer step together on every `every`-th step.
+    """Lets random pairs of ranks take an outer step together, on every `every`-th step.
 
-    With `a` the anchor (the rank's parameters at the last exchange), `x` its current parameters,
-    and means taken over the pair:
+    Each rank has an anchor `a`, which is its parameters at the last exchange, and a velocity `v`.
+    With `x` its current parameters, and with means taken over the pair, the exchange computes the
+    velocity `v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)`. The next anchor is
+    then `a + v`, and the rank continues from there.
 
-        v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)
-        a <- a + v,  x <- a
-
-    The first mean is the pair's progress, and the last term draws the two ranks together.
-    Parameters and the state are rank-local, even right after an exchange. Ranks stay only
-    approximately equal, so the model to evaluate is the mean of the parameters over ranks.
-    Deterministic.
+    In this formula, the term with `rate` is the progress that the pair has made on average, and the
+    term with `pull` draws the two ranks towards each other. Parameters and the state are
+    rank-local, even right after an exchange. Ranks only become approximately equal, so the model to
+    evaluate is the mean of the parameters over ranks. Deterministic.
 
     The pairs of an exchange form a round of a round-robin tournament, in which every rank is paired
-    with every other rank once. The round is drawn from `seed` and the number of the exchange, so
-    all partners are equally likely. If the number of ranks is odd, one rank takes its step alone.
+    with every other rank once. Which round of the tournament is used depends only on `seed` and the
+    number of the exchange, and all partners are equally likely. If the number of ranks is odd, one
+    rank has no partner and takes its step alone.
 
     ```python
     tx = jaxcross.exchange.no_loco(optax.adam(1e-3), "batch", every=16)
@@ -82,8 +82,8 @@ def no_loco(
     Args:
         optimizer: Steps on this rank's gradients.
         axes: One axis name. Several raise an error.
-        every: Steps from one exchange to the next; the first exchange is in step `every`.
-        rate: Factor of the progress, positive.
+        every: Steps from one exchange to the next; the first exchange is on step `every`.
+        rate: Factor of the pair's mean progress, positive.
         momentum: Fraction of the last outer step to add to the next one, in [0, 1).
         pull: Factor of the distance to the pair's mean, at least 0. If None, it equals `rate`. This
             halves the bytes, because only `x` has to be exchanged.
@@ -93,16 +93,17 @@ def no_loco(
         ValueError: An argument is out of range, `optimizer` is not an optimizer, or `axes` names
             several axes; or `update` got no `params`.
 
-    Bytes received per rank: the bytes of the parameters on a step that exchanges, or twice that if
-    `pull` is given and differs from `rate`; 0 otherwise. The step has one branch per pairing.
-    There's one pairing less than there are ranks if their number is even, and as many as ranks if
-    it's odd.
+    Bytes received per rank: the bytes of the parameters on a step that exchanges, and 0 on all
+    other steps. If you pass a `pull` that differs from `rate`, it's twice as much, because the
+    anchors have to be exchanged as well. The program of a step has one branch for each possible
+    pairing of the ranks: P - 1 branches if the number of ranks P is even, and P if it's odd.
 
     Communicates only in `update`, on every `every`-th step, with one other rank. All ranks must
     call it on the same step.
 
-    Source: after Kolehmainen et al., arXiv 2506.10911, and the authors' code, whose `pull` is
-    `rate`. Theirs allows any pairs in a round.
+    Source: after Kolehmainen et al., arXiv 2506.10911, and the authors' code, in which `pull`
+    always equals `rate`. In their method, any pairs may form a round, while ours come from a
+    tournament.
     """
     axis = collectives.one_axis(axes, "`no_loco`")
     every = whole_number(every, "every", "`no_loco`")
@@ -127,10 +128,10 @@ def no_loco(
 
     def begin(state: NoLoCoState, params: optax.Params) -> Round:
         del params
-        meetings = pairings(jax.lax.axis_size(axis))
+        all_pairings = pairings(jax.lax.axis_size(axis))
         return Round(
-            merges=[to_merged(partial(merge, partners)) for partners in meetings],
-            chosen=draw(first, state.round, len(meetings)),
+            merges=[to_merged(partial(merge, partners)) for partners in all_pairings],
+            chosen=draw(first, state.round, len(all_pairings)),
         )
 
     return local_rounds("no_loco", axes, inner, every=every, init=init, begin=begin)
@@ -159,7 +160,8 @@ class _OuterStep:
         velocities, back_velocity = ravel_floats(velocity)
 
         def mean(x: jax.Array) -> jax.Array:
-            # Computed from the difference, so that a pair of equal ranks stays bitwise identical.
+            # We compute the mean from the difference, so that two ranks with equal values stay
+            # bitwise identical.
             return x + (jax.lax.ppermute(x, axis, perm) - x) / 2
 
         for i, (x, a, v) in enumerate(zip(own, anchors, velocities, strict=True)):
@@ -187,7 +189,7 @@ def _factor(name: str, value: float, *, positive: bool = False, below: float = m
 def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
     """Returns the rounds of a tournament in which every rank is paired with every other rank once.
 
-    Each round holds every rank's partner, which is the rank itself if it has none.
+    Each round is a tuple with every rank's partner. A rank that has no partner is its own.
     """
     seats = ranks + ranks % 2  # if odd, the rank paired with the empty seat stays alone
     if seats < 2:
@@ -195,7 +197,7 @@ def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
     found: list[tuple[int, ...]] = []
     for shift in range(seats - 1):
         circle = [seats - 1, *((shift + i) % (seats - 1) for i in range(seats - 1))]
-        # The first in the circle is paired with the last, the second with the second last, and so
+        # Pair the first rank in the circle with the last, the second with the second last, and so
         # on.
         partner = dict(zip(circle, reversed(circle), strict=True))
         found.append(tuple(partner[r] if partner[r] < ranks else r for r in range(ranks)))
@@ -205,8 +207,8 @@ def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
 def draw(seed: int, number: jax.Array, count: int) -> jax.Array:
     """Returns a pseudo-random int32 from 0 to `count - 1`, a function of `seed` and `number`.
 
-    It uses scalar integer arithmetic only, which the host can evaluate; `jax.random` works on
-    arrays.
+    It only uses scalar integer arithmetic, which the host can evaluate, too. `jax.random` isn't
+    suitable, because it works on arrays.
     """
     x = number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(
         (seed * 0x85EBCA6B + 0x27D4EB2F) % 2**32

@@ -1,8 +1,9 @@
 """1-bit Adam: Adam for a while, then only its momentum is exchanged, as signs.
 
-Adam's update isn't linear in the gradient, so error feedback can't simply compress gradients in
-front of it. But the second moment settles after a while. Once it's frozen, the update is linear in
-the momentum, which can then be compressed to one bit per element.
+We can't simply put a compressor with error feedback in front of Adam: error feedback needs an
+update that is linear in what's compressed, and Adam's update isn't linear in the gradient. But
+after a while, its second moment settles. Once we freeze it, the update is linear in the momentum,
+which can then be compressed to one bit per element.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from jaxcross.exchange.validation import as_number, check_real, check_state, who
 class OneBitAdamState(NamedTuple):
     """The moments and the residuals of both phases, all float32.
 
-    Moments and the first residual have the parameters' tree. The second residual is a vector as
-    long as a rank's share of all elements, including padding. `nu_steps` counts the gradients in
-    the second moment, which is not always `freeze_step`, since a restart may have changed that.
-    Steps and moments are the same on every rank, residuals are rank-local.
+    Both moments and the worker's residual are trees like the parameters. The server's residual is a
+    vector as long as a rank's share of all elements, including padding. `nu_steps` counts the
+    gradients in the second moment, and may differ from `freeze_step`, because you can change that
+    at a restart. Step counts and moments are the same on every rank, but residuals are rank-local.
     """
 
     step: jax.Array
@@ -55,20 +56,23 @@ def one_bit_adam(
 ) -> optax.GradientTransformation:
     """Returns Adam's direction, exchanging gradients at first, and 1-bit momenta later.
 
-    Replaces `mean` followed by `optax.scale_by_adam`, and is equal to them for the first
-    `freeze_step` steps. After that, the second moment stays frozen, and each rank adds its gradient
-    to the common momentum. The sum is averaged in two phases with one bit per element, each with
-    its own residual: first to the rank that owns the 1/P-th part, then from there to all ranks.
-    Updates are the same on every rank, residuals are rank-local. Deterministic. A rank receives
-    `2(P-1)/P n` bytes per step at first and `2 (P-1)/P (D'/8 + 4 D'/block)` later, D' being the
-    number of all elements padded to a multiple of P blocks.
+    Replaces `mean` followed by `optax.scale_by_adam`, and gives the same updates as these for the
+    first `freeze_step` steps. After that, the second moment stays frozen, and each rank adds its
+    gradient to the common momentum. The results are averaged in two phases with one bit per
+    element, each with its own residual: first every rank sends each part to the rank that owns that
+    1/P, and then the owners send the averages to all ranks. Updates are the same on every rank, but
+    residuals are rank-local. Deterministic.
+
+    Bytes received per rank and step: `2(P-1)/P n` at first, with n the bytes of the gradients in
+    float32, and `2 (P-1)/P (D'/8 + 4 D'/block)` later, with D' the number of all elements padded to
+    a multiple of P blocks.
 
     Freeze once the second moment has settled, which in the paper is after 15-25% of the run. If you
     freeze too early, the update overflows. An element that had no gradient until then won't move
     afterwards, because nothing is known about its size. The dangerous elements are those that had
-    hardly any gradient. The signs give such an element its block's mean size, and a root near 0
-    with a small `eps` turns that into a huge step. If the loss jumps at `freeze_step`, raise `eps`
-    (1e-4 in our benchmarks) or lower `block`.
+    hardly any gradient: the signs give such an element its block's mean size, and dividing that by
+    a root near 0 plus a small `eps` makes a huge step. If the loss jumps at `freeze_step`, raise
+    `eps` (1e-4 in our benchmarks) or lower `block`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.one_bit_adam(2000, "batch", ranks=world.size),
@@ -76,13 +80,14 @@ def one_bit_adam(
     ```
 
     Args:
-        freeze_step: The first step that exchanges signs. You can change it at a restart. If it then
-            lies in the future again, gradients are averaged until it's reached.
+        freeze_step: The first step that exchanges signs. You can change it at a restart. If the job
+            hasn't reached the new step yet, gradients are averaged again until it does.
         axes: One axis name. Several raise an error.
-        ranks: Number of ranks of that axis, because residuals are created before the axis is bound.
+        ranks: Number of ranks of that axis. It's needed because residuals are created before the
+            axis is bound.
         b1: Decay of the momentum.
         b2: Decay of the second moment.
-        eps: Added to the second moment's root. Adam's usual 1e-8 can be too small here: see above.
+        eps: Added to the second moment's root. Adam's usual 1e-8 can be too small here; see above.
         block: Number of elements that share a scale, a multiple of 8. The last block may hold
             fewer; padding doesn't affect its scale.
 
@@ -93,11 +98,12 @@ def one_bit_adam(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Tang et al., arXiv 2102.02888, algorithm 1. Our scales are mean absolute values, with
-    which error feedback contracts whatever the elements are.
+    Source: Tang et al., arXiv 2102.02888, algorithm 1. As scales, we use mean absolute values. With
+    these, the compression is a contraction whatever the elements are, as error feedback requires.
     """
     axis = collectives.one_axis(axes, "`one_bit_adam`")
-    # Not 0: the signs' update is divided by a second moment, which an Adam step must have made.
+    # It can't be 0, because the update from signs is divided by a second moment, which takes at
+    # least one Adam step.
     freeze_step = whole_number(freeze_step, "freeze_step", "`one_bit_adam`")
     block = whole_number(block, "block", "`one_bit_adam`")
     ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
@@ -141,7 +147,8 @@ def one_bit_adam(
         if size != ranks:
             raise ValueError(
                 f"`ranks` of `one_bit_adam` is {ranks}, but axis `{axis}` has {size}: residuals "
-                f"were cut for {ranks}. Make the exchange with `ranks={size}` and its state again."
+                f"were created for {ranks}. Create the exchange with `ranks={size}`, and "
+                "create its state again."
             )
         check_state(state, init, updates, "`one_bit_adam`")
         step = jnp.asarray(optax.safe_increment(state.step))
@@ -150,9 +157,10 @@ def one_bit_adam(
             return updates, state._replace(step=step)
         moments = jax.lax.cond(state.step < freeze_step, adam_step, sign_step, grads, state)
         state = OneBitAdamState(step, *moments)
-        # Bias correction as in optax.scale_by_adam. The second moment's correction is frozen with
-        # it.
-        first, second = 1 - b1**step, 1 - b2**state.nu_steps
+        # The bias correction is the same as in optax.scale_by_adam. Once the second moment is
+        # frozen, so is its correction.
+        first = 1 - b1**step
+        second = 1 - b2**state.nu_steps
         directions = jax.tree.map(
             lambda m, v, g: ((m / first) / (jnp.sqrt(v / second) + eps)).astype(g.dtype),
             state.mu,
@@ -199,8 +207,8 @@ def _sign_step(
     rest = vector - _decode(packed, scales, block).reshape(-1)
     packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
     counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
-    # One bit can't encode zero, so padding arrives as nonzero. Don't pass that on, nor keep a
-    # residual of it.
+    # One bit can't encode zero, so padding arrives as nonzero values. Neither pass these on nor
+    # keep a residual of them.
     real = (jnp.arange(block) < counts[:, None]).reshape(-1)
     owned = collectives.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
     owned = jnp.where(real, owned, 0)
@@ -212,8 +220,9 @@ def _sign_step(
             -1
         )
     )
-    # An element that never had a gradient receives a sign, too, which would be divided by `eps`
-    # alone. Set it to zero instead, unless it's not finite: that must stay visible.
+    # Even an element that has never had a gradient receives a sign, and dividing its value by `eps`
+    # alone would make a huge update. So we set it to zero, unless it isn't finite, because that
+    # must stay visible.
     mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
     return state.nu_steps, mu, state.nu, lay.unravel(rest), server_rest
 
@@ -237,7 +246,7 @@ def _encode(x: jax.Array, counts: jax.Array, block: int) -> tuple[jax.Array, jax
 
     Args:
         x: The values, along the last axis; padding must be zero.
-        counts: Number of elements in each block that aren't padding. The mean is over these only.
+        counts: Number of elements in each block that aren't padding. Only these count in the mean.
             If it included padding, a nearly empty block would send only a small part of its size
             per step.
         block: Number of elements per block.

@@ -1,6 +1,7 @@
 """LARS and LAMB with the norms distributed over ranks (PTO).
 
-Each rank computes the trust ratios of its share of the layers, and an all-gather distributes them.
+Each rank computes the trust ratios of its share of the layers, and an all-gather distributes them
+to all ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ def scale_by_trust_ratio(
     """Scales each layer's update by its trust ratio, like optax's function, with 1/P of the work.
 
     After an exchange, all ranks hold the same updates and parameters, so all of them would compute
-    the same norms. Here each layer (leaf) is assigned to one rank, balanced by number of elements.
-    Stateless, bitwise identical on every rank, and deterministic. It averages nothing. Updates and
-    parameters must already be identical on all ranks, so put it after `mean` or another exchange
-    with identical results. Otherwise each rank scales its own updates by ratios computed from other
-    ranks' updates, and no error tells you.
+    the same norms. Here, each layer (leaf) is assigned to a single rank, which computes its norms
+    for all. Layers are balanced by number of elements. Stateless, bitwise identical on every rank,
+    and deterministic.
 
-    It pays off if reading (P-1)/P of two arrays takes longer than one more wait. On two ranks, the
-    gain was within the noise for both a Transformer and ResNet-50
-    (benchmarks/results/exchanges.md): it's meant for many ranks and large models.
+    Only the ratios are exchanged, and nothing is averaged. Updates and parameters must already be
+    identical on all ranks, so put this after `mean` or another exchange with identical results.
+    Otherwise each rank scales its own updates by ratios that were computed from other ranks'
+    updates, and no error tells you.
+
+    Sharing the norms pays off if it takes longer to read (P-1)/P of the updates and parameters than
+    to wait for one more exchange. On two ranks, the gain was within the noise, both for a
+    Transformer and for ResNet-50 (benchmarks/results/exchanges.md). It's meant for many ranks and
+    large models.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), jaxcross.exchange.lars("batch", 0.1))
@@ -84,7 +89,7 @@ def scale_by_trust_ratio(
             ]
             return jnp.stack([*ratios, *[jnp.ones((), dtype)] * (longest - len(ratios))])
 
-        # Over MPI the index is a constant, so only this rank's branch runs.
+        # Over MPI, the rank's index is a constant, so only this rank's branch runs.
         mine = jax.lax.switch(jax.lax.axis_index(axis), [partial(of, layers) for layers in owned])
         gathered = collectives.gather(mine, axis)
         out = list(leaves)
@@ -110,14 +115,15 @@ def lars(
 ) -> optax.GradientTransformation:
     """LARS: SGD with momentum, steps scaled per layer. Like `optax.lars`, with distributed norms.
 
-    For each layer `w` with gradient `g`: `u = g + weight_decay w`, `ratio = trust_coefficient |w| /
-    (|u| + eps)` (1 if a norm is 0), `m <- momentum m - learning_rate ratio u`, and `w <- w + m`, or
-    with Nesterov `w <- w + momentum m - learning_rate ratio u`. The momentum is the same on every
-    rank.
+    For a layer `w` with gradient `g`, LARS first adds the weight decay, `u = g + weight_decay w`.
+    It then scales the step by the trust ratio `trust_coefficient |w| / (|u| + eps)`, or by 1 if one
+    of the norms is 0. The momentum becomes `m <- momentum m - learning_rate ratio u`, and the layer
+    `w <- w + m`, or with Nesterov momentum `w <- w + momentum m - learning_rate ratio u`. The
+    momentum is the same on every rank.
 
-    It averages no gradients, so put it after `mean`. Otherwise ranks drift apart, because their
-    layers are scaled by ratios of other ranks' gradients, and no error tells you.
-    `scale_by_trust_ratio` describes what it sends and when it pays off.
+    LARS doesn't average gradients, so put it after `mean`. If you forget this, no error tells you,
+    but the ranks drift apart, because each rank's layers are scaled by ratios of other ranks'
+    gradients. For what is sent and when that pays off, see `scale_by_trust_ratio`.
 
     Args:
         axes: One axis name. Several raise an error. Gradients and parameters must be identical on
@@ -161,13 +167,14 @@ def lamb(
 ) -> optax.GradientTransformation:
     """LAMB: Adam with steps scaled per layer. Like `optax.lamb`, with distributed norms.
 
-    For each layer `w` with Adam's bias-corrected moments `m` and `v`: `u = m / (sqrt(v + eps_root)
-    + eps) + weight_decay w`, `w <- w - learning_rate |w| / |u| u` (the ratio is 1 if a norm is 0).
-    The moments are the same on every rank.
+    For a layer `w` with Adam's bias-corrected moments `m` and `v`, LAMB first computes Adam's step
+    with weight decay, `u = m / (sqrt(v + eps_root) + eps) + weight_decay w`. It then scales this
+    step by the ratio of the two norms, `w <- w - learning_rate |w| / |u| u`. If a norm is 0, the
+    ratio is 1. The moments are the same on every rank.
 
-    It averages no gradients, so put it after `mean`. Otherwise ranks drift apart, because their
-    layers are scaled by ratios of other ranks' gradients, and no error tells you.
-    `scale_by_trust_ratio` describes what it sends and when it pays off.
+    LAMB doesn't average gradients, so put it after `mean`. If you forget this, no error tells you,
+    but the ranks drift apart, because each rank's layers are scaled by ratios of other ranks'
+    gradients. For what is sent and when that pays off, see `scale_by_trust_ratio`.
 
     Args:
         axes: One axis name. Several raise an error. Gradients and parameters must be identical on
@@ -198,7 +205,8 @@ def lamb(
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Assigns layers to ranks, at most ceil(L / P) each.
 
-    Greedy: the next largest layer goes to the rank that has the fewest elements so far.
+    The assignment is greedy: the largest remaining layer goes to the rank that has the fewest
+    elements so far.
     """
     most = math.ceil(len(sizes) / ranks)
     owned: list[list[int]] = [[] for _ in range(ranks)]
@@ -216,5 +224,5 @@ def _ratio(
     param_norm = optax.safe_norm(param, min_norm)
     update_norm = optax.safe_norm(update, min_norm)
     ratio = trust_coefficient * param_norm / (update_norm + eps)
-    # A layer of zeros would otherwise never move.
+    # With a ratio of 0, a layer of zeros would never move.
     return jnp.where((param_norm == 0) | (update_norm == 0), jnp.ones((), ratio.dtype), ratio)

@@ -1,4 +1,4 @@
-"""State of an optimizer that is rank-local as a whole."""
+"""An optimizer state that is rank-local as a whole."""
 
 from __future__ import annotations
 

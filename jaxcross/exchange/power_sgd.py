@@ -1,10 +1,11 @@
 """PowerSGD: exchanges each gradient matrix as a product of two thin matrices.
 
-A gradient matrix M [n, m] is approximated as P Q^T with r columns in P and Q. One step of power
-iteration computes them: P = M Q with the Q of the previous step, orthogonalised, and then Q = M^T
-P. Both products are linear in M, so they can be averaged by all-reduces, unlike selections such as
-`top_k`. Since Q is kept from step to step (a warm start), the iterations add up over steps. What
-the approximation leaves out stays in the rank's residual and is added to its next gradient.
+A gradient matrix M of shape [n, m] is approximated as P Q^T, where P and Q have r columns each. One
+step of power iteration computes the two: first P = M Q with the Q of the previous step, then, after
+orthogonalising P, Q = M^T P. Both products are linear in M, so they can be averaged by all-reduces,
+whereas a selection such as `top_k` can't. Since Q is kept from step to step (a warm start), the
+iterations add up over steps. What the approximation leaves out stays in the rank's residual and is
+added to its next gradient.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from jaxcross.exchange.arithmetic import product
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
-# If projecting out earlier columns leaves less than this fraction of a column, the column is a
-# combination of them and the rest is noise.
+# A column may almost vanish when we project out the earlier columns. If less than this fraction of
+# its length is left, we conclude that it's a combination of them, and that the rest is rounding
+# noise.
 _EPSILON = 1e-5
 
 
 class PowerSGDState(NamedTuple):
-    """Right factors for the next step and residuals, float32, in the tree of the parameters.
+    """Right factors for the next step, and residuals; float32, in the tree of the parameters.
 
-    A compressed matrix [n, m] has factors [m, r] and a residual [n, m]. Other leaves have
-    `optax.MaskedNode`. Factors are the same on every rank, residuals are rank-local.
+    For each matrix of shape [n, m] that is compressed, the state holds factors of shape [m, r] and
+    a residual of shape [n, m]. For other leaves, it holds `optax.MaskedNode` instead. The factors
+    are the same on every rank, but the residuals are rank-local.
     """
 
     factor: PyTree
@@ -48,14 +51,17 @@ def power_sgd(
     """Averages each leaf over ranks as a matrix of rank `rank`, with error feedback.
 
     A leaf with two or more dimensions is treated as a matrix of n rows and m columns, where m is
-    its last dimension. Updates are the same on every rank, residuals are rank-local. Deterministic.
-    If the mean of the ranks' matrices has rank `rank` or less, it is reproduced exactly once the
-    right factors left by an earlier step cover its row space. Two all-reduces, one after the other,
-    carry `rank (n + m)` elements instead of n m, so a rank receives `2(P-1)/P 4 rank (n + m)` bytes
-    per matrix on P ranks. Vectors, scalars, and matrices that wouldn't shrink by `min_ratio` are
-    averaged uncompressed. Matrix products are computed in full float32, even if a GPU would round
-    their factors to TF32 by default, because the residual wouldn't contain what the update loses to
-    that rounding.
+    its last dimension. Vectors, scalars, and matrices that wouldn't shrink by `min_ratio` are
+    averaged uncompressed. Updates are the same on every rank, but residuals are rank-local.
+    Deterministic. If the mean of the ranks' matrices has rank `rank` or less, it's reproduced
+    exactly once the right factors from an earlier step cover its row space.
+
+    Bytes received per rank: `2(P-1)/P 4 rank (n + m)` per matrix on P ranks. Two all-reduces, one
+    after the other, carry `rank (n + m)` elements instead of the n m elements of the matrix.
+
+    Matrix products are computed in full float32, even if a GPU would round their factors to TF32 by
+    default. With TF32, the update would lose something to rounding that the residual doesn't
+    contain.
 
     ```python
     tx = optax.chain(jaxcross.exchange.power_sgd(4, "batch"), optax.sgd(0.1, momentum=0.9))
@@ -76,21 +82,23 @@ def power_sgd(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Unlike theirs,
-    our columns are orthogonalised twice, and a column that depends on earlier ones becomes zero.
+    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. We differ from
+    these in two details: columns are orthogonalised twice, and a column that depends on earlier
+    ones becomes zero.
     """
     rank = whole_number(rank, "rank", "`power_sgd`")
     least = as_number(min_ratio)
     if not 0 <= least < math.inf:
         raise ValueError(
             f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a "
-            "compressed matrix shrinks, a number from 0 on."
+            "compressed matrix shrinks, and must be a finite number that is not negative."
         )
     names = collectives.axis_names(axes)
 
     def init(params: optax.Params) -> PowerSGDState:
         leaves, treedef = jax.tree.flatten(params)
-        factors, residuals = [], []
+        factors = []
+        residuals = []
         for number, leaf in enumerate(leaves):
             found = _matrix_shape(leaf, rank, least)
             if found is None:
@@ -112,10 +120,8 @@ def power_sgd(
         del params
         check_state(state, init, updates, "`power_sgd`")
         paths, treedef = jax.tree.flatten_with_path(updates)
-        factors, residuals = (
-            treedef.flatten_up_to(state.factor),
-            treedef.flatten_up_to(state.residual),
-        )
+        factors = treedef.flatten_up_to(state.factor)
+        residuals = treedef.flatten_up_to(state.residual)
         out: list[Any] = [None] * len(paths)
         for i, ((path, leaf), q, e) in enumerate(zip(paths, factors, residuals, strict=True)):
             shape = _matrix_shape(leaf, rank, least)
@@ -166,10 +172,11 @@ def _exchange(
     found = product(p, factor.T)
     sent = collectives.saturate(found, leaf.dtype)
     update = sent.reshape(leaf.shape).astype(leaf.dtype)
-    # Subtract this rank's own product rather than the mean's: averaged over ranks, what remains is
-    # exactly what the update leaves out.
+    # Subtract this rank's own product rather than the mean's. Averaged over ranks, what remains is
+    # then exactly what the update leaves out.
     residual = matrix - product(p, own.T)
-    # In bfloat16, which has float32's range, nothing was clipped.
+    # An update in a narrower range may have been clipped; then the residual keeps the rest. In
+    # bfloat16, which has float32's range, nothing was clipped.
     if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:
         residual += found - sent
     return update, factor, residual
@@ -178,17 +185,18 @@ def _exchange(
 def _directions(factors: PyTree, seed: int) -> PyTree:
     """Scales right factors to a largest element of 1 per column, for the next step.
 
-    Only their directions matter, and magnitudes would multiply from step to step and could
-    overflow. A column that has become zero would stay zero, so a random column replaces it. Falling
-    back to an older column isn't enough, since that may be orthogonal to all later gradients.
+    For the next step, only the directions of the columns matter. If we kept their magnitudes,
+    they'd multiply from step to step and could overflow. A column that has become zero would stay
+    zero, so we replace it by a random one. It wouldn't be enough to fall back to an older column,
+    since that may be orthogonal to all later gradients.
     """
     shapes = [new.shape for new in jax.tree.leaves(factors)]
     if not shapes:
         return factors
     largest = jax.tree.map(lambda new: jnp.max(jnp.abs(new), axis=0), factors)
     nothing = jnp.concatenate([x == 0 for x in jax.tree.leaves(largest)]).any()
-    # Draw once for all factors, since each draw would be compiled separately. It takes
-    # milliseconds, but few steps need it.
+    # Draw once for all factors, because each draw would be compiled separately. The draw takes
+    # milliseconds and few steps need it, hence the `cond`.
     shape = [*map(max, zip(*shapes, strict=True))]
     drawn = jax.lax.cond(
         nothing,
@@ -207,7 +215,7 @@ def _orthogonalised(p: jax.Array) -> jax.Array:
 
     A column that depends on earlier ones becomes zero.
     """
-    # Divide by the largest element first, because squares of gradients under- and overflow.
+    # Divide by the largest element first, because the squares of gradients under- and overflow.
     largest = jnp.max(jnp.abs(p), axis=0)
     p = jnp.where(largest > 0, p / largest, p)
     columns: list[jax.Array] = []

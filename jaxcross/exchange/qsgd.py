@@ -24,13 +24,15 @@ class QSGDState(NamedTuple):
 def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.GradientTransformation:
     """Averages leaves over ranks, rounding each at random to multiples of `norm / levels`.
 
-    The rounding is unbiased. Each rank uses different random numbers, derived from (seed, step,
-    leaf, rank), so the result is the same on every rank, and in every run with the same seed and
-    ranks. The variance of one rank's leaf of D elements is at most `min(D / levels^2, sqrt(D) /
-    levels)` times its squared norm. With `levels` near sqrt(D), the rounding adds about as much
-    noise as the gradient itself has. Like `pmean`, it divides the sum by the number of ranks, so a
-    sum beyond float32's range is infinite. A rank receives `(P-1) (D + 4)` bytes per leaf of D
-    elements, which is less than `mean` on fewer than 8 ranks.
+    The rounding is unbiased. Each rank uses different random numbers, derived from the seed, the
+    step, the leaf and the rank, so the result is the same on every rank, and in every run with the
+    same seed and number of ranks. The variance of one rank's leaf of D elements is at most `min(D /
+    levels^2, sqrt(D) / levels)` times its squared norm. With `levels` near sqrt(D), the rounding
+    therefore adds about as much noise as the gradient itself has. As with `pmean`, the sum is
+    divided by the number of ranks at the end, so a sum beyond float32's range is infinite.
+
+    Bytes received per rank: `(P-1) (D + 4)` for a leaf of D elements, which is less than `mean`
+    receives if there are fewer than 8 ranks.
 
     ```python
     tx = optax.chain(jaxcross.exchange.qsgd(127, "batch"), optax.sgd(0.1))
@@ -81,7 +83,7 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
         )  # [P, leaves]
         every_code = [collectives.gather(code, names) for code, _ in coded]
         out = [
-            # Rounding up by one level may exceed the update's type.
+            # Rounding up by one level may exceed the range of the update's type.
             collectives.saturate(_mean(code, every_unit[:, leaf]), x.dtype)
             .reshape(x.shape)
             .astype(x.dtype)
@@ -95,7 +97,8 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns signed levels as int8, and the size of one level, which is the norm over `levels`."""
     vector = x.reshape(-1).astype(jnp.float32)
-    # Scale first: squares of the elements could under- or overflow even if the elements don't.
+    # Scale first, because squares of the elements could under- or overflow even if the elements
+    # don't.
     largest = jnp.max(jnp.abs(vector), initial=0.0)
     scaled = jnp.where(largest > 0, vector / largest, 0)
     length = jnp.sqrt(jnp.sum(scaled * scaled))
@@ -103,11 +106,11 @@ def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax
     level = jnp.minimum(jnp.floor(share + jax.random.uniform(key, vector.shape)), levels)
     norm = largest * length
     unit = jnp.where(jnp.isfinite(norm), norm / levels, largest * (length / levels))
-    # Near the largest float32, one level too many, or even the norm itself, overflows. Round such
-    # elements down instead.
+    # Near the largest float32, rounding up by one level may overflow, and so may the norm itself.
+    # We round such elements down instead.
     unit = jnp.where(jnp.isinf(unit * levels), jnp.minimum(unit, _LARGEST) * (1 - 2**-20), unit)
     level = jnp.where(jnp.isinf(level * unit), level - 1, level)
-    # NaN and infinity travel in the unit, since no integer can hold them.
+    # No integer can represent NaN or infinity, so such a leaf is marked by a unit of NaN.
     code = jnp.where(jnp.isfinite(level), level * jnp.sign(scaled), 0).astype(jnp.int8)
     return code, jnp.where(jnp.all(jnp.isfinite(vector)), unit, jnp.nan)
 
@@ -118,7 +121,8 @@ def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         return sum_ + codes[rank].astype(jnp.float32) * units[rank]
 
-    # Start with a sum, as in `sparse.sum_of_pairs`: `shard_map(check_vma=True)` would take zeros
-    # for a value that is identical on every rank.
+    # Start the loop with the first rank's values rather than with zeros. To
+    # `shard_map(check_vma=True)`, zeros are identical on every rank, so it would reject a loop that
+    # makes them differ between ranks.
     first = add(jnp.int32(0), jnp.zeros(codes.shape[1], jnp.float32))
     return jax.lax.fori_loop(1, codes.shape[0], add, first) / codes.shape[0]

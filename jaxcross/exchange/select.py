@@ -1,8 +1,9 @@
 """The k largest elements of an array by absolute value, without sorting it.
 
-Selection is what remains of a sparse exchange's cost once the bytes are saved. For 1% of 25.6
-million elements, `lax.top_k` takes 0.6 s on a CPU core and the threshold search below 0.05 s
-(benchmarks/results/exchanges.md). For short vectors and few elements, `lax.top_k` is faster.
+A sparse exchange saves most of the bytes, and what then remains of its cost is the selection. To
+find the largest 1% of 25.6 million elements, `lax.top_k` takes 0.6 s on a CPU core, while the
+threshold search takes less than 0.05 s (benchmarks/results/exchanges.md). `lax.top_k` is faster if
+the vector is short and few elements are selected.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import jax.numpy as jnp
 
 Selection = Literal["auto", "exact", "threshold"]
 
-# For each backend, the longest vector and the largest k for which `lax.top_k` is the faster
-# selection, from `benchmarks/selection.py`. The times of both selections grow with D and k, so
-# these numbers say only roughly where they cross. An H100 sorts 20 elements per nanosecond, so a
-# GPU always sorts. Other backends are treated like a CPU.
+# For each backend, the longest vector and the largest k for which `lax.top_k` is still the faster
+# selection, as measured by `benchmarks/selection.py`. The times of both selections grow with D and
+# k, so two limits can only say roughly where the curves cross. An H100 sorts 20 elements per
+# nanosecond, so on a GPU we always sort. All other backends are treated like a CPU.
 _INT32_MAX = (1 << 31) - 1
 _EXACT_UP_TO = {
     "cpu": (1 << 15, 1 << 7),
     "gpu": (_INT32_MAX, _INT32_MAX),
 }
-# The threshold search starts with a sample of a seventh of the vector, but at most this many
-# elements. The search goes through it once per bit.
-_SAMPLE, _STRIDE = 1 << 15, 7
+# The threshold search starts with a sample of the vector: every seventh element, or fewer if that
+# would be more than this many elements in total. The limit matters because the search goes through
+# the sample once for each bit of the threshold.
+_SAMPLE = 1 << 15
+_STRIDE = 7
 _KEY_BITS = 31
 _FLOAT_COUNTS = 1 << 24  # float32 counts exactly up to here
 
@@ -35,16 +38,22 @@ _FLOAT_COUNTS = 1 << 24  # float32 counts exactly up to here
 def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.Array, jax.Array]:
     """Returns values and indices of a vector's `k` largest elements by absolute value.
 
-    Does not communicate. Both selections return the same elements, except for ties and their order.
-    NaN counts as infinity or above. `"threshold"` takes the idea of MSTopK (Shi et al., arXiv
-    2010.10458: search a threshold, then compact) and makes it exact:
+    Does not communicate. Both selections return the same elements, except that they may break ties
+    differently and use a different order. NaN counts as infinity or above.
 
-    - A sample yields a threshold that slightly more than k elements should exceed.
-    - One pass over the vector packs into bits which elements pass the threshold.
-    - Using the bits, the candidates are located, and the exact threshold is searched among them.
+    The `"threshold"` selection takes its idea from MSTopK (Shi et al., arXiv 2010.10458), which
+    searches for a threshold and then collects the elements above it. We make it exact:
 
-    If the sample was misleading, the threshold is searched in the whole vector instead.
-    `"threshold"` never selects elements that are 0. Their slots have index D and value 0.
+    - First, a sample of the vector gives us a threshold that slightly more than k elements should
+      exceed.
+    - Then, one pass over the vector compares all elements with this threshold, and packs the
+      outcomes into bits.
+    - Finally, we locate the candidates from these bits, and search for the exact threshold among
+      them only.
+
+    If the sample was misleading, so that too few or too many elements pass, the threshold is
+    searched in the whole vector instead. The `"threshold"` selection never returns elements that
+    are 0. If there are fewer than k others, the remaining slots have index D and value 0.
 
     Args:
         x: A vector of D floats.
@@ -60,15 +69,15 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
     """
     if x.size > _INT32_MAX:
         raise ValueError(
-            f"the {k} largest of {x.size} elements were to be selected, which int32 indices cannot "
-            "name. Without `bucket`, leaves are selected from one by one; let `skip` name a single "
-            "leaf that is so large."
+            f"the {k} largest of {x.size} elements cannot be selected, because there are too "
+            "many for int32 indices. If you use `bucket`, leave it out, so that each leaf is "
+            "handled by itself. If a single leaf is so large, exclude it by `skip`."
         )
     if selection == "auto":
         selection = faster_selection(x.size, k)
     if selection == "exact":
-        # As floats, because XLA's fast path for the CPU supports only float32, and integers take a
-        # hundred times as long.
+        # Sort floats rather than integers: on a CPU, XLA's fast path only supports float32, and
+        # integers take a hundred times as long.
         size = jnp.abs(x.astype(jnp.float32))
         _, indices = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), k)
         return x[indices], indices.astype(jnp.int32)
@@ -99,8 +108,8 @@ def _keys(x: jax.Array) -> jax.Array:
 
 def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     size = x.size
-    # The rank that the vector's k-th key is expected to have in the sample, plus four standard
-    # deviations of that count.
+    # In the sorted sample, this is where we expect the vector's k-th largest key, plus four
+    # standard deviations of that count. The margin makes it unlikely that too few elements pass.
     sample = _keys(x[:: sample_stride(size)])
     expected = sample.size * k / size
     rank = min(sample.size, math.ceil(expected + 4 * math.sqrt(expected) + 1))
@@ -109,7 +118,7 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     words = _pack(_keys(x) >= bracket)
     count = jnp.sum(jax.lax.population_count(words), dtype=jnp.int32)
 
-    # Keys are recomputed wherever they are needed, because an array of all keys would cost two
+    # We recompute keys wherever we need them, because an array of all keys would cost two more
     # passes over memory.
     def near(_: None) -> jax.Array:
         found = _positions(words, size, capacity)
@@ -120,7 +129,8 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     def far(_: None) -> jax.Array:
         return _positions(_pack(_exactly(_keys(x), k)), size, k)
 
-    # If fewer than k pass although every nonzero element may, those are all nonzero elements.
+    # If the bracket is at its minimum of 1, every nonzero element passes. So even if these are
+    # fewer than k, we've found all there are.
     fits = (count <= capacity) & ((count >= k) | (bracket == 1))
     return jax.lax.cond(fits, near, far, None)
 
@@ -128,9 +138,10 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
 def sample_stride(size: int) -> int:
     """Returns the distance between the elements of the threshold search's sample.
 
-    Columns of a weight matrix may differ in scale, so the sample should have elements of all
-    columns. Lengths of rows are products of 2, 3 and 5, or nearly all are, so we choose a stride
-    that none of these divides.
+    The columns of a weight matrix may differ in scale, so the sample should contain elements of all
+    columns. It would miss some if the stride had a factor in common with the length of a row.
+    Nearly all row lengths are products of 2, 3 and 5, so we choose a stride that none of these
+    divides.
     """
     return next(
         n for n in itertools.count(max(_STRIDE, -(-size // _SAMPLE))) if math.gcd(n, 30) == 1
@@ -140,7 +151,7 @@ def sample_stride(size: int) -> int:
 def _kth(keys: jax.Array, k: int) -> jax.Array:
     """Returns the k-th largest key, found bit by bit from the highest bit.
 
-    It's the largest number that at least `k` keys reach.
+    That's the same as the largest number that at least `k` keys reach or exceed.
     """
 
     def bit(i: jax.Array, found: jax.Array) -> jax.Array:
@@ -166,7 +177,8 @@ def _reaching(keys: jax.Array, key: jax.Array) -> jax.Array:
 def _exactly(keys: jax.Array, k: int) -> jax.Array:
     """Returns a mask of the `k` largest nonzero keys; the first ones win ties at the threshold."""
     kth = jnp.maximum(_kth(keys, k), 1)
-    above, equal = keys > kth, keys == kth
+    above = keys > kth
+    equal = keys == kth
     room = k - jnp.sum(above, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal, dtype=jnp.int32) <= room))
 
@@ -174,9 +186,9 @@ def _exactly(keys: jax.Array, k: int) -> jax.Array:
 def _pack(mask: jax.Array) -> jax.Array:
     """Packs a mask into 32-bit words.
 
-    Bit b of word w is element b W + w of the first 32 W elements. The remaining elements are the
-    last word. Because the bits of a word lie W elements apart, the pass can use whole vector
-    registers.
+    With W words for the first 32 W elements, bit b of word w is element b W + w. An additional last
+    word holds the remaining elements. Since the bits of a word come from elements that lie W apart,
+    neighbouring words come from neighbouring elements, so the pass can use whole vector registers.
     """
     per_bit = mask.size // 32
     words = jnp.zeros(per_bit, jnp.uint32)
@@ -202,8 +214,9 @@ def _positions(words: jax.Array, size: int, slots: int) -> jax.Array:
     until = jnp.cumsum(jax.lax.population_count(grid).astype(jnp.int32), axis=0)
     ends = jnp.cumsum(until[-1])
     slot = jnp.arange(slots, dtype=jnp.int32)
-    # Each column marks the slot at which it begins. The largest mark up to a slot is the column
-    # that the slot lies in.
+    # Each column of the grid fills a range of slots. It writes its number to the slot where its
+    # range begins, and a running maximum then gives every slot the number of the column that it
+    # lies in.
     marks = (
         jnp.zeros(slots, jnp.int32)
         .at[ends[:-1]]

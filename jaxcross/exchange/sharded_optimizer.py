@@ -1,8 +1,9 @@
 """Sharded optimizer (ZeRO stage 1): every rank steps 1/P of every parameter and holds that state.
 
-Behind a plain mean, all ranks hold the same optimizer state and compute the same update. Here a
-reduce-scatter gives each rank the mean gradient of its part only. The rank steps the optimizer on
-that part, and an all-gather distributes the updates. The bytes are those of an all-reduce.
+After a plain mean, all ranks hold the same optimizer state and compute the same update. Here, a
+reduce-scatter gives each rank the mean gradient of its own part only. The rank steps the optimizer
+on that part, and an all-gather distributes the updates to all ranks. Together, the two take as many
+bytes as an all-reduce.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def sharded_optimizer(
     Deterministic.
 
     The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by
-    value), because it only receives flat parts of the leaves. It's refused if it takes norms over a
-    layer or over all layers (LARS, LAMB, `optax.clip_by_global_norm`), draws noise, or depends on
-    shapes (e.g. a `mask` function that looks at them; pass a tree of booleans instead). We detect
-    this from its jaxpr.
+    value), because it only receives flat parts of the leaves. We check this from its jaxpr, and
+    raise an error if it takes norms over a layer or over all layers (LARS, LAMB,
+    `optax.clip_by_global_norm`), draws noise, or depends on shapes (e.g. by a `mask` function that
+    looks at them; pass a tree of booleans instead).
 
     ```python
     tx = jaxcross.exchange.sharded_optimizer(optax.adam(1e-3), "batch", ranks=world.size)
@@ -62,13 +63,14 @@ def sharded_optimizer(
             differ from those `init` would create, because it was made for a different number of
             ranks.
 
-    Bytes received per rank, with D the number of elements after padding each leaf to a multiple of
-    P: `(P-1)/P D` of the gradients' type and the same number of the updates' type.
+    Bytes received per rank: `(P-1)/P D` elements of the gradients' type, and as many of the
+    updates' type, where D is the number of elements after padding each leaf to a multiple of P.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv
-    2007.03970, section 3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
+    Source: Langer et al., arXiv 2007.03970, section 3.4, for a parameter server that is distributed
+    over as many servers as workers; Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1), for
+    sharding the optimizer's state.
     """
     axis = collectives.one_axis(axes, "`sharded_optimizer`")
     ranks = None if ranks is None else whole_number(ranks, "ranks", "`sharded_optimizer`")
@@ -84,8 +86,8 @@ def sharded_optimizer(
         if _reads_values(inner.init, parts):
             raise ValueError(
                 "the optimizer of `sharded_optimizer` starts its state from the parameters' "
-                "values, and outside of the step no rank knows its part of them. Call `tx.init` "
-                f"inside a step in which `{axis}` is bound."
+                "values, and outside of the step, a rank does not know its part of these. "
+                f"Call `tx.init` inside a step in which `{axis}` is bound."
             )
         return PerRankState(inner.init(parts))
 
@@ -175,14 +177,14 @@ def _axis_size(ranks: int | None, bound: int | None) -> int:
     if ranks is None and bound is None:
         raise ValueError(
             "`init` of `sharded_optimizer` runs outside of the step and does not know how many "
-            "parts to make. Give `ranks=`, the size of the axis, for example "
+            "parts to create. Pass `ranks=`, the size of the axis, for example "
             "`jaxcross.initialize().size`."
         )
     if ranks is not None and bound is not None and ranks != bound:
         raise ValueError(
             f"`ranks` of `sharded_optimizer` is {ranks}, but the axis has {bound}: parameters and "
-            "the optimizer's state are cut into as many parts as there are ranks. Make both again "
-            f"for {bound} ranks."
+            "the optimizer's state are cut into as many parts as there are ranks. Create both "
+            f"again for {bound} ranks."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
 

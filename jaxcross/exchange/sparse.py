@@ -1,6 +1,9 @@
-"""Sparse messages of a fixed size: (value, index) pairs. An empty slot has value 0, index D.
+"""Sparse messages of a fixed size: (value, index) pairs.
 
-The pairs are the largest elements of a whole leaf, or those of each of its chunks
+The size is fixed because it's part of the compiled program. If fewer elements are sent, the
+remaining slots are empty: they have value 0 and index D, which is just beyond the end.
+
+The pairs hold either the largest elements of a whole leaf, or those of each of its chunks
 (`layouts.Chunks`).
 """
 
@@ -26,17 +29,18 @@ from jaxcross.exchange.validation import as_number
 Skip = Callable[[str, Any], bool]
 _LARGEST = (1 << 31) - 1
 
-# Matches the end of a path in the format of `jax.tree_util.keystr`: a dict key or an attribute, in
-# NNX followed by the variable's value.
+# Matches the end of a path in the format of `jax.tree_util.keystr`. A path ends in a dict key or an
+# attribute. In NNX, that's followed by the attribute that holds the variable's value.
 _BIAS_OR_SCALE = re.compile(r"(?<!\w)(bias|scale)\b\W*((raw_)?value\W*)?$")
 
 
 def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
     """Whether a leaf is small and sensitive enough to be exchanged uncompressed.
 
-    These are scalars, vectors, biases and the scales of norms. Biases and scales have more
-    dimensions in attention (one for the heads) and under `nn.scan` (one for the layers), so they
-    are recognised by the name `bias` or `scale` at the end of their path.
+    All scalars and vectors count as such, and so do biases and the scales of normalisation layers,
+    even if they aren't vectors. They have more dimensions in attention (one for the heads) and
+    under `nn.scan` (one for the layers), so we recognise them by the name `bias` or `scale` at the
+    end of their path.
     """
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
@@ -51,15 +55,15 @@ def check_density(density: object, name: str = "density") -> float:
     if not 0 < share <= 1:
         raise ValueError(
             f"`{name}` is {density!r}: it is the share of elements that are sent and must be a "
-            "number in (0, 1], for example 0.01. How many are sent is part of the program: a share "
-            "that changes is a `warm_up` of `top_k`. To send everything, use "
+            "number in (0, 1], for example 0.01. The number of elements is part of the program, so "
+            "for a share that changes, use `warm_up` of `top_k`. To send everything, use "
             "`jaxcross.exchange.mean`."
         )
     return share
 
 
 def check_wire_dtype(dtype: DTypeLike | None) -> None:
-    """Raises a ValueError if values can't travel as this type; None stands for their own."""
+    """Raises a ValueError if values can't be sent as this type; None means their own type."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"`wire_dtype` is {jnp.dtype(dtype).name}: values need a floating-point type."
@@ -67,14 +71,14 @@ def check_wire_dtype(dtype: DTypeLike | None) -> None:
 
 
 def slots(density: float, size: int) -> int:
-    """Returns how many of `size` elements are sent: the fraction, rounded, but at least one."""
+    """Returns how many of `size` elements are sent: this fraction, rounded, but at least one."""
     return min(size, max(1, round(density * size)))
 
 
 def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
-    """Returns for each (path, leaf) whether it is compressed.
+    """Returns whether each (path, leaf) pair is compressed.
 
-    These are the nonempty floating-point leaves, except those for which `skip` is true.
+    All nonempty floating-point leaves are, except those for which `skip` is true.
     """
     return [
         jnp.size(leaf) > 0
@@ -97,8 +101,9 @@ def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) ->
 def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
     """Warns if `what` compresses nothing because all parameters are vectors, biases or scales.
 
-    This happens after `optax.flatten`, for example. There's no warning while tracing, since that
-    may be for shapes only, and none if `skip` is the user's own.
+    For example, nothing is compressed if `optax.flatten` has joined all leaves into one vector. We
+    don't warn while tracing, because `init` may be traced only to find out shapes, and we don't
+    warn if users have passed a `skip` of their own.
     """
     found = jax.tree.leaves_with_path(params)
     if (
@@ -117,7 +122,7 @@ def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
 
 
 def rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds values to their wire type, so that the rounding error stays in the residual."""
+    """Clips and rounds values to their wire type, so that the residual can keep what's lost."""
     return collectives.round_for_wire(collectives.saturate(values, dtype), dtype)
 
 
@@ -133,12 +138,13 @@ def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
     """
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
-        # The indices of one rank are all different, so the order of these additions can't change a
-        # bit, on any backend.
+        # The indices of one rank are all different, so the order in which a backend makes these
+        # additions can't change the bits of the result.
         return sum_.at[indices[rank]].add(values[rank].astype(jnp.float32), mode="drop")
 
-    # Start the loop with a sum rather than with zeros, which `shard_map` with `check_vma` would
-    # take for a value that is identical on every rank.
+    # Start the loop with the first rank's pairs rather than with zeros. To `shard_map` with
+    # `check_vma`, zeros are identical on every rank, so it would reject a loop that makes them
+    # differ between ranks.
     first = add(jnp.int32(0), jnp.zeros(size, jnp.float32))
     return jax.lax.fori_loop(1, values.shape[0], add, first)
 
@@ -147,8 +153,8 @@ def check_size(size: int, what: str) -> None:
     """Raises a ValueError for a leaf of 2^31 elements or more."""
     if size > _LARGEST:
         raise ValueError(
-            f"{what} was given a leaf of {size} elements, which int32 indices cannot name. Let "
-            "`skip` name it."
+            f"{what} was given a leaf of {size} elements, which are too many for int32 indices. "
+            "Exclude it by `skip`."
         )
 
 
@@ -160,8 +166,8 @@ def chunked(rows: int, width: int, density: float) -> Chunks:
 def largest_of_chunks(x: jax.Array, layout: Chunks) -> tuple[jax.Array, jax.Array]:
     """Returns the largest elements by absolute value of each row, and their int32 columns.
 
-    `x` is `[rows, width]`, and both results are `[rows, sent]`. NaN counts as infinity. Does not
-    communicate.
+    `x` has the shape `[rows, width]`, and both results `[rows, sent]`. NaN counts as infinity. Does
+    not communicate.
     """
     size = jnp.abs(x)
     _, columns = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), layout.sent)
@@ -193,10 +199,11 @@ def mean_of_chunks(
     layouts: Sequence[Chunks],
     names: tuple[Hashable, ...],
 ) -> list[jax.Array]:
-    """Exchanges values and columns of all leaves; returns each leaf's mean over ranks.
+    """Exchanges the values and columns of all leaves, and returns each leaf's mean over ranks.
 
-    A mean is `[rows, width]` float32. All values are one message and all columns another, because
-    small leaves would otherwise mostly wait for latency.
+    Each mean is a float32 array of shape `[rows, width]`. The values of all leaves are sent in one
+    message, and their columns in another. With separate messages, small leaves would spend most of
+    the time on latency.
     """
     ends = list(itertools.accumulate(lay.count for lay in layouts))[:-1]
     own = jnp.concatenate([values.reshape(-1) for values, _ in pairs])
@@ -214,7 +221,7 @@ def pack_columns(
 ) -> jax.Array:
     """Packs the columns of all leaves into one vector of bytes.
 
-    Each number may have `extra_bits` above those of its column.
+    Each number may have `extra_bits` bits above those of its column.
     """
     packed = [
         bits.pack_integers(x.reshape(-1), lay.index_bits + extra_bits)

@@ -1,4 +1,26 @@
-"""SparseLoCo: DiLoCo that sends only each chunk's largest elements, with two bits per value."""
+"""SparseLoCo: DiLoCo that sends only each chunk's largest elements, with two bits per value.
+
+DiLoCo exchanges rarely, but each exchange still sends the whole model. SparseLoCo makes this
+message small as well: with the defaults, a rank sends only one element in 64, and 14 bits for it.
+In our digits task on four ranks, with an exchange every 16 steps, a rank receives 0.14% of the
+bytes that a mean on every step takes, and ends one point of accuracy behind the mean
+(benchmarks/results/exchanges.md).
+
+**Error feedback.** A rank doesn't discard what it doesn't send. It keeps a residual, adds each
+round's delta to it, and sends the largest elements of the residual. The residual decays from round
+to round, like a momentum. That's why it can replace DiLoCo's outer momentum, and the outer
+optimizer can be plain SGD.
+
+**Chunks.** We select within chunks of at most 4,096 elements rather than within whole leaves. An
+index then takes 12 bits instead of 32, and every part of a layer gets to send something.
+
+**Two bits per value.** A value is reduced to its sign and to one bit that says whether its
+magnitude is large or small. For each leaf, a rank also sends what large and small stand for, as two
+float32 numbers. It decodes its own message as well, and subtracts the decoded values from its
+residual rather than the exact ones. This way, the rounding error stays in the residual, too.
+
+The code of a value is stored above the bits of its index, so both travel as one integer.
+"""
 
 from __future__ import annotations
 
@@ -78,41 +100,45 @@ def sparse_loco(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps per rank, then one `outer` step on the mean of sparse deltas.
 
-    A round is a `diloco` round, but instead of the whole delta, ranks send part of a residual:
-    `residual <- decay * residual + (anchor - mine)`. The `density` largest elements of each chunk
-    are sent and removed from the residual.
-    Each travels as its index in the chunk, its sign, and one bit that says whether its magnitude is
-    above the mean magnitude of all elements that this rank sends of the leaf. It's decoded as the
-    mean magnitude of those elements that are on the same side. The rounding error stays in the
-    residual, too.
+    A round is like a round of `diloco`, except that ranks don't send their whole delta. Each rank
+    adds its delta to a residual, `residual <- decay * residual + (anchor - mine)`. The `density`
+    largest elements of each chunk are then sent and removed from the residual.
+
+    Each element is sent as its index in the chunk, its sign, and one bit that says whether its
+    magnitude is above the mean magnitude of all elements that this rank sends of the leaf. The
+    receivers replace the magnitude by the mean magnitude of the elements on the same side. The
+    rounding error stays in the residual, too.
 
     The residual takes over the role of DiLoCo's outer momentum, so `outer` can be plain
     `optax.sgd(1.0)`.
 
-    Parameters differ between ranks within a round, and by one rounding after it. The inner
-    optimizer's state and the residual are rank-local, so save them, and the parameters, per rank.
-    The anchor (`state.anchor`) is the model to evaluate; `jaxcross.exchange.finish` returns it. All
-    ranks must start with the same parameters. Deterministic.
+    Within a round, parameters differ between ranks. After a round, they're equal up to one
+    rounding. The inner optimizer's state and the residual are rank-local, so they have to be saved
+    per rank, and so do the parameters. The model to evaluate is the anchor (`state.anchor`), which
+    `jaxcross.exchange.finish` returns. All ranks must start with the same parameters.
+    Deterministic.
 
     ```python
     tx = jaxcross.exchange.sparse_loco(optax.adamw(4e-4), optax.sgd(1.0), "batch", every=30)
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    Bytes received per rank on a step that exchanges: `(P-1) (k (b + 2)/8 + 8)` per leaf of which
-    each rank sends k elements with b-bit indices (12 bits for a chunk of 4,096), by one all-gather
-    of bytes and one of two magnitudes per leaf. With float32 values instead of two bits, `(P-1) k
-    (b/8 + 4)`. Skipped leaves of n bytes cost `2(P-1)/P n`. On other steps, 0.
+    Bytes received per rank: on a step that exchanges, `(P-1) (k (b + 2)/8 + 8)` for a leaf of which
+    each rank sends k elements, where b is the number of bits per index (12 for a chunk of 4,096).
+    One all-gather carries indices and codes, and another one the two magnitudes per leaf. With
+    float32 values instead of two bits, a leaf costs `(P-1) k (b/8 + 4)`. Skipped leaves of n bytes
+    cost `2(P-1)/P n`. On all other steps, it's 0.
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the mean of what was sent, once per round. A schedule in it counts rounds.
+        outer: Steps on the mean of what was sent, once per round. If it contains a schedule, that
+            counts rounds.
         axes: One axis name, or a tuple of names that act as a single axis.
-        every: Steps per round; the first exchange is in step `every`.
+        every: Steps per round; the first exchange is on step `every`.
         density: Fraction of a chunk's elements to send, rounded, but at least one.
-        decay: Factor of the residual per round, in [0, 1].
-        chunk: Longest chunk. A leaf is cut into equal chunks, so there's less than one element of
-            padding per chunk.
+        decay: Factor by which the residual is multiplied in each round, in [0, 1].
+        chunk: Number of elements in the longest chunk. A leaf is cut into equal chunks, so it takes
+            less than one element of padding per chunk.
         bits: Bits per value on the wire: 2, or 32 for float32.
         skip: (path, leaf) -> whether the delta of a leaf is averaged uncompressed. By default,
             scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
@@ -129,9 +155,9 @@ def sparse_loco(
     Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
     on the same step.
 
-    Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco,
-    which averages an element only over those ranks that have sent it. The levels of the two bits
-    are ours.
+    Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco.
+    That code averages an element only over those ranks that have sent it, while we always divide by
+    the number of all ranks. The two magnitudes that the bits stand for are ours, too.
     """
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
@@ -144,26 +170,33 @@ def sparse_loco(
         bits=bits,
         skip=skip,
     )
-    local, beyond = optimizer_in(inner, "`sparse_loco`"), optimizer_in(outer, "`sparse_loco`")
+    inner_optimizer = optimizer_in(inner, "`sparse_loco`")
+    outer_optimizer = optimizer_in(outer, "`sparse_loco`")
 
     def init(params: optax.Params) -> SparseLoCoState:
         sparse.warn_if_none(params, skip, "`sparse_loco`")
         zero = jnp.zeros((), jnp.int32)
         residual = deltas.residual(params)
         return SparseLoCoState(
-            zero, copied(params), residual, beyond.init(params), local.init(params)
+            zero,
+            copied(params),
+            residual,
+            outer_optimizer.init(params),
+            inner_optimizer.init(params),
         )
 
     def merge(mine: optax.Params, state: SparseLoCoState) -> tuple[optax.Params, SparseLoCoState]:
         gradient, residual = deltas.exchange(pseudo_gradient(state.anchor, mine), state.residual)
-        anchor, outer_state = outer_step(beyond, gradient, state.anchor, state.outer)
+        anchor, outer_state = outer_step(outer_optimizer, gradient, state.anchor, state.outer)
         return anchor, state._replace(anchor=anchor, residual=residual, outer=outer_state)
 
     def begin(state: SparseLoCoState, params: optax.Params) -> Round:
         check_state(state, init, params, "`sparse_loco`")
         return Round(merges=[to_merged(merge)])
 
-    return local_rounds("sparse_loco", deltas.names, local, every=every, init=init, begin=begin)
+    return local_rounds(
+        "sparse_loco", deltas.names, inner_optimizer, every=every, init=init, begin=begin
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,20 +219,24 @@ class _SparseExchange:
         return jax.tree.unflatten(treedef, zeros)
 
     def exchange(self, gradient: optax.Updates, residual: PyTree) -> tuple[optax.Updates, PyTree]:
-        """Returns the mean over ranks of what they send, and this rank's next residual.
+        """Returns the mean over ranks of what they've sent, and this rank's next residual.
 
         The mean has the gradient's types.
         """
         found, treedef = jax.tree.flatten_with_path(gradient)
-        layouts, rests = self._layouts(found), treedef.flatten_up_to(residual)
+        layouts = self._layouts(found)
+        rests = treedef.flatten_up_to(residual)
         where = [i for i, lay in enumerate(layouts) if lay]
         for i in where:
             check_float32(*found[i], "the residuals of `sparse_loco`")
+        # Leaves that aren't compressed are averaged as they are.
         out = [
             x if lay else mean_of(x, self.names) for (_, x), lay in zip(found, layouts, strict=True)
         ]
         used = [lay for lay in layouts if lay]
         if used:
+            # All compressed leaves are exchanged together, so that the number of messages doesn't
+            # depend on the number of leaves.
             grown = [
                 self.decay * rests[i] + leaf_blocks(out[i].astype(jnp.float32), lay.rows)
                 for i, lay in zip(where, used, strict=True)
@@ -207,8 +244,11 @@ class _SparseExchange:
             means, left = self._send(grown, used)
             for i, mean, rest in zip(where, means, left, strict=True):
                 x = out[i]
+                # A residual collects deltas in float32, so the mean may be too large for a leaf
+                # with 16 bits.
                 flat = collectives.saturate(mean.reshape(-1)[: x.size], x.dtype)
-                out[i], rests[i] = flat.reshape(x.shape).astype(x.dtype), rest
+                out[i] = flat.reshape(x.shape).astype(x.dtype)
+                rests[i] = rest
         return jax.tree.unflatten(treedef, out), jax.tree.unflatten(treedef, rests)
 
     def _layouts(self, found: list[tuple[Any, Any]]) -> list[Chunks | None]:
@@ -235,8 +275,10 @@ class _SparseExchange:
             sent = [values for values, _ in pairs]
         else:
             coded = [_coded(values) for values, _ in pairs]
+            # This rank decodes its own codes in the same way as the receivers do. Its residual then
+            # keeps exactly what they don't get.
             sent = [_decoded(codes, levels) for codes, levels in coded]
-            # The code goes above the bits of the index.
+            # The code goes above the bits of the index, so that both are packed as one integer.
             both = [
                 c + (codes << lay.index_bits)
                 for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
@@ -250,6 +292,8 @@ class _SparseExchange:
             )  # [P, leaves, 2]
             means = []
             for leaf, (number, lay) in enumerate(zip(every, layouts, strict=True)):
+                # Every rank has sent magnitudes of its own, so each rank's codes are decoded with
+                # these.
                 values = _decoded(number >> lay.index_bits, levels[:, leaf, None])
                 columns = number & ((1 << lay.index_bits) - 1)
                 means.append(sparse.sum_of_chunks(values, columns, lay) / values.shape[0])
@@ -260,11 +304,12 @@ class _SparseExchange:
 
 
 def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns 2-bit codes as int32, and the two magnitudes, `[2]`, that they stand for.
+    """Returns 2-bit codes as int32, and the two magnitudes that they stand for, `[2]`.
 
-    The low bit is the sign, 1 for positive. The high bit is set if the value's magnitude is above
-    the mean of all. The magnitudes are the means of the smaller and of the larger values. If any
-    value isn't finite, neither is the first magnitude, and all values take it.
+    The low bit of a code is the sign, 1 for positive values. The high bit is set if the value's
+    magnitude is above the mean magnitude of all values. The two magnitudes are the means below and
+    above it. If any value isn't finite, the comparison is false for all of them, so all values get
+    the first magnitude, which isn't finite either.
     """
     size = jnp.abs(values)
     above = size > jnp.sum(size / size.size)
@@ -273,7 +318,7 @@ def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_where(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    # Divide first: the sum of large numbers could be infinite.
+    # Divide before summing, because the sum of large numbers could be infinite.
     return jnp.sum(jnp.where(chosen, x / jnp.maximum(jnp.sum(chosen), 1), 0))
 
 

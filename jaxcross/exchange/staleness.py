@@ -1,8 +1,8 @@
 """Scheduled staleness: bounded-stale and asynchronous training, simulated with delay queues.
 
-In a real parameter server whose workers don't wait for each other, staleness depends on timing, so
-no run can be repeated. Here the delays are given, and delayed gradients wait in queues in the
-optimizer's state. You can study and test the effect of the delays on convergence.
+If the workers of a real parameter server don't wait for each other, staleness depends on timing, so
+no run can be repeated. Here, the delays are given as an argument, and delayed gradients wait in
+queues in the optimizer's state. This lets you study and test how delays affect convergence.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class StaleState(NamedTuple):
 
     Attributes:
         step: Step modulo the period of the schedule, int32.
-        queue: Like the gradients with an additional first axis, float32 at least. The gradients
-            that arrive in step `t` are in slot `t mod length`.
+        queue: Gradients that haven't arrived yet, a tree like the gradients with an additional
+            first axis for the slots, float32 at least. The gradients that arrive on step `t` are in
+            slot `t mod length`.
         inner: State of the optimizer.
     """
 
@@ -45,7 +46,7 @@ class BoundedStaleState(NamedTuple):
 
     Attributes:
         step: Step modulo the staleness, int32.
-        late: The other ranks' gradients that haven't been applied yet, in slots like the queue of
+        late: The other ranks' gradients that haven't been applied yet, in slots like those of
             `StaleState`.
         inner: State of this rank's own optimizer.
     """
@@ -60,13 +61,14 @@ class BoundedStaleState(NamedTuple):
 def bounded_stale(
     optimizer: optax.GradientTransformation, axes: collectives.Axes, *, staleness: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on a rank's own gradient at once and on the others' `staleness` steps late.
+    """Steps on a rank's own gradient at once, and on the others' gradients `staleness` steps late.
 
-    This is the worst case that stale-synchronous parallelism (SSP) permits: a rank always reads its
-    own writes, and all writes of others that are more than `staleness` clocks old. Here it never
-    reads newer ones. Every gradient counts exactly once on each rank, divided by the number of
-    ranks. Parameters and state differ between ranks, so save them per rank. Deterministic. With
-    `staleness=0`, it is bitwise identical to `mean` in front of `optimizer`.
+    This is the worst case that stale-synchronous parallelism (SSP) permits. Under SSP, a rank
+    always reads its own writes, and all writes of other ranks that are more than `staleness` clocks
+    old. It may read newer ones as well, but here it never does. Every gradient counts exactly once
+    on each rank, divided by the number of ranks. Parameters and state differ between ranks, so save
+    them per rank. Deterministic. With `staleness=0`, the result is bitwise identical to that of
+    `mean` in front of `optimizer`.
 
     ```python
     tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", staleness=3)
@@ -75,19 +77,21 @@ def bounded_stale(
     Args:
         optimizer: Steps on the sum of what arrives.
         axes: One axis name, or a tuple of names that act as a single axis.
-        staleness: Number of steps by which the others' gradients are late. Each step costs the
+        staleness: Number of steps by which the other ranks' gradients are late. Each step costs the
             memory of one set of gradients.
 
     Raises:
         ValueError: `staleness` is not a non-negative whole number.
 
     Bytes received per rank: as for the mean, `2(P-1)/P` times the bytes of the gradients. The
-    simulator sends at once and delays the gradients at the receiver.
+    simulator doesn't delay any messages: gradients are sent at once, and the receiver holds them
+    back.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
-    server, NIPS 2013, section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
+    server, NIPS 2013, section 2, where SSP is defined; Langer et al., arXiv 2007.03970, section
+    3.3.4.
     """
     staleness = whole_number(staleness, "staleness", "`bounded_stale`", least=0)
     names = collectives.axis_names(axes)
@@ -105,7 +109,8 @@ def bounded_stale(
         **extra: Any,
     ) -> tuple[optax.Updates, BoundedStaleState]:
         everybody = jax.tree.map(lambda g: jax.lax.pmean(g, names), updates)
-        queue, step = state.late, state.step
+        queue = state.late
+        step = state.step
         _check_queue(queue, staleness, "`bounded_stale`", f"`staleness` is {staleness}")
         if staleness:
             ranks = jax.lax.psum(1, names)
@@ -135,11 +140,11 @@ def asynchronous(
 ) -> optax.GradientTransformationExtraArgs:
     """Steps on the mean of the gradients that *arrive* in this step, each with its own delay.
 
-    It acts like an asynchronous server with scheduled arrival times: a gradient computed on the
-    parameters of step `t` is applied in step `t + delay`, when the parameters have changed. Each
-    gradient is applied exactly once. Parameters and updates are bitwise identical on every rank,
-    the queue is rank-local. Deterministic. If all delays are 0, it is bitwise identical to `mean`
-    in front of `optimizer`.
+    This simulates an asynchronous server with scheduled arrival times: a gradient that was computed
+    on the parameters of step `t` is applied on step `t + delay`, when the parameters have changed.
+    Each gradient is applied exactly once. Parameters and updates are bitwise identical on every
+    rank, but the queue is rank-local. Deterministic. If all delays are 0, the result is bitwise
+    identical to that of `mean` in front of `optimizer`.
 
     ```python
     tx = jaxcross.exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1], [2, 1]])
@@ -148,8 +153,9 @@ def asynchronous(
     Args:
         optimizer: Steps on the mean of what arrives, identically on every rank.
         axes: One axis name. Several raise an error.
-        delays: Delays in steps: one number for all, one per rank, or a table `[step][rank]` that
-            repeats. Costs the memory of as many sets of gradients as the largest delay.
+        delays: Delays in steps: one number for all ranks, one number per rank, or a table
+            `[step][rank]` that repeats. This takes as many sets of gradients in memory as the
+            largest delay.
 
     Raises:
         ValueError: A delay is not a non-negative whole number, rows differ in length, or there
@@ -164,7 +170,7 @@ def asynchronous(
     """
     axis = collectives.one_axis(axes, "`asynchronous`")
     table = _table(delays)
-    # One slot per step, from this one to the latest arrival.
+    # The queue has one slot per step, from this step to the latest possible arrival.
     slots = int(table.max()) + 1
     period = int(np.lcm(len(table), slots))
     inner = optimizer_in(optimizer, "`asynchronous`")
@@ -177,7 +183,8 @@ def asynchronous(
     def update(
         updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, StaleState]:
-        queue, step = state.queue, state.step
+        queue = state.queue
+        step = state.step
         _check_queue(
             queue,
             slots if slots > 1 else 0,
@@ -202,7 +209,7 @@ def asynchronous(
 
 
 def _empty(params: optax.Params, slots: int) -> PyTree:
-    """Returns a queue of zeros, float32 at least: waiting gradients aren't rounded to 16 bits."""
+    """Returns a queue of zeros in float32 or wider, so that waiting gradients aren't rounded."""
     return (
         jax.tree.map(
             lambda x: jnp.zeros((slots, *jnp.shape(x)), accumulation_dtype(jnp.result_type(x))),
@@ -214,13 +221,13 @@ def _empty(params: optax.Params, slots: int) -> PyTree:
 
 
 def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
-    """Refuses a state with other delays: its gradients would be lost, or counted twice."""
+    """Raises for a state made with other delays, whose gradients would be lost or counted twice."""
     found = {len(q) for q in jax.tree.leaves(queue)} if queue is not None else {0}
     if found not in ({slots}, set()):
         raise ValueError(
             f"{what} got a state in which gradients wait in {found.pop()} slots, but {why}, which "
-            f"needs {slots}. Restore it with the delays that it was made with, or begin with a new "
-            "state: what waits is lost then."
+            f"needs {slots}. Restore it with the delays that it was created with, or start with "
+            "a new state. The waiting gradients are then lost."
         )
 
 
@@ -240,7 +247,7 @@ def _table(delays: object) -> np.ndarray:
     if ragged or not flat or not counts:
         raise ValueError(
             f"`delays` of `asynchronous` are `{delays!r}`: they are whole numbers of steps from 0 "
-            "on, one for all, one a rank, or rows of one a rank."
+            "on. Give one for all ranks, one per rank, or rows with one per rank."
         )
     return np.asarray(rows, np.int32)
 
@@ -250,7 +257,7 @@ def _delay(table: np.ndarray, step: jax.Array, axis: Hashable) -> jax.Array:
     if table.shape[1] not in (1, ranks):
         raise ValueError(
             f"`delays` of `asynchronous` are for {table.shape[1]} ranks, but the axis has {ranks}. "
-            "Give one a rank."
+            "Give one per rank."
         )
     rank = jax.lax.axis_index(axis) if table.shape[1] > 1 else 0
     return jnp.asarray(table)[step % len(table), rank]

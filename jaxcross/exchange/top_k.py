@@ -2,30 +2,34 @@
 
 **Error feedback.** What a rank doesn't send is kept in a residual and added to its next gradient,
 so nothing is lost, only delayed. The rounding of `wire_dtype` stays in the residual as well.
-Without error feedback, training may stall. Since the residual persists, values are clipped to the
-range of the types they pass through: an infinity would stay in the residual forever.
+Without error feedback, training may stall. Because the residual is kept forever, an infinity in it
+would never go away. So we clip values to the range of the types that they're converted to.
 
-**Exchange.** The elements travel as (value, index) pairs. All ranks gather the pairs of all ranks
-and add them in rank order, so the mean is bitwise identical everywhere. The values of all leaves
-are one message and their indices another, because small leaves would otherwise spend most of their
-time on latency. Every rank receives the pairs of all others, so the bytes grow with P - 1, whereas
-those of a dense mean grow with 2(P-1)/P. `gtop_k` avoids that for powers of two.
+**Exchange.** The elements are sent as (value, index) pairs. Every rank gathers the pairs of all
+ranks and adds them in rank order, so the mean is bitwise identical everywhere. The values of all
+leaves are one message and their indices another, because small leaves would otherwise spend most of
+their time on latency. Since every rank receives the pairs of all others, the bytes grow with P - 1,
+whereas those of a dense mean grow with 2(P-1)/P. If the number of ranks is a power of two, `gtop_k`
+avoids that.
 
-**Per leaf or per bucket.** By default the k largest elements are selected leaf by leaf. Selecting
-from all leaves at once (`bucket`) is cheaper, but layers with small gradients starve.
+**Per leaf or per bucket.** By default, we select the k largest elements of each leaf. It can be
+cheaper to select from all leaves at once (the `bucket` option), but then layers with small
+gradients hardly ever send anything.
 
-**Nodes.** If several ranks share a node, its link would carry the pairs of all of them.
-`pattern="hierarchical"` (HiTopKComm) first sums gradients densely within the node, so that each
-rank holds 1/L of the node's sum, and only then selects and exchanges pairs, between nodes. It has
-to be dense on the way in, because the elements to select are the largest of the node's sum. On the
-way out it's dense as well, since bytes are cheap within a node.
+**Nodes.** If several ranks share a node, its link would carry the pairs of all of them. With
+`pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within the node, so that
+each rank holds 1/L of the node's sum. Only then do the ranks select their elements and exchange
+pairs with the other nodes. The sum within the node can't be sparse, because the elements to select
+are the largest of the node's sum. The result is distributed densely within the node as well, since
+bytes are cheap there.
 
-**Density.** The number of pairs is part of the compiled program, so a changing density (`warm_up`)
-is a `lax.switch` over one branch per stage.
+**Density.** The number of pairs is part of the compiled program. If the density changes during
+training (the `warm_up` option), the program is therefore a `lax.switch` with one branch per stage.
 
-At a density of 1%, our digits task ends at the accuracy of the mean with a twentieth of its bytes.
-On prose, with Adam after the exchange, it ends 2 points behind the mean after 400 steps, and 0.7
-points if 10% are sent for two fifths of the steps (benchmarks/results/exchanges.md).
+At a density of 1%, our digits task reaches the same accuracy as with a dense mean, at a twentieth
+of its bytes. On a task with prose, where Adam follows the exchange, it ends 2 points behind the
+mean after 400 steps. The gap shrinks to 0.7 points if 10% are sent for the first two fifths of the
+steps (benchmarks/results/exchanges.md).
 """
 
 from __future__ import annotations
@@ -54,8 +58,8 @@ Pattern = Literal["flat", "hierarchical"]
 class TopKState(NamedTuple):
     """Number of steps, and each rank's residuals: float32 vectors in the tree of the parameters.
 
-    A vector is as long as its leaf, D elements. With the hierarchical pattern, it's as long as one
-    of L parts of the padded leaf, D'/L. A step can't detect residuals that were saved with a
+    A residual is as long as its leaf, D elements. With the hierarchical pattern, it's as long as
+    one of L parts of the padded leaf, D'/L. A step can't detect residuals that were saved with a
     different number of ranks or nodes if they happen to have the same length. `job.restore` can,
     and raises: otherwise the unsent residuals of the missing ranks would be silently dropped.
     """
@@ -81,18 +85,20 @@ def top_k(
 ) -> optax.GradientTransformation:
     """Averages each rank's `k = density * D` largest elements of every leaf of D elements.
 
-    Updates are the same on every rank. Residuals are rank-local and must be saved per rank.
-    Deterministic. Exchanges k pairs of a value and an int32 index, by one all-gather of all leaves'
-    values and one of their indices. On P ranks, a rank receives `(P-1) k (v + 4)` bytes, with v
-    bytes per value, and `2(P-1)/P n` for skipped leaves.
+    Updates are the same on every rank. Residuals are rank-local, so save them per rank.
+    Deterministic.
+
+    Each selected element is sent as its value and an int32 index, by one all-gather of all leaves'
+    values and one of their indices. Bytes received per rank, on P ranks and with v bytes per value:
+    `(P-1) k (v + 4)`, plus `2(P-1)/P n` for skipped leaves of n bytes.
 
     `pattern="hierarchical"` is HiTopKComm over `axes=(outer, inner)` of N and L ranks. Each rank
     receives the dense sum of 1/L of each leaf within the node, exchanges the k/L largest elements
-    of it between nodes, and gathers the dense result within the node. The residuals belong to that
-    1/L. In total, a rank receives `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D padded to a
-    multiple of L. Everything is dense within a node, where bytes are cheap. On the way in it has to
-    be, since the elements to select are the largest of the node's sum. On the way out, pairs would
-    take fewer bytes as long as `2 N density < 1`.
+    of this part between nodes, and gathers the dense result within the node. The residuals belong
+    to that 1/L. In total, a rank receives `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, where D' is D
+    padded to a multiple of L. Within a node, everything is dense. On the way in it has to be, since
+    the elements to select are the largest of the node's sum. On the way out, pairs would take fewer
+    bytes as long as `2 N density < 1`, but bytes are cheap within a node.
 
     ```python
     tx = optax.chain(jaxcross.exchange.top_k(0.01, "batch", warm_up=[(500, 0.1)]), optax.sgd(0.1))
@@ -104,20 +110,20 @@ def top_k(
         density: Fraction of the elements to send.
         axes: One axis name, or a tuple of names that act as a single axis. For `"hierarchical"`, a
             tuple of the outer and the inner axis.
-        selection: How the largest elements are found: see `jaxcross.exchange.select`.
-        error_feedback: Keep what was not sent, including the rounding of `wire_dtype`. Without it,
-            top-k may stall.
+        selection: How the largest elements are found; see `jaxcross.exchange.select`.
+        error_feedback: Whether to keep what wasn't sent, including the rounding of `wire_dtype`.
+            Without it, training with top-k may stall.
         skip: (path, leaf) -> whether a leaf is averaged uncompressed. By default, scalars, vectors,
             and leaves of any shape whose name is `bias` or `scale`.
         warm_up: `(until_step, density)` pairs, in ascending order of steps: the density before
             `until_step`.
         wire_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values
             beyond its range are sent as its largest number.
-        bucket: Take the largest elements of all leaves together. Cheaper, but layers with small
-            gradients starve.
+        bucket: Whether to select the largest elements of all leaves together. That can be cheaper,
+            but layers with small gradients starve.
         pattern: `"flat"` or `"hierarchical"`.
-        inner_ranks: Number of ranks of the inner axis of `"hierarchical"`, because residuals, of
-            1/L of each leaf, are created before that axis is bound.
+        inner_ranks: Number of ranks of the inner axis of `"hierarchical"`. It's needed because
+            residuals, of 1/L of each leaf, are created before that axis is bound.
 
     Raises:
         ValueError: An argument is out of range; or, at trace time, the size of the inner axis is
@@ -151,6 +157,7 @@ def top_k(
 
     def init(params: optax.Params) -> TopKState:
         sparse.warn_if_none(params, skip, "`top_k`")
+        # With nodes, a rank only has residuals for its own part of each leaf.
         keep = (
             sparse.residuals(params, skip, lambda size: layouts.block_width((size,), inner))
             if error_feedback
@@ -165,7 +172,8 @@ def top_k(
         _check_inner_ranks(names, inner if hierarchical else None)
         check_state(state, init, updates, "`top_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
-        leaves, chosen = [leaf for _, leaf in found], sparse.compressed_leaves(found, skip)
+        leaves = [leaf for _, leaf in found]
+        chosen = sparse.compressed_leaves(found, skip)
         residual: list[jax.Array] = []
         if error_feedback:
             residual = [
@@ -176,6 +184,8 @@ def top_k(
                 check_float32(path, x, "the values of `top_k`")
         big = [x for x, c in zip(leaves, chosen, strict=True) if c]
         if big:
+            # The density has to be a constant in each branch, because it determines how long the
+            # messages are. The number of stages that have ended is the index of the current one.
             branches = [partial(_exchange, settings, d) for _, d in stages]
             stage = sum((state.step >= until).astype(jnp.int32) for until, _ in stages[:-1])
             big, residual = (
@@ -183,7 +193,8 @@ def top_k(
                 if warm_up
                 else branches[0](big, residual)
             )
-        averaged, kept = iter(big), iter(residual)
+        averaged = iter(big)
+        kept = iter(residual)
         out = [
             next(averaged) if c else jax.lax.pmean(x, names)
             for x, c in zip(leaves, chosen, strict=True)
@@ -205,9 +216,9 @@ class _Settings:
 
     Attributes:
         names: All axes.
-        across: Axes over which pairs travel: with nodes, only the outer one.
-        inner: Number of ranks per node, which divide the leaves of their node's sum among
-            themselves; 1 without nodes.
+        across: Axes over which pairs are exchanged: with nodes, only the outer one.
+        inner: Number of ranks per node, each of which handles its part of the node's sum; 1 without
+            nodes.
         selection: As in `top_k`.
         error_feedback: As in `top_k`.
         wire_dtype: As in `top_k`.
@@ -231,12 +242,15 @@ def _exchange(
     shapes = [x.shape for x in leaves]
     vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
     if inner > 1:
+        # Sum densely within the node first. Each rank gets its part of the sum of every leaf.
         rows = collectives.sum_scatter(
             layouts.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1]
         )
         vectors = layouts.block_columns(rows, shapes, inner)
     if settings.error_feedback:
         vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
+    # We select from one group of elements at a time. A group is either a leaf, or with `bucket` all
+    # leaves together.
     bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
     groups = [jnp.concatenate(vectors)] if settings.bucket else vectors
     pairs = [select(x, sparse.slots(share, x.size), selection=settings.selection) for x in groups]
@@ -247,8 +261,8 @@ def _exchange(
         bounds[1:],
         [x.dtype for x in leaves],
     )
-    # One message for all values and one for all indices: small leaves would mostly wait for
-    # latency.
+    # We send one message with all values and one with all indices, because small leaves would
+    # mostly wait for latency.
     counts = list(itertools.accumulate(v.size for v in sent))[:-1]
     every_value = jnp.split(
         collectives.gather(jnp.concatenate(sent), settings.across), counts, axis=1
@@ -261,6 +275,8 @@ def _exchange(
         sparse.sum_of_pairs(v, i, x.size) / ranks
         for v, i, x in zip(every_value, every_index, groups, strict=True)
     ]
+    # We subtract the values as they were sent, i.e. after clipping and rounding, so that the
+    # residual keeps these errors as well.
     rests = [
         sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)
     ]
@@ -272,7 +288,7 @@ def _exchange(
         sums = layouts.from_blocks(
             collectives.gather(jnp.concatenate(sums), settings.names[1]), shapes
         )
-    # Rounding up in `wire_dtype` may have exceeded the update's type.
+    # Rounding up to `wire_dtype` may have exceeded the range of the update's type.
     sums = [collectives.saturate(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
     out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
     return out, list(rests) if settings.error_feedback else []
@@ -287,8 +303,9 @@ def _sent_values(
 ) -> list[jax.Array]:
     """Returns the selected values of each group as they are sent, clipped and rounded.
 
-    The mean of values that fit the update's type fits it, too. But a value here may be the sum over
-    the `inner` ranks of a node, so it's clipped to `inner` times the type's largest number.
+    If all ranks' values fit the update's type, so does their mean. With nodes, however, a value may
+    be the sum over the `inner` ranks of a node, so it's only clipped to `inner` times the type's
+    largest number.
 
     Args:
         settings: Settings of the exchange.
@@ -319,6 +336,8 @@ def _saturate_each(
     """Clips each element of a bucket to the range of its leaf's type; leaves end at `ends`."""
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
+    # The index of an empty slot lies beyond the last leaf. It's clipped to that leaf, which does no
+    # harm because the slot's value is 0.
     largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(
         mode="clip"
     )
@@ -332,13 +351,13 @@ def _check_pattern(pattern: Pattern, axes: collectives.Axes, inner_ranks: int | 
     if hierarchical and (len(collectives.axis_names(axes)) != 2 or inner_ranks is None):
         raise ValueError(
             f'`pattern="hierarchical"` with `axes={axes!r}` and `inner_ranks={inner_ranks}`: '
-            "residuals are made before any axis is bound, so name two axes and the inner one's "
-            'ranks: `axes=("node", "local"), inner_ranks=8`.'
+            "residuals are created before any axis is bound. Name two axes, and the inner one's "
+            'number of ranks: `axes=("node", "local"), inner_ranks=8`.'
         )
     if not hierarchical and inner_ranks is not None:
         raise ValueError(
-            f'`inner_ranks` of `top_k` is {inner_ranks!r}, but `pattern="flat"` knows no nodes: '
-            'every rank would send to every other one. Write `pattern="hierarchical"`, or leave '
+            f'`inner_ranks` of `top_k` is {inner_ranks!r}, but `pattern="flat"` has no nodes: '
+            'every rank sends to every other rank. Write `pattern="hierarchical"`, or leave '
             "`inner_ranks` out."
         )
 
@@ -349,14 +368,14 @@ def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[
     )
     if not pairs:
         raise ValueError(
-            f"`warm_up` is {warm_up!r}: it is a list of pairs of a step and the density before it, "
-            "for example `[(100, 0.25), (200, 0.05)]`."
+            f"`warm_up` is {warm_up!r}: it must be a list of pairs of a step and the density "
+            "before it, for example `[(100, 0.25), (200, 0.05)]`."
         )
     what = "`top_k`, of which the first number of each pair is a step,"
     steps = [whole_number(until, "warm_up", what, least=0) for until, _ in warm_up]
     if steps != sorted(set(steps)) or any(s < 1 for s in steps):
         raise ValueError(
-            f"`warm_up` ends its stages at steps {steps}: they must be positive and ascend, for "
+            f"`warm_up` ends its stages at steps {steps}: they must be positive and ascending, for "
             "example `[(100, 0.25), (200, 0.05)]`."
         )
     shares = [sparse.check_density(share, "warm_up") for _, share in warm_up]
@@ -370,6 +389,6 @@ def _check_inner_ranks(names: tuple[Hashable, ...], inner: int | None) -> None:
     if size != inner:
         raise ValueError(
             f"`inner_ranks` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: "
-            f"residuals were cut for {inner}. Make the exchange with `inner_ranks={size}` and its "
-            "state again; what was not sent yet is lost."
+            f"residuals were created for {inner}. Create the exchange with `inner_ranks={size}`, "
+            "and create its state again. What was not sent yet is then lost."
         )

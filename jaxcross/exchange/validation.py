@@ -49,7 +49,7 @@ def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
 def as_number(value: Any) -> float:
     """Returns a Python, NumPy or JAX real number as a float, or NaN for any other value.
 
-    NaN is in no range, so range checks that use this refuse other values, too.
+    NaN isn't in any range, so a range check on the result rejects other values as well.
     """
     if isinstance(value, bool | str | Tracer):
         return math.nan
@@ -79,8 +79,8 @@ def optimizer_in(
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(
-            f"the optimizer of {what} is `{optimizer!r}`: it must be one of optax, for example "
-            "`optax.sgd(0.1)`."
+            f"the optimizer of {what} is `{optimizer!r}`: it must be an optax optimizer, for "
+            "example `optax.sgd(0.1)`."
         )
     return optax.with_extra_args_support(optimizer)
 
@@ -104,19 +104,19 @@ def check_state(
             raise ValueError(
                 f"the state of {what} is {mine} at `{jax.tree_util.keystr(path)}`, but must be "
                 f"{new} here: it was made with other arguments, for other ranks, or for other "
-                "parameters. Make it again; what it holds is lost."
+                "parameters. Create it again. Its contents are then lost."
             )
 
 
 def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what: str) -> None:
     """Raises a ValueError for a float64 leaf, because `what` is computed in float32.
 
-    There, a finite float64 number may be infinite.
+    In float32, a finite float64 number may become infinite.
     """
     if jnp.result_type(leaf) == jnp.float64:
         raise ValueError(
             f"the update `{jax.tree_util.keystr(path)}` is float64: {what} are float32 and would "
-            "cut it. Cast gradients to float32 in front, or take it out with `optax.masked`."
+            "round it. Cast the gradients to float32 before, or exclude it with `optax.masked`."
         )
 
 
@@ -131,5 +131,5 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: "
-                f"{what} need real floating-point leaves. Take the others out with `optax.masked`."
+                f"{what} need real floating-point leaves. Exclude the others with `optax.masked`."
             )

@@ -1,11 +1,14 @@
 """Whether jobs gain from sharing a device, measured on all ranks before they train.
 
-step_estimate    `jaxcross.estimate`: what several jobs of one step would gain; `script_estimate`
-                 does it for the first step that a script calls
-fusion           `jaxcross.fuse`: which tiny jobs become one program; measures both ways
-solo_cost        the seconds and bytes of one step alone, measured on all ranks or on none
+step_estimate    predicts how much faster several jobs with the same step would run together
+                 (`jaxcross.estimate`)
+script_estimate  does the same for the first step that a script calls, and then terminates the
+                 script (`jaxcross estimate`)
+fusion           fuses tiny jobs that have the same step into a job with a single program, if that
+                 is measured to be faster (`jaxcross.fuse`)
+solo_cost        measures the time and the bytes of a single step, on all ranks or on none
 
-The predictions themselves are in `plan`, which needs no ranks.
+The predictions themselves are computed in the `plan` package, which doesn't need any ranks.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
-"""`jaxcross.fuse`: makes fewer jobs of tiny jobs with one step, so that one program trains several.
+"""`jaxcross.fuse`: joins tiny jobs that have the same step, so that one program trains several.
 
-Each job costs votes and hand-overs in every step, and if its step is tiny, these weigh heavily.
-Jobs that share a program share that cost, and their exchanges share messages. Whether that's faster
-is measured, on copies of the jobs' states: the step alone, then all jobs in turns and fused.
+On every step, each job costs votes and hand-overs, and if the step itself is tiny, they make up
+much of its time. Jobs that share a program share this cost, and their exchanges share messages. To
+find out whether that's faster, we measure it on copies of the jobs' states: first the step alone,
+and then all jobs, both taking turns and fused.
 """
 
 from __future__ import annotations
@@ -37,35 +38,38 @@ from jaxcross.world import World, current_world, gather
 
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
-"""Seconds of a step alone (computation and exchange) above which `"faster"` fuses no jobs."""
+"""Longest step, in seconds of computation and exchange, whose jobs `"faster"` still fuses.
+"""
 _WARM_UP_STEPS = 5
 _STEPS = 20  # timed per run
 _TURNS = 3
 
 
 def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = None) -> Fusion:
-    """Fuses tiny jobs that have the same step into one job if that is measured to be faster.
+    """Fuses tiny jobs that have the same step into a single job, if this is measured to be faster.
 
-    A fused job has one program with a body for each member. The members' exchanges share buffers
-    and messages, and all members together cost the votes and hand-overs of one job. Each member
-    ends in the same state as when it runs alone, bit for bit (see the page on tiny jobs for what
-    was compared). Members may differ in shapes, data and length. A member leaves alone when its
-    data end, when it stops early, or when its data raise. The program is then compiled again for
-    the remaining members. An error in the step or in an evaluation ends all members.
+    The program of a fused job contains the step once for each member. The members' exchanges share
+    buffers and messages, and all members together cost the votes and hand-overs of a single job.
+    Each member ends in the same state as when it runs alone, bit for bit (see the page on tiny jobs
+    for what was compared). Members may have different shapes, data and lengths. A member leaves
+    alone when its data end, when it stops early, or when its data raise an error. The program is
+    then compiled again for the remaining members. An error in the step or in an evaluation ends all
+    members.
 
-    Jobs with the same step can be fused if the step is decorated by `crossover` with `cut="whole"`,
-    exchanges by named axes, and takes no NNX objects, and if the jobs have `nonfinite="ignore"` and
-    the same `mode` and `check_replicas`.
+    Jobs can be fused only if they have the same step, the same `mode` and the same
+    `check_replicas`, and if all of them have `nonfinite="ignore"`. The step must be decorated by
+    `crossover` with `cut="whole"`, it must exchange over named axes, and it can't take NNX objects.
 
-    Measuring happens on copies of the states, with the first batch of each job. It times the step
-    alone, then all jobs in turns, with and without fusing. If the step takes more than 5 ms alone
-    (c + m), the jobs aren't fused. Most of the time is spent compiling, but the run reuses the
-    executables. Waits for all ranks, each of which must call it with the same jobs.
+    We measure on copies of the states, with the first batch of each job. We time the step alone,
+    and then all jobs as they take turns, with and without fusing. If the step takes more than 5 ms
+    alone (c + m), the jobs aren't fused. Most of the time is spent on compilation, but the run
+    reuses the executables. All ranks must call this function with the same jobs, and wait for each
+    other.
 
     Args:
         jobs: The jobs, each with a unique name.
-        when: `faster` measures. `always` fuses whatever can be fused, and raises if some of the
-            jobs can't.
+        when: With `faster`, jobs are fused if that's measured to be faster. With `always`, they're
+            fused without measuring, and an error is raised if some of them can't be fused.
         world: From `jaxcross.initialize()`. Defaults to the world that was initialized.
 
     Returns:
@@ -73,10 +77,10 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
 
     Raises:
         TypeError: Some of `jobs` aren't of the class `Job`.
-        ValueError: `when` is neither of these words, two jobs have the same name, or
-            `when="always"` and a job can't be fused.
-        JobError: The ranks have different jobs, or a job's first batch raises; raised on every
-            rank. Or `fuse` was called in a job.
+        ValueError: `when` is neither of these, two jobs have the same name, or `when="always"` and
+            a job can't be fused.
+        JobError: The ranks have different jobs, or reading a job's first batch raises an error;
+            raised on every rank. Or `fuse` was called in a job.
 
     Example:
         >>> jobs = [
@@ -92,13 +96,14 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
         )
     check_choice(when, When, "`when`")
     names = [job.name for job in found]
-    if twice := {name for name in names if names.count(name) > 1}:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
         raise ValueError(
             f"There are several jobs `{min(twice)}`. Reports and errors need one name for each job."
         )
     check_batches_apart(found)
     world = world if world is not None else current_world()
-    if world.estimate_request:  # the script's first step is measured, alone
+    if world.estimate_request:  # only the script's first step is measured
         return Fusion(jobs=tuple(found), reasons=())
     if current_engine() is not None:
         raise JobError(
@@ -114,7 +119,8 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
             "them out."
         )
     for members in _sets(candidates):
-        step, jobs_of_step = members[0].fused_step(), [each.trial.job for each in members]
+        step = members[0].fused_step()
+        jobs_of_step = [each.trial.job for each in members]
         fuses, reason = _decide([each.trial for each in members], step, when, world)
         reasons.append(reason)
         if fuses:
@@ -128,10 +134,10 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     """Examines all jobs, with the same result on every rank. Waits for all ranks.
 
     Raises:
-        JobError: The ranks have different jobs, or a job's data raise on one rank; raised on every
-            rank.
+        JobError: The ranks have different jobs, or a job's data raise an error on one rank; raised
+            on every rank.
     """
-    steps = list({id(job._function): None for job in jobs})  # ranks identify them by their order
+    steps = list({id(job._function): None for job in jobs})  # ranks compare positions in it
     facts = {
         "when": when,
         "jobs": [
@@ -168,7 +174,7 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
 
 
 def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
-    """Groups the jobs that can be fused with one another, in the order in which they came."""
+    """Groups the jobs that can be fused with one another, in their original order."""
     sets: dict[object, list[_Candidate]] = {}
     for each in candidates:
         if not each.why_not:
@@ -190,7 +196,7 @@ def _decide(
         return True, f"{who}: fused, as asked"
     try:
         cost = _measure(trials, step, limit_s=MAX_STEP_S, world=world)
-    except (CutError, ExchangeError) as error:  # the run itself will say more
+    except (CutError, ExchangeError) as error:  # the run will report it in detail
         return False, f"{who}: not fused, as they cannot be measured: {clause(str(error))}"
     alone = f"one step alone takes {_seconds(cost.step_s)}"
     if cost.fused_s is None or cost.in_turns_s is None:
@@ -205,7 +211,7 @@ def _decide(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A job that may be fused: what to measure it with, and the reason if it can't be fused."""
+    """A job that may be fused, what to measure it with, and the reason if it can't be fused."""
 
     trial: _MeasuredJob
     why_not: str
@@ -252,8 +258,9 @@ class _Candidate:
 def fused_step(step: Step[..., Any]) -> Step[..., Any]:
     """Returns a step that trains any number of jobs: `fused(states, batches) -> (states, metrics)`.
 
-    All of these are tuples with one entry per job. The step is made only once per `step`, so it's
-    compiled only once for all jobs that are fused alike.
+    States, batches and metrics are tuples with one entry per job. For the same `step`, the fused
+    step is created only once. Sets of jobs that are fused in the same way then share one compiled
+    program.
     """
     function = step.step
 
@@ -269,9 +276,9 @@ def fused_step(step: Step[..., Any]) -> Step[..., Any]:
                 )
         return tuple(state for state, _ in results), tuple(metrics for _, metrics in results)
 
-    fused.__name__ = step.__name__  # jobs recognise their steps by it
+    fused.__name__ = step.__name__  # jobs recognise their step by its name
     made = step.derived("_fused", lambda: fused)
-    made.may_change = True  # its arguments do whenever a job leaves
+    made.may_change = True  # its arguments change whenever a job leaves
     return made
 
 
@@ -280,7 +287,7 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
         return f"`{step.__name__}` takes NNX objects, which it would change in place"
     try:
         traced = step.trace(job.state, batch)
-    except Exception as error:  # the run raises it as well
+    except Exception as error:  # the run will raise it as well
         return f"`{step.__name__}` cannot be traced: {clause(first_line(describe(error)))}"
     if traced.undecided is not None:
         return f"`{step.__name__}` exchanges in a conditional that the host decides"
@@ -293,11 +300,12 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
 def _first_of(job: Job) -> list[Any]:
     """Returns a list with the first batch, or an empty list if there is none.
 
-    The job still gets that batch, even if its data are an iterator.
+    The job still gets that batch during training, even if its data are an iterator.
     """
     if job._steps == 0:
         return []
-    data, iterator = job._batches, iter(job._batches)
+    data = job._batches
+    iterator = iter(job._batches)
     first = list(islice(iterator, 1))
     if isinstance(data, Iterator):
         job._batches = _Unread(first, data)
@@ -308,10 +316,11 @@ def _first_of(job: Job) -> list[Any]:
 
 @final
 class _Unread(Iterator[Any]):
-    """An iterator with its first batches, already read, put back in front."""
+    """An iterator whose first batches were already read, and are put back in front."""
 
     def __init__(self, first: Sequence[Any], rest: Iterator[Any]) -> None:
-        self._batches, self._rest = chain(first, rest), rest
+        self._batches = chain(first, rest)
+        self._rest = rest
 
     def __next__(self) -> Any:
         return next(self._batches)
@@ -335,8 +344,9 @@ class _FusedCost:
 
     Attributes:
         step_s: Seconds of the longest step alone, computation and exchange (c + m).
-        in_turns_s: Seconds for one step of every job if they take turns; None if not measured.
-        fused_s: The same if they're fused.
+        in_turns_s: Seconds for one step of every job if the jobs take turns. None if this wasn't
+            measured.
+        fused_s: Seconds for one step of every job if they're fused. None if this wasn't measured.
     """
 
     step_s: float
@@ -349,7 +359,7 @@ def _measure(
 ) -> _FusedCost:
     """Measures the step alone, then all jobs in turns and fused. Waits for all ranks.
 
-    The second part is left out if a step alone takes more than `limit_s`.
+    If a step alone takes more than `limit_s`, the jobs aren't measured together.
 
     Raises:
         CutError, ExchangeError: As `measure_on_all_ranks` does.
@@ -366,7 +376,10 @@ def _measure(
 
 
 def _unlike(trials: Sequence[_MeasuredJob], world: World) -> list[int]:
-    """Returns one job per shape, the same jobs on every rank. Waits for all ranks."""
+    """Returns one job for each combination of shapes, the same jobs on every rank.
+
+    Waits for all ranks.
+    """
     first: dict[str, int] = {}
     for n, trial in enumerate(trials):
         first.setdefault(repr((form_of(trial.job.state), form_of(trial.batch))), n)
@@ -412,7 +425,7 @@ def _step_of_each_s(trials: Sequence[_MeasuredJob], fused: FusedStep | None, wor
 def _repeated(trial: _MeasuredJob) -> Iterator[PyTree]:
     """Yields the batch over and over.
 
-    Yields copies if the step may overwrite the batch, because the job will still train on it.
+    If the step may overwrite the batch, this yields copies, because the job will still train on it.
     """
     step = trial.job._function
     assert isinstance(step, Step)
@@ -421,7 +434,7 @@ def _repeated(trial: _MeasuredJob) -> Iterator[PyTree]:
 
 
 def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[..., Any]:
-    """Returns the step, wrapped to note the time of each call."""
+    """Wraps a step such that the time of each call is appended to `stamps`."""
     mine: list[float] = []
     stamps.append(mine)
 
@@ -433,5 +446,5 @@ def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[...,
 
 
 def _seconds(value: float) -> str:
-    """Formats a short time for people."""
+    """Formats a short time in milliseconds."""
     return f"{1000 * value:.3g} ms"

@@ -1,6 +1,6 @@
 """`jaxcross estimate script.py`: measures the first step that a script calls.
 
-The measurement takes the place of that call, and then the script is terminated.
+The step is measured instead of being called, and then the script is terminated.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jaxcross.step import Variant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The environment variable `JAXCROSS_ESTIMATE`, a JSON object.
+    """The contents of the environment variable `JAXCROSS_ESTIMATE`, a JSON object.
 
     Attributes:
         jobs, steps, mbps, memory: As for `jaxcross.estimate`.
-        step: Name of the step to measure. Defaults to the first one that is called.
-        json: File that rank 0 writes the estimate to, if any.
+        step: Name of the step to measure. If None, it's the first step that is called.
+        json: File to which rank 0 also writes the estimate. None for no file.
 
     Raises:
-        TypeError, ValueError: The variable is something else.
+        TypeError, ValueError: The variable contains something else.
     """
 
     jobs: int = 2
@@ -65,17 +65,20 @@ class Request:
 
 
 def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobEngine | None) -> None:
-    """Measures a step that a script is about to call, and ends the script on all ranks.
+    """Measures a step that a script is about to call, and terminates the script on all ranks.
 
-    Rank 0 prints the estimate. Returns, so that the step runs as usual, if the user asked for
-    another step, or if this step makes its exchanges only in other calls. Waits for all ranks.
+    Rank 0 prints the estimate. In two cases, this function returns without measuring anything, so
+    that the step runs as usual: if the user has asked for a different step, or if this call of the
+    step doesn't exchange anything because its exchanges happen only in other calls. In all other
+    cases, it waits for all ranks.
 
     Raises:
-        SystemExit: The measurement is done, outside a run.
-        Stopped: The measurement is done, in a job.
+        SystemExit: The measurement is done, and no run is in progress.
+        Stopped: The measurement is done, and the step belongs to a job.
         ValueError, CutError, ExchangeError: The step can't be measured.
     """
-    world, program = variant.world, variant.default
+    world = variant.world
+    program = variant.default
     request = Request.parse(world.estimate_request)
     if program.local_step or request.step not in (None, program.name):
         return

@@ -1,6 +1,6 @@
-"""Measures what one step costs alone: seconds per segment, wire bytes, and memory.
+"""Measures what a single step costs by itself: seconds per segment, wire bytes, and memory.
 
-All ranks measure at once. If one of them can't, all of them raise an error.
+All ranks measure at the same time. If one of them can't, all of them raise an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxcross.world import Control, World, gather
 
 T = TypeVar("T")
 
-PIECES = 4
+EXCHANGE_SEGMENTS = 4
 """Number of exchange segments of the cut that is measured in addition to the uncut step."""
 
 _WARM_UP_STEPS = 2  # the first steps get their memory from the kernel
@@ -51,10 +51,10 @@ class Settings:
     Attributes:
         jobs: Number of jobs that the estimate is for.
         steps: Number of steps to time.
-        mbps: Rate in Mbit/s of the link that the exchanges should be assumed to use. None for the
+        mbps: Rate in Mbit/s of the link that we should assume for the exchanges. None for the
             actual link.
         memory_bytes: Bytes that a rank may use. None for what the device or the machine has.
-        profiles: Profiles of the step to use instead of a measurement. Empty if the step should be
+        profiles: Profiles of the step to use instead of timing it. Empty if the step should be
             timed.
 
     Raises:
@@ -116,8 +116,11 @@ class SoloCost:
         settings: Settings,
         bucket_bytes: int,
     ) -> None:
-        self._leaves, self._host, self._world, self._settings = leaves, host, world, settings
-        # A separate record, so that nothing carries over into training that may follow.
+        self._leaves = leaves
+        self._host = host
+        self._world = world
+        self._settings = settings
+        # We use a separate record, so that the measurement doesn't affect training that may follow.
         record = StepRecord(cut="whole", bucket_bytes=bucket_bytes)
         self._variant = Variant(traced, record, world, trial_args=tuple(leaves)).choose(leaves)
         self._sizes = dict(traced.axes)
@@ -163,7 +166,8 @@ class SoloCost:
         if given:
             agree_once(self._variant, self._host, program, candidate=True)
             whole, *finer = sorted(given, key=lambda profile: len(profile.graph.collectives))
-            whole, cut = replace(whole, name=program.name), finer[0] if finer else None
+            whole = replace(whole, name=program.name)
+            cut = finer[0] if finer else None
             memory = whole.memory or memory_of(self._built(program))
         else:
             compiled = self._built(program)
@@ -173,7 +177,9 @@ class SoloCost:
                     f"`{program.name}` cannot be measured, as it fails on copies of its arguments: "
                     f"{found}"
                 )
-            whole, cut, memory = found, self._cut_profile(program, found), memory_of(compiled)
+            whole = found
+            cut = self._cut_profile(program, found)
+            memory = memory_of(compiled)
         wide, narrow = self._wire_bytes(program.exchanges)
         limit = self._settings.memory_bytes or device_limit_bytes(
             jax.local_devices()[0], self._world.local_size
@@ -207,12 +213,13 @@ class SoloCost:
         return compiled
 
     def _build(self, program: Program) -> Compiled | str:
-        """Returns the executables, or, on all ranks, a text about what failed on some.
+        """Returns the executables, or on all ranks an error text if any rank failed to compile.
 
         Waits for all ranks.
         """
         agree_once(self._variant, self._host, program, candidate=True)
-        compiled, error_text = None, ""
+        compiled = None
+        error_text = ""
         try:
             with self._host.compiling(program.name):
                 compiled = stages.compile(
@@ -227,7 +234,7 @@ class SoloCost:
         return compiled
 
     def _profile(self, compiled: Compiled) -> Profile | str:
-        """Times each segment, or returns, on all ranks, a text about what failed on some.
+        """Times each segment, or returns the same error text on all ranks if any of them failed.
 
         Waits for all ranks.
         """
@@ -262,13 +269,13 @@ class SoloCost:
         return max(measured_s, 8e-6 * nbytes / self._settings.mbps)
 
     def _cut_profile(self, program: Program, whole: Profile) -> Profile | None:
-        """Returns the profile of the step in four exchange segments.
+        """Returns the profile of the step when it's cut into four exchange segments.
 
-        Returns None if this cut has no more segments than the uncut step, or if it fails.
+        Returns None if this cut has no more exchange segments than the uncut step, or if it fails.
         """
         if not whole.exchange_s:
             return None
-        cut = self._variant.program_in(PIECES)
+        cut = self._variant.program_in(EXCHANGE_SEGMENTS)
         if len(cut.collectives) <= len(program.collectives):
             return None
         compiled = self._build(cut)
@@ -276,7 +283,7 @@ class SoloCost:
         return None if isinstance(found, str) else found
 
     def _wire_bytes(self, exchanges: Sequence[Exchange]) -> tuple[int, int]:
-        """Returns the bytes that a rank receives, as is and with wide floats sent as 16 bits."""
+        """Returns the bytes that a rank receives, as is and if wide floats were sent as 16 bits."""
         narrow = (replace(x, dtype="bfloat16") if x.dtype in _WIDE[:2] else x for x in exchanges)
         wide_bytes = sum(wire_bytes(x, self._sizes) for x in exchanges)
         return wide_bytes, sum(wire_bytes(x, self._sizes) for x in narrow)
@@ -319,11 +326,11 @@ def measure_on_all_ranks(
             exchanged.
         name: The step's name.
         world: All ranks.
-        job: The job that asks; None outside a run.
+        job: The job that calls this; None outside a run.
 
     Raises:
-        ExchangeError: Another rank has an error and this one doesn't, or as `SoloCost.measure`
-            does.
+        ExchangeError: Another rank has an error and this rank doesn't. Also raised as by
+            `SoloCost.measure`.
         Exception: Whatever `make_subject` raises.
     """
     with ExitStack() as turn:
@@ -335,7 +342,9 @@ def measure_on_all_ranks(
             host = Standalone(world, name)
         else:
             host = job
-        solo, settings, failure = None, None, None
+        solo = None
+        settings = None
+        failure = None
         try:
             subject = make_subject()
             settings = subject.settings

@@ -23,12 +23,12 @@ def estimate(
     memory: int | str | None = None,
     profiles: Profiles | None = None,
 ) -> Estimate:
-    """Predicts how much faster jobs of this step would run together, from a few steps on all ranks.
+    """Predicts how much faster jobs with this step would run together, by timing it on all ranks.
 
-    The step is timed on copies of its arguments, so no argument is changed or donated, and nothing
-    carries over into the training that follows. Two programs are compiled: the uncut step, and the
-    step cut into four. Waits for all ranks, each of which must call it. The result is the same on
-    every rank.
+    We run a few steps on copies of the arguments, so your arguments are neither changed nor
+    donated, and the measurement doesn't affect later training. This compiles two programs: the
+    uncut step, and the step cut into four. All ranks must call this function, and wait for each
+    other. The result is the same on every rank.
 
     Args:
         step: A `crossover` step, or a function with named-axis collectives, for which you also pass
@@ -36,14 +36,14 @@ def estimate(
         *args: Its positional arguments, as in training, e.g. the initial state and one of this
             rank's batches.
         jobs: Number of equal jobs that the recommendation is for.
-        steps: Number of steps to time, after two that aren't timed. The median counts.
+        steps: Number of steps to time, after two that aren't timed. We use the median.
         axes: As for `crossover`; only for a function that isn't decorated.
-        mbps: Rate of a link in Mbit/s. Each exchange is assumed to take at least as long as its
-            bytes need on this link. A single rank then stands for one of two.
+        mbps: Rate of a link in Mbit/s. Each exchange is then assumed to take at least as long as
+            its bytes need on this link. If there's only one rank, it's treated as one of two.
         memory: Bytes of arrays that a rank may hold, as a number or as `"80GB"`. Defaults to what
             the device has, or on CPUs to the rank's share of the machine's memory.
-        profiles: A `plan.Profile` of the step, or several profiles in different cuts. No step is
-            timed then. A profile without memory figures still has the step compiled to get them.
+        profiles: A `plan.Profile` of the step, or several profiles in different cuts. If given, no
+            step is timed. The step is still compiled if a profile has no memory figures.
 
     Returns:
         The estimate, whose `print` has ten lines.
@@ -58,8 +58,9 @@ def estimate(
         ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
         JobError: Another thread is in a step.
 
-    All errors are raised on every rank, before the first exchange or after the last one. If only
-    one rank has an error, the other ranks raise it as an `ExchangeError`.
+    If anything fails, all ranks raise an error, either before the first exchange or after the last
+    one, so no rank is left waiting for another. If only one rank has an error of its own, the other
+    ranks report it as an `ExchangeError`.
 
     Example:
         >>> print(jaxcross.estimate(train_step, state, batch, jobs=2))

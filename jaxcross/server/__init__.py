@@ -1,12 +1,12 @@
-"""A parameter server on the host: ranks train without stepping together.
+"""A parameter server on the host, which lets ranks train without stepping together.
 
-It runs in its own thread and uses its own communicator.
+The server runs in a thread of its own, and uses a communicator of its own.
 
-parameter_server   `ParameterServer`: a worker and a server on every rank
-lane               its thread: serves the rank's part and carries the messages of its worker
-served_part        the part of the parameters and the optimizer's state that a rank serves
-message_layout     a tree of arrays as one flat message per server
-clocks             how far each worker has come, and which of them may continue
+parameter_server   `ParameterServer`, the public class: a worker and a server on every rank
+lane               the server's thread, which also sends and receives the worker's messages
+served_part        the part of the parameters and of the optimizer's state that a rank serves
+message_layout     the conversion of a tree of arrays into one flat message per server, and back
+clocks             the rule that decides which workers may continue
 """
 
 from typing import TYPE_CHECKING

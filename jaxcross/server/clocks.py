@@ -8,13 +8,14 @@ import math
 class Clocks:
     """The stale-synchronous rule: no worker continues too far ahead of the slowest one.
 
-    A worker's clock is the number of gradients that it has pushed. A worker at clock `c` waits
-    until the slowest has reached `c - staleness`. The clock of a worker that has finished is
-    infinite, so no worker waits for it, while it waits itself until all others have finished.
+    A worker's clock counts the gradients that it has pushed. A worker whose clock is `c` has to
+    wait until the slowest worker has reached `c - staleness`. When a worker finishes, its clock
+    becomes infinite. This means that nobody waits for it any more, but it has to wait itself until
+    all others have finished.
 
     Args:
         ranks: Number of workers.
-        staleness: Clocks that a worker may be ahead of the slowest: 0, 1, ... or `math.inf`.
+        staleness: How many clocks a worker may be ahead of the slowest: 0, 1, ... or `math.inf`.
     """
 
     def __init__(self, ranks: int, staleness: float) -> None:
@@ -28,17 +29,17 @@ class Clocks:
         return tuple(self._clocks)
 
     def push(self, rank: int) -> None:
-        """Records that a worker has pushed a gradient and waits to continue."""
+        """Records that a worker has pushed a gradient, and that it's waiting to continue."""
         self._clocks[rank] += 1
         self._waiting.add(rank)
 
     def finish(self, rank: int) -> None:
-        """Records that a worker will push no more and waits for all others to finish."""
+        """Records that a worker won't push any more, and is waiting for all others to finish."""
         self._clocks[rank] = math.inf
         self._waiting.add(rank)
 
     def release(self) -> list[int]:
-        """Returns the waiting workers that may continue, in rank order; they no longer wait."""
+        """Returns the waiting workers that may continue now, in rank order, and ends their wait."""
         free = sorted(rank for rank in self._waiting if not self.behind(rank))
         self._waiting.difference_update(free)
         return free

@@ -1,6 +1,19 @@
 """The parameter server's thread on a rank.
 
-It serves the rank's part of the parameters and carries the messages of the rank's worker.
+The thread serves the rank's part of the parameters, and also sends and receives the messages of the
+rank's worker. There are two reasons why it isn't the worker itself that does this. The server has
+to answer other ranks while its own worker computes. And each mailbox is used by one thread only, so
+the worker passes commands to the lane and waits for its answers.
+
+**Waiting for messages.** The thread polls the mailbox. As long as nothing happens, it doubles the
+pause between two polls, up to a limit. We don't use MPI's own wait, because that keeps a core busy,
+and the worker's computation needs this core. While a message of ours is still being sent, the pause
+stays short, because MPI only makes progress while it's polled.
+
+**When a step is taken.** An alternative would be to take an optimizer step for each gradient as
+soon as it arrives. We rejected this, because with momentum or Adam, the result would differ from
+synchronous training even if no rank runs ahead of the others. Instead, a server collects gradients
+until some worker may continue, and then takes a single step on all of them.
 """
 
 from __future__ import annotations
@@ -20,8 +33,8 @@ from jaxcross.server.served_part import ServedPart
 from jaxcross.world import Mailbox, ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
-# Seconds between two polls of the mailbox. We don't use MPI's own wait, because it would keep a
-# core busy for as long as the workers compute.
+# The first and the longest pause between two polls of the mailbox, in seconds. We poll with pauses
+# because MPI's own wait would keep a core busy for as long as the workers compute.
 _FIRST_POLL_S = 1e-4
 _LONGEST_POLL_S = 2e-3
 
@@ -32,7 +45,7 @@ class Failure:
 
     Attributes:
         text: The reason, the same text on all ranks.
-        stopped: Whether a person asked for it.
+        stopped: Whether a person requested it.
     """
 
     text: str
@@ -40,26 +53,27 @@ class Failure:
 
 
 class Lane:
-    """Serves one rank's part, and carries its worker's messages, in a thread of its own.
+    """Serves one rank's part and handles its worker's messages, in a thread of its own.
 
     Only this thread uses the mailbox.
 
-    As soon as a worker may continue, the lane applies all gradients that have arrived, in one
-    optimizer step. As long as no worker may, it keeps them. With staleness 0, it therefore waits
-    for the gradients of all workers and takes one step on their mean.
+    When at least one worker may continue, the lane applies all gradients that have arrived so far,
+    in a single optimizer step. Until then, it keeps them. With a staleness of 0, no worker may
+    continue before all of them have pushed, so the lane takes one step on the mean of all
+    gradients.
 
-    **Ending.** The lane must not close while a message to or from its rank is still in flight. It
-    relies on messages from one rank arriving in the order in which they were sent, so that nothing
-    can follow a rank's last message. If all workers finish, each server's last message is its
-    answer to that. If a worker or a server fails, it reports this as its last message. Every lane
-    that receives the report sends it to all ranks as its own last message, and reads on until it
-    has the last message of every rank.
+    **Shutdown.** The lane must not close its mailbox while a message to or from its rank is still
+    in flight. We rely on the fact that messages from one rank arrive in the order in which they
+    were sent, so nothing can follow a rank's last message. If all workers finish, the last message
+    of each server is its answer to that. If a worker or a server fails, it reports this as its last
+    message. Every lane that receives such a report sends it to all ranks as its own last message,
+    and continues to read until it has received the last message of every rank.
 
     Args:
         mailbox: Mailbox of this lane alone.
         clocks: New clocks.
         part: What this rank serves.
-        name: Name of the thread, after `jaxcross-server-`.
+        name: Name of the thread, without its prefix `jaxcross-server-`.
     """
 
     def __init__(self, mailbox: Mailbox, clocks: Clocks, part: ServedPart, name: str) -> None:
@@ -72,8 +86,8 @@ class Lane:
         self._arrived: dict[int, np.ndarray] = {}
         self._answers: dict[int, np.ndarray] = {}
         self._finishing = False
-        self._final: set[int] = set()  # ranks that have answered that all workers are done
-        self._failed_ranks: set[int] = set()  # ranks whose last message, a failure, has arrived
+        self._final: set[int] = set()  # ranks whose last answer has arrived
+        self._failed_ranks: set[int] = set()  # ranks whose failure report has arrived
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
         self._thread = threading.Thread(
@@ -88,7 +102,7 @@ class Lane:
         return self._clocks.now
 
     def push(self, parts: Sequence[np.ndarray]) -> None:
-        """Starts to send a gradient, one part per server. Does not wait."""
+        """Starts to send a gradient, one part to each server. Does not wait."""
         self._command(partial(self._send_all, _PUSH, parts))
 
     def finish(self) -> None:
@@ -103,10 +117,12 @@ class Lane:
         self._command(partial(self._fail, Failure(text, stopped)))
 
     def wait(self) -> list[np.ndarray] | None:
-        """Waits for every server's part of the parameters and returns them.
+        """Waits for every server's part of the parameters, and returns these parts.
 
-        Call it after a push, or at the end. Returns None if this worker has finished while others
-        are still working and the clocks have changed; then call it again.
+        Call this after a push, or after `finish`. In the second case, it also returns whenever the
+        clocks have changed while other workers are still running. The result is then None, and you
+        have to call it again. Since each wait is monitored separately, the watchdog's time starts
+        again whenever some worker makes progress.
 
         Raises:
             ExchangeError: Some rank failed.
@@ -130,7 +146,7 @@ class Lane:
         if self._failure.stopped:
             raise Stopped
         raise ExchangeError(
-            f"The parameter server cannot go on: {self._failure.text}. Every rank leaves it."
+            f"The parameter server cannot continue: {self._failure.text}. Every rank leaves it."
         ) from self._cause
 
     def waiting_for(self) -> dict[int, str]:
@@ -168,8 +184,8 @@ class Lane:
                 )
                 self._serve()
         except BaseException as error:
-            # MPI itself failed, so this rank can't notify the others. They wait until the watchdog
-            # terminates them.
+            # MPI itself has failed, so this rank can't notify the others. They keep waiting until
+            # the watchdog terminates them.
             self._cause = error
             self._failure = Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}")
             self._notify()
@@ -188,12 +204,14 @@ class Lane:
                 == self._mailbox.size
             ):
                 break
-            # While a message is not sent yet, keep polling at the short interval: MPI only makes
-            # progress while it's polled.
+            # If one of our messages hasn't been sent completely, keep the short interval, because
+            # MPI only makes progress while it's polled.
             again = moved or not sent
             poll_s = _FIRST_POLL_S if again else min(2 * poll_s, _LONGEST_POLL_S)
             if not moved:
                 self._wakeup.wait(poll_s)
+            # A command is added before the event is set. So if we clear the event first and look
+            # for commands afterwards, we can't miss any.
             self._wakeup.clear()
         self._mailbox.close()
 
@@ -219,6 +237,8 @@ class Lane:
             self._clocks.finish(sender)
         elif tag == _PARAMS:
             self._answers[sender] = message
+            # Once our worker has finished, a server only answers when all workers have. So this is
+            # the last message that we get from that server.
             if self._finishing:
                 self._final.add(sender)
         else:
@@ -231,6 +251,8 @@ class Lane:
         free = self._clocks.release()
         if not free:
             return
+        # A worker may be released without any new gradient, e.g. because another worker has
+        # finished. It then gets the current parameters.
         if self._arrived:
             arrived = self._arrived
             self._arrived = {}
@@ -241,6 +263,8 @@ class Lane:
     def _fail(self, failure: Failure) -> None:
         if self._failure is not None:
             return
+        # We have to send the report before we set `_failure`. From then on, `_send_all` sends
+        # nothing any more, so that the report is this rank's last message.
         text = np.frombuffer(failure.text.encode(), np.uint8)
         self._send_all(_STOPPED if failure.stopped else _FAILED, [text] * self._mailbox.size)
         self._failure = failure

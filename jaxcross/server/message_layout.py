@@ -18,11 +18,12 @@ _ALIGNMENT = 64
 class MessageLayout:
     """Cuts every leaf into P equal parts, padded with zeros; message p holds part p of all leaves.
 
-    A message is an array of bytes (uint8). Because each leaf is cut by itself, every server's part
-    is a tree with the parameters' structure, and all messages have the same length. Pure.
+    A message is an array of bytes (uint8). Because we cut each leaf by itself, the part of every
+    server is a tree with the same structure as the parameters, and all messages have the same
+    length. The class is pure: it neither communicates nor changes its arguments.
 
     Args:
-        params: The tree; floating-point or complex arrays.
+        params: The tree, whose leaves must be floating-point or complex arrays.
         ranks: P.
 
     Raises:
@@ -67,8 +68,8 @@ class MessageLayout:
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise ValueError(
-                f"gradients have the structure {treedef}, the parameters {self.treedef}: push like "
-                "trees."
+                f"gradients have the structure {treedef}, the parameters {self.treedef}: push "
+                "trees of the same structure."
             )
         for name, leaf, (shape, dtype) in zip(self._names, leaves, self._forms, strict=True):
             got_shape, got = shape_and_type(leaf)

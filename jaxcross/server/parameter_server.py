@@ -1,7 +1,7 @@
 """`ParameterServer`: every rank serves a part of the parameters, and workers needn't step together.
 
-Use it if some ranks are slower than others: the faster ranks don't have to wait for a straggler on
-every step. If all ranks are equally fast, a gradient exchange is faster.
+Use a parameter server if some ranks are slower than others: the faster ranks then don't have to
+wait for a straggler on every step. If all ranks are equally fast, a gradient exchange is faster.
 """
 
 from __future__ import annotations
@@ -37,27 +37,29 @@ Params = TypeVar("Params")
 class ParameterServer(Generic[Params]):
     """Trains asynchronously or stale-synchronously: push a gradient, pull the current parameters.
 
-    Each rank has two roles. It's a worker, which is your training loop in the thread that enters
-    the `with` block. It's also the server of a 1/P part of every parameter, in a thread of its own
-    with its own communicator.
+    Each rank has two roles. As a worker, it runs your training loop, in the thread that enters the
+    `with` block. As a server, it owns a 1/P part of every parameter, and applies gradients to this
+    part in a thread of its own, with its own communicator.
 
     A worker's clock counts the gradients that it has pushed. A worker at clock `c` waits until the
     slowest one has reached `c - staleness`, so a slow rank delays the others only once they are
-    that far ahead. Whenever a worker may continue, a server takes a single optimizer step on the
-    sum of the gradients that have arrived, divided by P. Each gradient counts exactly once. A
-    worker always sees its own gradients applied, and all gradients of the others that are at least
-    `staleness` clocks older. The optimizer must work element by element, as for
+    that far ahead.
+
+    Whenever some worker may continue, a server takes a single optimizer step on the sum of the
+    gradients that have arrived, divided by P. Each gradient counts exactly once. The parameters
+    that a worker pulls always include its own gradients, and all gradients of other workers that
+    are at least `staleness` clocks older. The optimizer must work element by element, as for
     `exchange.sharded_optimizer`.
 
-    With `staleness=0`, this is synchronous training, to rounding, and bitwise reproducible as long
-    as all workers take the same number of steps. Otherwise it's not deterministic: what a worker
-    pulls depends on timing, and differs between ranks until the end of the `with` block. To study
-    staleness, use `exchange.bounded_stale` and `exchange.asynchronous`, which reproduce on a
+    With `staleness=0`, this is synchronous training, up to rounding, and it's bitwise reproducible
+    as long as all workers take the same number of steps. Otherwise it's not deterministic: what a
+    worker pulls depends on timing, and differs between ranks until the end of the `with` block. To
+    study staleness, use `exchange.bounded_stale` and `exchange.asynchronous`, which reproduce on a
     schedule what happens here by chance.
 
-    In a job of a `Runner`, other jobs compute while this one exchanges. Each `push_pull` is a step
-    of the job. Compute gradients with plain `jax.jit`, and iterate over your own data:
-    `job.batches` raises if ranks are at different batches.
+    In a job of a `Runner`, each `push_pull` counts as a step of the job, and other jobs can compute
+    while this one exchanges. Compute the gradients with plain `jax.jit`, and iterate over your own
+    data. You can't use `job.batches`, because it raises an error if ranks are at different batches.
 
     Example:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
@@ -70,10 +72,10 @@ class ParameterServer(Generic[Params]):
     Args:
         params: Pytree of floating-point arrays, identical on all ranks. Copied.
         optimizer: Must be the same on every rank. Its state is kept by the servers. An adaptive
-            optimizer (Adam) takes a full-sized step for each arrival, so the further ranks drift
-            apart in time, the lower its learning rate has to be.
-        staleness: Clocks that a worker may be ahead of the slowest: 0, 1, ..., or `math.inf` for
-            asynchronous training.
+            optimizer (Adam) takes a full-sized step for each arrival. So the further the ranks
+            drift apart in time, the lower the learning rate has to be.
+        staleness: How many clocks a worker may be ahead of the slowest: 0, 1, ..., or `math.inf`
+            for asynchronous training.
         world: From `jaxcross.initialize()`. If None, the world that was initialized.
 
     Attributes:
@@ -86,13 +88,14 @@ class ParameterServer(Generic[Params]):
             optimizer does not work element by element.
         TypeError: A parameter is not a floating-point array.
 
-    Bytes received per rank and step, with D the number of elements after padding each leaf to a
-    multiple of P: `(P-1)/P D` each of gradients and of parameters, in their own type. Each leaf's
-    part is padded to 64 bytes.
+    Bytes received per rank and step: `(P-1)/P D` elements of gradients and as many of parameters,
+    each in its own type, where D is the number of elements after padding each leaf to a multiple of
+    P. In a message, each leaf's part is also padded to 64 bytes.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
-    server, NIPS 2013, section 2; Li et al., Scaling distributed machine learning with the parameter
-    server, OSDI 2014, section 3; Langer et al., arXiv 2007.03970, sections 3.3.3 and 3.3.4.
+    server, NIPS 2013, section 2, for the rule by which workers wait; Li et al., Scaling distributed
+    machine learning with the parameter server, OSDI 2014, section 3, for servers that each own a
+    part; Langer et al., arXiv 2007.03970, sections 3.3.3 and 3.3.4.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class ParameterServer(Generic[Params]):
         self._part = ServedPart(optimizer, self._layout, own, ranks=size)
         self._lane: Lane | None = None
         self._job: JobEngine | None = None
-        self._thread: int | None = None  # of the worker, inside the `with` block
+        self._thread: int | None = None  # the worker's, inside the `with` block
         self._pulled_ns = 0
 
     @property
@@ -130,21 +133,21 @@ class ParameterServer(Generic[Params]):
 
     @property
     def clocks(self) -> tuple[float, ...]:
-        """Every worker's clock as this rank's server knows it now; infinite if it has finished."""
+        """Every worker's clock, as far as this server knows; infinite if a worker has finished."""
         return (0,) * self._world.size if self._lane is None else self._lane.clocks
 
     def __enter__(self) -> Self:
-        """Waits for all ranks, and checks that they agree on `staleness` and all parameter values.
+        """Waits for all ranks, and checks that they have the same `staleness` and parameter values.
 
         Raises:
-            ExchangeError: They don't agree. Raised on every rank.
+            ExchangeError: They're different. Raised on every rank.
             JobError: This server was entered before, or a run is in progress and this thread
                 doesn't belong to one of its jobs.
         """
         if self._lane is not None:
             raise JobError(
-                "This parameter server was used. Make a new one, with `server.params` to go on "
-                "from them."
+                "This parameter server was used before. Create a new one, with `server.params` to "
+                "continue from these."
             )
         self._job = current_engine()
         if self._job is not None:
@@ -164,7 +167,7 @@ class ParameterServer(Generic[Params]):
     ) -> None:
         """Keeps serving until the workers of all ranks have finished.
 
-        If the block raised an exception, the workers of all ranks end at once instead.
+        If the block raised an exception, the workers of all ranks end immediately instead.
 
         Raises:
             ExchangeError: Another rank failed before all had finished.
@@ -189,11 +192,11 @@ class ParameterServer(Generic[Params]):
                 lane.join()
 
     def push_pull(self, grads: Params) -> Params:
-        """Pushes this rank's gradient, and returns parameters that include it. Waits for them.
+        """Pushes this rank's gradient, and waits for parameters that include it.
 
-        Waits for the gradient to be computed and for the answers of all servers. If this rank is
-        more than `staleness` clocks ahead of the slowest one, that includes waiting for the
-        slowest.
+        This call waits until the gradient has been computed and all servers have answered. If this
+        rank is more than `staleness` clocks ahead of the slowest one, the servers answer only after
+        the slowest one has caught up.
 
         Args:
             grads: Gradients with the parameters' structure, shapes and element types.
@@ -254,6 +257,8 @@ class ParameterServer(Generic[Params]):
         job = "" if self._job is None else self._job.name
 
         def waiting_for(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
+            # In a job, a worker may be busy on its own for a while, e.g. in `job.measure`. The
+            # watchdog must not blame it for being late then.
             patient = {
                 rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)
             }
@@ -276,5 +281,5 @@ class ParameterServer(Generic[Params]):
 
 
 def _committed_sharding(leaf: jax.typing.ArrayLike) -> Sharding | None:
-    """Returns the sharding that an array was given explicitly, or None if JAX chose it."""
+    """Returns the sharding that was explicitly chosen for an array, or None if JAX chose it."""
     return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None

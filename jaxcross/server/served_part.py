@@ -1,4 +1,4 @@
-"""The part of the parameters and of the optimizer's state that a rank serves, on its host."""
+"""The part of the parameters and of the optimizer's state that a rank serves, in host memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxcross.server.message_layout import MessageLayout
 class ServedPart:
     """Steps the optimizer on this rank's part.
 
-    Uses the CPU device, so it never occupies an accelerator.
+    All computation runs on the CPU device, so it never occupies an accelerator.
 
     Args:
-        optimizer: Must work element by element, because it only gets flat parts of the leaves.
+        optimizer: Must work element by element, because it only receives flat parts of the leaves.
         layout: Layout of the parameters.
         message: This rank's part of the initial parameters.
-        ranks: Number of workers, by which sums of gradients are divided.
+        ranks: Number of workers. Sums of gradients are divided by it.
 
     Raises:
         ValueError: The optimizer does not work element by element.
@@ -59,7 +59,8 @@ class ServedPart:
         check_elementwise(
             optimizer, (whole, whole), (grads, grads), self._state, "a parameter server"
         )
-        # Compile here, so that an optimizer's errors are raised in the call that it was passed to.
+        # We compile here, so that an optimizer's errors are raised in the call that it was passed
+        # to.
         self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
 
     def apply(self, gradients: Mapping[int, np.ndarray]) -> None:
@@ -67,8 +68,8 @@ class ServedPart:
 
         Waits for the step.
         """
-        # Add in rank order, whatever the order of arrival, so that the same gradients give the same
-        # bits.
+        # We add in rank order, regardless of the order of arrival, so that the same gradients give
+        # the same bits.
         columns = zip(
             *(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True
         )

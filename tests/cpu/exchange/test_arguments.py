@@ -73,7 +73,7 @@ def test_a_list_is_held_to_the_same_rules() -> None:
 def test_flat_top_k_rejects_inner_ranks(axes: Any) -> None:
     """A flat `top_k` rejects `inner_ranks`, since it doesn't use nodes."""
     with pytest.raises(
-        ValueError, match=r'^`inner_ranks` of `top_k` is 8, but `pattern="flat"` knows no nodes'
+        ValueError, match=r'^`inner_ranks` of `top_k` is 8, but `pattern="flat"` has no nodes'
     ):
         exchange.top_k(0.01, axes, inner_ranks=8)
 
@@ -143,15 +143,15 @@ def no_loco(**changed: Any) -> Any:
         ),
         (
             lambda: exchange.top_k(optax.linear_schedule(1, 0.1, 5), "batch"),
-            r"(?s)^`density` is <.* is a `warm_up` of",
+            r"(?s)^`density` is <.* use `warm_up` of",
         ),
         (
             lambda: exchange.top_k(0.1, "batch", warm_up=0.5),
-            r"^`warm_up` is 0\.5: it is a list of pairs of a step and",
+            r"^`warm_up` is 0\.5: it must be a list of pairs of a step and",
         ),
         (
             lambda: exchange.top_k(0.1, "batch", warm_up=[(1,)]),
-            r"^`warm_up` is \[\(1,\)\]: it is a list of pairs",
+            r"^`warm_up` is \[\(1,\)\]: it must be a list of pairs",
         ),
         (
             lambda: exchange.top_k(0.1, "batch", warm_up=[(1.5, 0.2)]),
@@ -159,15 +159,15 @@ def no_loco(**changed: Any) -> Any:
         ),
         (
             lambda: exchange.mean(()),
-            r"^the axes of an exchange are `\(\)`: over none nothing is exchanged",
+            r"^the axes of an exchange are `\(\)`: without any axis, nothing would be",
         ),
         (
             lambda: exchange.local_sgd(optax.sgd(1.0), [], every=1),
-            r"^the axes of an exchange are `\[\]`: over none",
+            r"^the axes of an exchange are `\[\]`: without any axis",
         ),
         (
             lambda: exchange.mean(0),
-            r"^the axes of an exchange are `\(0,\)`: a number is to JAX a dimension of",
+            r"^the axes of an exchange are `\(0,\)`: to JAX, a number is a dimension of",
         ),
         (
             lambda: exchange.one_bit_adam(1, "batch", ranks=2, b1="0.9"),
@@ -179,7 +179,7 @@ def no_loco(**changed: Any) -> Any:
         ),
         (
             lambda: exchange.elastic_average(SGD, "batch", every=1, alpha="1"),
-            r"^`alpha` of .* is `'1'`: it is part of a",
+            r"^`alpha` of .* is `'1'`: it is a fraction of a",
         ),
         (
             lambda: exchange.elastic_average(SGD, "batch", every=1, alpha=0.1, beta=True),
@@ -319,7 +319,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("inner", [0.1, optax.sgd])
 def test_what_is_no_optimizer_is_refused(name: str, inner: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"^the optimizer of `{name}` is `.*`: it must be one of optax"
+        ValueError, match=rf"^the optimizer of `{name}` is `.*`: it must be an optax optimizer"
     ):
         AROUND[name](inner)
 
@@ -422,7 +422,7 @@ def test_float64_is_not_cut(name: str) -> None:
         grads = {"w": jnp.ones((2, 4, 6), jnp.float64)}
         with pytest.raises(
             ValueError,
-            match=rf"^the update `\['w'\]` is float64: {what} are float32 and would cut it",
+            match=rf"^the update `\['w'\]` is float64: {what} are float32 and would round it",
         ):
             jax.eval_shape(step, grads)
         narrow = jax.tree.map(lambda x: x.astype(jnp.float32), grads)

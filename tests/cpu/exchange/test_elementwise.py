@@ -207,7 +207,7 @@ def test_across_elements(server: Any, name: str, optimizer: optax.GradientTransf
 def test_by_shape(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"^the optimizer of {name} computes `.+` on leaves where it computes `.+` on",
+        match=rf"^the optimizer of {name} computes `.+` on whole leaves, but `.+` on",
     ):
         server(optimizer)
 

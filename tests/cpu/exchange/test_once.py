@@ -80,7 +80,8 @@ def test_no_strategy_may_precede_another_on_its_axes(row: Row):
     """No strategy may be followed by another one over its axes."""
     axes = row.axes(4)
     with pytest.raises(
-        ValueError, match=r"^`mean` is given the leaf .* already\. A leaf is exchanged once"
+        ValueError,
+        match=r"^`mean` is given the leaf .* already\. A leaf may be exchanged only once",
     ):
         traced(optax.chain(row.made(4), mean(tuple(axes))), axes)
 
@@ -89,7 +90,8 @@ def test_no_strategy_may_precede_another_on_its_axes(row: Row):
 def test_no_strategy_follows_another_over_its_axes(row: Row):
     axes = row.axes(4)
     with pytest.raises(
-        ValueError, match=r"which `mean` has exchanged over .* already\. A leaf is exchanged once"
+        ValueError,
+        match=r"which `mean` has exchanged over .* already\. A leaf may be exchanged only once",
     ):
         traced(optax.chain(mean(tuple(axes)), row.made(4)), axes)
 
@@ -137,7 +139,7 @@ def test_exchange_nested_in_an_optimizer_is_rejected(inner, outer):
     nested = outer(optax.chain(exchange, optax.sgd(0.1)))
     message = (
         rf"^`{inner}` is inside the optimizer of `\w+`, and both exchange over `batch`\. "
-        "A leaf is exchanged once"
+        "A leaf may be exchanged only once"
     )
     with pytest.raises(ValueError, match=message):
         traced(nested, {"batch": 4})

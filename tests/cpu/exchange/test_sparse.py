@@ -326,7 +326,7 @@ def test_more_elements_than_int32_are_rejected_early(bucket: bool, shape: Any) -
     step = vmapped(lambda grads: tx.update(grads, tx.init(grads)), {"batch": 1})
     with pytest.raises(
         ValueError,
-        match=f"of {1 << 31} elements were to be selected, which int32 indices cannot name",
+        match=f"of {1 << 31} elements cannot be selected, because there are too many",
     ):
         jax.eval_shape(step, [one, one])
 

@@ -241,7 +241,7 @@ def test_what_cannot_be_cut_is_refused():
     params = {"w": jnp.ones((16, 32))}
     with pytest.raises(
         ValueError,
-        match="outer steps of `streaming_diloco` does not work element by element.*take `diloco`",
+        match="outer steps of `streaming_diloco` does not work element by element.*use `diloco`",
     ):
         traced(made(outer=optax.lamb(0.1)), params)
     with pytest.raises(ValueError, match="complex64"):

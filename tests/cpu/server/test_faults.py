@@ -76,8 +76,8 @@ def test_what_the_other_ranks_are_told():
 
     failing(3, start)
     text = (
-        "The parameter server cannot go on: the worker of rank 2 failed after step 1: ValueError: "
-        "boom. Every rank leaves it."
+        "The parameter server cannot continue: the worker of rank 2 failed after step 1: "
+        "ValueError: boom. Every rank leaves it."
     )
     assert told == {0: text, 1: text}
 

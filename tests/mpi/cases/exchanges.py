@@ -212,7 +212,7 @@ def refused():
         (exchange.top_k(0.5, "rows"), "uses an axis that is not bound"),
         (
             exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3),
-            "change places at every",
+            "swap at every",
         ),
         (
             exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=2),

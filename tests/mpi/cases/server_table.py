@@ -163,8 +163,8 @@ def failure_of_a_worker():
             fail()
         if WORLD.rank != LAST:
             assert str(raised.value).startswith(
-                f"The parameter server cannot go on: the worker of rank {LAST} failed after step "
-                "3: ValueError: boom."
+                f"The parameter server cannot continue: the worker of rank {LAST} failed after "
+                "step 3: ValueError: boom."
             )
     train(staleness=0)  # nothing is left in flight
 
