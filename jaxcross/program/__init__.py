@@ -1,7 +1,7 @@
 """Represents a train step as data: traces it, cuts it into segments and compiles them.
 
-The modules don't depend on MPI. Of the rest of the package, they use only `jaxcross.errors` and a
-few private helper modules.
+Nothing in this folder depends on MPI, because the wire is passed in as an object (`ir.Wire`). From
+the rest of the package, these modules import only `jaxcross.errors` and a few private helpers.
 
 stages             `Traced`, `cut` and `compile` as users see them
 trace              a step and its arguments -> a flat jaxpr; `flatten` inlines, splits and unrolls

@@ -1,9 +1,10 @@
 """Counts how many ranks took each branch of a conditional, or left an inner loop early.
 
-A rank that doesn't take a branch exchanges zeros there, and a rank that leaves a loop early
-exchanges a value that isn't the loop's result. Either would go unnoticed, because the exchange
-itself succeeds. So the ranks sum these counts alongside the exchange. All of them receive the same
-counts, so either all ranks fail the step or none does.
+If ranks decide a conditional differently, those that don't take a branch exchange zeros in it.
+Similarly, a rank that leaves a loop early exchanges a value that isn't the loop's result. Nobody
+would notice either of these, because the exchange itself succeeds. So alongside the exchange, the
+ranks sum up how many of them decided which way. All ranks receive the same counts, so either all of
+them fail the step or none does.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ Group = tuple[tuple[str, ...], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchDecision:
-    """A `cond` or `switch` that exchanges and whose branch depends on values on the device.
+    """A `cond` or `switch` with exchanges, whose branch depends on values on the device.
 
     Attributes:
         axes: The axes that it exchanges over.
-        takers: The branches that exchange. There is one count per branch, plus a last count for all
-            other branches together.
+        takers: The branches that contain exchanges. There's one count for each of them, plus a last
+            count for all other branches together.
         source: The user's line.
     """
 
@@ -61,7 +62,7 @@ class BranchDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExit:
-    """A loop that some ranks finish before others, and its inner loops that feed an exchange.
+    """A loop that ranks may finish at different times, and its inner loops that feed an exchange.
 
     Attributes:
         source: The user's line.
@@ -91,8 +92,8 @@ def count(
 ) -> dict[Group, Any]:
     """Emits a sum that counts the ranks per branch, for each group of ranks that exchange.
 
-    The sum takes eight bytes if one of two branches exchanges. It shares the buffer of other small
-    sums.
+    If one of two branches contains exchanges, the sum takes eight bytes. It can share a buffer with
+    other small sums.
     """
     found: dict[Group, list[int]] = {}
     counts: dict[Group, Any] = {}
@@ -114,9 +115,9 @@ def count(
             one_hot = lax.concatenate(
                 [lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0
             )
-            # With the barrier, the count isn't a host operation, so it isn't computed in the
-            # collective segment. In that segment, a failed rank's zeros would be counted as taking
-            # a branch.
+            # The barrier keeps the count out of the collective segment, because a barrier isn't a
+            # host operation. If the count were computed there, a failed rank, which runs the
+            # segment on zeros, would be counted as having taken a branch.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
@@ -148,7 +149,8 @@ def count_early_exits(
 
     def summed(x: Any) -> Any:
         one = lax.reshape(lax.convert_element_type(x, jnp.float32), (1,))
-        return lax.psum(lax.optimization_barrier(one), axes)  # a barrier and a float, as in `count`
+        # As in `count`, the barrier keeps this out of the collective segment.
+        return lax.psum(lax.optimization_barrier(one), axes)
 
     var = _emit(flat, eqn, summed, exited)
     flat.decisions[var] = EarlyExit(source=compat.source_of(eqn), inner=inner)

@@ -1,7 +1,8 @@
 """Holds one step in flight: compiled segments, live values, and the means to run a segment.
 
-Knows neither MPI nor threads. `Execution` offers what a driver needs (dispatch, wait, zero-fill),
-and leaves all decisions to the driver.
+This module doesn't depend on MPI and starts no threads. The class `Execution` offers what a driver
+needs (dispatching a segment, waiting for it, replacing its inputs by zeros), and leaves all
+decisions to the driver.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Runnable:
         device: The device of a collective segment; None for a compute segment.
         is_single_rank: Whether its exchanges have no peers, so that it can run like a compute
             segment.
-        through: The pinned memory through which each operand goes to `device`, None for an operand
-            that goes directly. None altogether if the operands are there already.
+        through: The pinned memory through which each operand is copied to `device`, or None for an
+            operand that's copied directly. None altogether if the operands are there already.
         shardings: The shardings in which later segments expect the outputs. None leaves the outputs
             as they are.
         lent: Outputs that may be in the wire's memory.
@@ -71,12 +72,12 @@ def live_bytes(
 ) -> tuple[int, int]:
     """Returns the most bytes alive at once during a step, and between its segments.
 
-    The arguments are those of `Compiled`.
+    For the arguments, see `Compiled`.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
-    # The wire keeps its receive buffers allocated between steps, even while nothing refers to them.
-    # It needs two sets, because a step can receive while something still refers to the results of
-    # the previous step.
+    # The wire keeps its receive buffers between steps, even while nothing refers to them. It needs
+    # two sets of buffers, because a step may receive data while something still refers to the
+    # results of the previous step.
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
@@ -84,8 +85,8 @@ def live_bytes(
         stats = runnable.memory()
         outputs = {v: program.values[v].nbytes for v in segment.outputs}
         made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
-        # A segment's inputs are still alive while it runs. Results that reuse a donated input add
-        # nothing.
+        # A segment's inputs are still alive while it runs. A result that reuses a donated input
+        # needs no additional memory.
         extra = (
             made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
         )
@@ -146,8 +147,11 @@ class Compiled:
     def memory_bytes(self) -> dict[str, int]:
         """Returns XLA's memory figures in bytes.
 
-        `temporaries` is the maximum over all segments. `outputs` is the sum over all segments,
-        excluding results that reuse an input. `arguments` is the size of the step's inputs.
+        The result has three entries:
+
+        - `temporaries`: the maximum over all segments,
+        - `outputs`: the sum over all segments, without results that reuse an input's memory,
+        - `arguments`: the size of the step's inputs.
         """
         stats = [a for r in self.runnables if (a := r.memory()) is not None]
         return {
@@ -159,26 +163,27 @@ class Compiled:
     def peak_live_bytes(self) -> int:
         """Returns the most bytes alive at once in one step.
 
-        This counts inputs, values between segments and XLA's temporaries. It follows the values
-        from segment to segment, and XLA's buffer assignment within each executable. Donated buffers
-        count once.
+        These bytes consist of the step's inputs, the values between segments, and XLA's
+        temporaries. To find the maximum, we follow the values from segment to segment, and use
+        XLA's buffer assignment within each executable. A donated buffer is counted only once,
+        because the output reuses the input's memory.
         """
         return self.live_bytes()[0]
 
     def boundary_live_bytes(self) -> int:
         """Returns the most bytes alive between two segments, or before or after a step.
 
-        A job keeps this much while another job's segment runs.
+        This is how much memory a job keeps while another job's segment runs.
         """
         return self.live_bytes()[1]
 
     def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
         """Returns the arrays that steps only read and later steps get again, with their bytes.
 
-        For example, these are the frozen weights under an adapter. They are the constants and the
-        arguments that aren't donated, except arguments whose shape and type is that of a result
-        that overwrites no donated argument: such a result may replace the argument in the next
-        step.
+        The frozen weights under an adapter are an example. The result contains the step's
+        constants, and the arguments that aren't donated. An argument is left out if the step
+        returns a result of the same shape and type that doesn't overwrite a donated argument,
+        because the caller may pass that result in place of the argument on the next step.
 
         Args:
             inputs: As for `execution`.
@@ -206,8 +211,8 @@ class Compiled:
 class Execution:
     """A step in flight: the values that are alive, and the means to run the next segment.
 
-    Segments may be run from different threads and in any order, as long as each runs after the
-    segments that it depends on.
+    A driver may run the segments from different threads and in any order, provided that each
+    segment runs after the segments that it depends on.
     """
 
     __slots__ = ("_alone", "_compiled", "_counts", "_env", "_fences", "_finite", "_left", "_zeros")
@@ -218,9 +223,10 @@ class Execution:
             zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
         )
         self._fences: dict[int, Any] = {}  # segment -> arrays that are ready once it has ended
-        # One token per reader, for values with several readers. Segments don't run in the order of
-        # the list, and two lanes may release a value at the same time. `list.pop` is atomic;
-        # decrementing a counter wouldn't be.
+        # If several segments read a value, the value has one token per reader and is dropped with
+        # its last token. We can't just drop it after its last reader in the list, because segments
+        # may run in a different order. Two lanes may also release a value at the same time, and
+        # `list.pop` is atomic, whereas decrementing a counter isn't.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
         self._finite: FiniteCheck | None = None
         self._counts: dict[int, Any] = {}  # how many ranks took each branch, for `branch_mismatch`
@@ -262,12 +268,13 @@ class Execution:
             self._fences[index] = outs[-1]
         elif self._finite is not None:
             self._finite.keep(index, outs)
-        # Results beyond the segment's own are for checks. The counts of decisions are the last of
-        # these.
+        # Additional results, after the segment's own, are for checks. The counts of decisions come
+        # last.
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
-        # Copy back to the accelerator. The copy is asynchronous: nothing here waits for it.
+        # Copy the results back to the accelerator. The copy is asynchronous, so we don't wait for
+        # it here.
         if runnable.device is not None and runnable.shardings is not None:
             outs = from_host(outs, runnable.shardings)
         left = self._left
@@ -303,14 +310,14 @@ class Execution:
         jax.block_until_ready(self._fences.pop(index))
 
     def forget(self, index: int) -> None:
-        """Drops what `wait_outputs` would wait for, because nothing will wait for this segment."""
+        """Drops the arrays that `wait_outputs` would wait for, because nothing will call it."""
         self._fences.pop(index, None)
 
     def zero_inputs(self, index: int) -> None:
         """Makes a collective segment read zeros, because this rank has failed (the commit rule).
 
-        The zeros are kept separately from the step's values, because another thread may still write
-        results of failed segments there.
+        The zeros are kept separately from the step's values, because another thread may still be
+        writing the results of failed segments there.
 
         Raises:
             ExchangeError: The number of the segment's exchanges may depend on the values that it
@@ -326,14 +333,14 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank "
                 "has failed before it: it cannot know how often the others will exchange."
             )
-        # A unit computes between its calls, maybe in loops that never end on zeros. So only its
-        # calls are made.
+        # If a program calls mpi4jax, its unit also computes between the calls, maybe in loops that
+        # would never end on zeros. So a failed rank makes only the calls.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
                 self._alone[index] = zero_calls(segment, program.traced)
             return
-        # Made by JAX, because NumPy can't make random keys. With 64 bits enabled in case the step
-        # uses them, because this thread isn't in the step's contexts.
+        # We use JAX here because NumPy can't make random keys. The step may use 64-bit types, but
+        # this thread isn't inside the contexts that enable them, so we enable them in any case.
         with jax.default_device(device), jax.enable_x64(True):
             zeros = [
                 jax.lax.full(var.aval.shape, 0, var.aval.dtype)
@@ -353,17 +360,17 @@ class Execution:
     def check_finite(self, index: int) -> NonFiniteOutcome | None:
         """Returns what follows from a segment's non-finite results; None if there are none.
 
-        Also returns None if the policy ignores them. Otherwise waits for the results of the
-        segment, which must have run. Call this at most once per segment, and before running a
-        segment that may overwrite the results.
+        Also returns None if the policy ignores non-finite values. Otherwise, waits for the
+        segment's results, so the segment must already have been run. Call this at most once per
+        segment, and before you run another segment that may overwrite the results.
         """
         return None if self._finite is None else self._finite.outcome(index)
 
     def branch_mismatch(self, index: int) -> str | None:
-        """Describes what ranks decided differently in a collective segment, None if nothing.
+        """Describes what ranks decided differently in a collective segment; None if nothing.
 
-        The result is identical on all ranks that exchanged in the segment. Waits for the results of
-        the segment, which must have run.
+        All ranks that exchanged in the segment get the same answer. Waits for the segment's
+        results, so the segment must already have been run.
         """
         counts = self._counts.pop(index, None)
         if counts is None:
@@ -380,7 +387,7 @@ class Execution:
     def skip(self) -> None:
         """Makes the step return the state that it was given.
 
-        Must be called before any segment after the commit runs.
+        Call this before running any segment that comes after the commit.
         """
         # The step selects its old state if the flag is false; see `step.commit_flag`.
         for v in self._compiled.program.commit_flag_inputs:
@@ -389,8 +396,8 @@ class Execution:
     def outputs(self) -> PyTree:
         """Returns the step's results as a tree, once every segment has run. Doesn't wait for them.
 
-        As with `jax.jit`, no result shares memory with an argument unless that argument was
-        donated. Results that would share memory are copied.
+        No result shares memory with an argument unless that argument was donated, as with
+        `jax.jit`. To ensure this, results that would share memory are copied.
         """
         compiled = self._compiled
         results = [self._env[v] for v in compiled.program.outputs]
@@ -417,7 +424,7 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
 def _decided_by_data(jaxpr: compat.Jaxpr, traced: Traced, present: Collection[Any]) -> str | None:
     """Returns the primitive, if any, in which data decides how often something is exchanged.
 
-    A loop that ends by itself on a rank that takes no part doesn't count.
+    A loop doesn't count if it ends by itself on a rank that takes no part in the step.
     """
 
     def conditional(eqn: compat.Equation) -> str | None:

@@ -1,18 +1,26 @@
 """Checks by simulation whether the ranks' lists of MPI calls fit together.
 
-A step may call mpi4jax directly, and these calls may legitimately differ by rank: one rank sends
-what another one receives. Comparing the lists for equality would refuse such steps. Instead, every
-rank's list is run against the others', which finds messages that nobody receives, calls that don't
-match, and deadlocks.
+**Problem.** A step may call mpi4jax directly, and these calls may legitimately differ between
+ranks: one rank sends what another one receives. If we only compared the ranks' lists of calls, we
+would refuse such steps. But if the ranks' calls don't fit together, the step can hang, so we can't
+leave out the check either.
 
-In the simulation, a send is buffered, so it never blocks. A receive blocks until there's a message
-with a matching communicator, source and tag. A collective blocks until all members of its
-communicator have reached it. In each round, every rank makes calls until one of them blocks. The
-simulation ends with a round in which no rank makes progress, and if a rank has calls left then,
-it's a deadlock. Because a receive that names its source can be matched in only one way, the outcome
-doesn't depend on which rank runs first.
+**Idea.** We run all lists against each other. This finds messages that nobody receives, calls that
+don't match, and deadlocks. A send never blocks in the simulation, as if it were buffered. A receive
+blocks until there's a message with a matching communicator, source and tag. A collective blocks
+until all members of its communicator have reached it. In each round, every rank makes calls until
+one of them blocks. The simulation ends with a round in which no rank makes progress. If a rank
+still has calls left then, it's a deadlock.
 
-Some lists can't be simulated, so they aren't checked: see `can_simulate`. This module is pure.
+**Why one simulation is enough.** A receive that names its source can be matched in only one way. So
+it doesn't matter which rank runs first: the outcome is always the same. If a receive accepts any
+source, that's no longer true, so such lists aren't checked. The function `can_simulate` lists the
+other cases in which we don't check.
+
+**Limits.** A step that relies on buffered sends passes the check, although MPI may not buffer a
+large message.
+
+This module is pure: it neither communicates nor depends on MPI.
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ def is_call(exchange: Exchange) -> bool:
 
 
 def encode(calls: Iterable[Exchange]) -> str:
-    """Writes one rank's calls as text, to send them to other ranks."""
+    """Writes one rank's calls as text that can be sent to other ranks."""
     return json.dumps([[x.op, x.axes, x.dtype, x.shape, x.params, x.source] for x in calls])
 
 
@@ -110,10 +118,10 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 
 
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
-    """Whether the outcome follows from the lists alone.
+    """Whether the lists alone determine the outcome.
 
-    It doesn't if there's a receive from any source, a call in a loop or conditional, or if two
-    communicators can't be told apart.
+    We can't tell what happens if a call receives from any source, if it's inside a loop or
+    conditional, or if two communicators can't be told apart.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -151,16 +159,18 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
 
 
 class _MisfitError(Exception):
-    """Two calls that are paired with one another don't match."""
+    """Two calls that belong together don't match."""
 
 
 @dataclass(slots=True)
 class _Simulation:
-    """The calls of all ranks, how far each rank has come, and the messages in flight."""
+    """The calls of all ranks, each rank's next call, and the messages in flight."""
 
     lists: Mapping[int, Sequence[Exchange]]
     at: dict[int, int] = field(init=False)
-    sent: set[int] = field(default_factory=set)  # ranks whose current `sendrecv` has sent already
+    sent: set[int] = field(
+        default_factory=set
+    )  # ranks whose current call has already sent its message
     mail: dict[tuple[Any, int, int], deque[Exchange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,6 +234,7 @@ class _Simulation:
         ranks = dict(call.params)["ranks"]
         comm = _comm(call)
         calls = [self._call(rank) for rank in ranks]
+        # Wait until every member's next call is a collective on this communicator.
         if any(c is None or _comm(c) != comm or _dest(c, named=True) for c in calls):
             return False
         first = calls[0]
@@ -251,6 +262,7 @@ def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
         return (kind,)
     count: float = call.count
     ranks = params["ranks"]
+    # The root of a scatter passes one block for each member.
     if kind == "scatter" and ranks[params["root"]] == rank:
         count /= len(ranks)
     return (

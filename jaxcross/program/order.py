@@ -1,9 +1,9 @@
 """The order of a program's segments: what each must run after, and what it may therefore overwrite.
 
-Only exchanges follow the order of the program's list. Compute segments run in any order that their
-dependences allow, interleaved with other jobs' segments. So what a segment may overwrite depends on
-which segments are certain to have run before it, which this module works out without looking inside
-a segment.
+Exchanges follow the order of the program's list, but compute segments don't. They run in any order
+that their dependences allow, interleaved with segments of other jobs. So before a segment may
+overwrite a value, all other segments that read this value must be certain to have run. This module
+works out which ones are, from the values that the segments read and return.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def order_of(
     for n, segment in enumerate(segments if runs_in_order else ()):
         late = n in after_commit
         before = 0
-        # Transitive: a segment's set includes the sets of the segments that it depends on, which
-        # come earlier in the list.
+        # If a segment depends on others, whatever must run before those must also run before this
+        # segment. They come earlier in the list, so their own sets are already complete.
         for m in needs[n] | collectives if late else needs[n]:
             before |= after[m] | 1 << m
         for m in (
@@ -98,8 +98,8 @@ def order_of(
             frozenset(
                 v
                 for v in segment.last_uses
-                # The step's inputs survive until its last exchange, because a step whose exchange
-                # fails returns what it was given.
+                # The step's inputs must survive until its last exchange. If an exchange fails, the
+                # step returns what it was given.
                 if segment.kind == "compute"
                 and (v not in inputs or (v in donated and n > last))
                 and all(reader == n or before >> reader & 1 for reader in readers.get(v, ()))

@@ -1,24 +1,24 @@
 """Finds exchanges that are legal but probably mistakes. `step/advice` words the warnings.
 
-`means_of_means`: losses that are divided by a rank-local count and then averaged with equal
-weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples.
-`pmean` of that loss, or of its gradient, is therefore a mean of means: a rank with few examples
-weighs as much as a rank with many. We make one forward pass over the flat jaxpr. It tracks which
-values are counts (`reduce_sum` of something derived from the arguments by comparisons, casts and
-the like) and which values were divided by a count on the way. If such a value reaches a `psum`
-whose result is divided by the number of ranks, the line of the division is reported. Multiplying by
-a count again clears the suspicion.
+`means_of_means` finds losses that are divided by a rank-local count and then averaged with equal
+weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples. If a
+step calls `pmean` on that loss or its gradient, the result is a mean of means: a rank with few
+examples weighs as much as a rank with many. To find such losses, we make one forward pass over the
+flat jaxpr. It tracks which values are counts (`reduce_sum` of something derived from the arguments
+by comparisons, casts and the like), and which values have been divided by a count. If such a value
+reaches a `psum` whose result is divided by the number of ranks, we report the line of the division,
+unless the value has been multiplied by a count again.
 
-`repeated_sums`: gradients that are exchanged once per micro-batch, although one exchange would do.
-A forward pass over the flat jaxpr tracks which values are sums of exchange results, up to constant
-factors. If the results of one source line are only ever added up, adding first and exchanging the
-sum gives the same total, to rounding.
+`repeated_sums` finds gradients that are exchanged once per micro-batch, although one exchange would
+be enough. A forward pass over the flat jaxpr tracks which values are sums of exchange results, up
+to constant factors. If the results of one source line are only ever added up, the step could add
+first and exchange the sum. It would get the same total, up to rounding.
 
-`repeated_exchanges`: exchanges in every mini-step of `optax.MultiSteps`, which only uses the last
-result.
+`repeated_exchanges` finds exchanges in every mini-step of `optax.MultiSteps`, which only uses the
+last result.
 
-`own_derivatives`: optimizers that differentiate the loss themselves and don't exchange the
-derivatives. `optax.lbfgs` evaluates the loss and its gradient in a line search,
+`own_derivatives` finds optimizers that differentiate the loss themselves, but don't exchange the
+derivatives. For example, `optax.lbfgs` evaluates the loss and its gradient in a line search, and
 `optax.contrib.sophia` evaluates its curvature. By the rules of `pmap`, the gradient of a loss is
 rank-local even if the loss is averaged over ranks. So each rank takes a different step, and the
 replicas drift apart.
@@ -72,7 +72,7 @@ class _CountFacts(NamedTuple):
         plain: Whether it's computed from the arguments and constants by `_COUNTING` equations only.
         constant: Whether it's computed from constants only.
         counted: Whether it's a scalar that was summed up from an argument, or derived from one.
-        divided: Source lines of the divisions by such a count that the value has been through.
+        divided: Source lines at which the value has been divided by such a count.
     """
 
     plain: bool = False
@@ -106,7 +106,8 @@ def means_of_means(traced: Traced) -> Iterator[str]:
         counted = plain and any(o.counted for o in operands)
         if plain and name == "reduce_sum":
             counted |= not compat.array_type(eqn.outvars[0]).shape
-        # In the backward pass the numerator is a constant: the cotangent starts as the number 1.
+        # In the backward pass, the numerator is a constant, because the cotangent of the loss
+        # starts as the number 1.
         if (
             name == "div"
             and operands[1].counted
@@ -175,14 +176,14 @@ class _SumFacts(NamedTuple):
 def repeated_sums(traced: Traced) -> list[RepeatedSum]:
     """Returns the lines that exchange a gradient more than once per step and add up the results.
 
-    A sum of exchange results counts under three conditions:
+    A sum of exchange results only counts if
 
-    - None of its terms depends on another term. If each micro-batch updates the parameters, they
-      do.
-    - No term is also used separately, e.g. to compute the gradients' noise scale.
-    - It has the shape of an argument that the step returns, as gradients have.
+    - no term depends on another term. This rules out loops in which each micro-batch already
+      updates the parameters, because the next gradient then depends on the previous one;
+    - no term is used by itself as well, e.g. to compute the noise scale of the gradients;
+    - the sum has the shape of an argument that the step returns, as gradients do.
 
-    A line is returned only if it accounts for most of the bytes that the step sends.
+    A line is only returned if it accounts for most of the bytes that the step exchanges.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     lines: list[str] = []
@@ -267,8 +268,9 @@ def _is_literal(atom: compat.Atom) -> bool:
     return isinstance(atom, compat.Literal)
 
 
-# `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch
-# contains nothing of the step but the optimizer, so an exchange in it is made by the optimizer.
+# In optax, `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second
+# branch contains nothing of the step except the optimizer. So if there's an exchange in this
+# branch, it's the optimizer that makes it.
 _UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*\(MultiSteps\.update\)$")
 _DO_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*_do_update\)$")
 _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
@@ -283,8 +285,8 @@ def repeated_exchanges(
         jaxpr: Open or closed, not flat.
         axes: Axis name -> size.
         wire: Recognises exchanges.
-        outer: The equations that contain `jaxpr`, the outermost first. An inner equation's stack
-            may lack the lines that called it, so the user's line may be found only in theirs.
+        outer: The equations that contain `jaxpr`, the outermost first. We need them because an
+            inner equation's stack may lack the lines that called it, and with them the user's line.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inside = list(compat.sub_jaxprs(eqn))
@@ -314,7 +316,7 @@ def _is_one_step(branch: compat.Jaxpr) -> bool:
     )
 
 
-# The line search's loop, and the branch taken on every k-th step. They contain the derivative.
+# The derivative is in the line search's loop, or in a branch that's taken on every k-th step.
 _OPTIMIZERS = {
     "optax.lbfgs": re.compile(r"optax[/\\]_src[/\\]linesearch\.py:.*zoom_linesearch"),
     "optax.contrib.sophia": re.compile(r"optax[/\\]contrib[/\\]_sophia\.py:.*scale_by_sophia"),

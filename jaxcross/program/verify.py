@@ -8,7 +8,7 @@ from jaxcross.program.jaxpr_utils import holds_exchange
 
 
 def verify(program: Program) -> Program:
-    """Checks all values that segments hand over, and returns the program.
+    """Checks all values that segments pass on, and returns the program.
 
     Doesn't wait or communicate.
 
