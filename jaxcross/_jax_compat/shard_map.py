@@ -25,7 +25,7 @@ def checks_varying() -> bool:
 def vary_over(x: Any, axes: Sequence[str]) -> Any:
     """Returns `x` with a type that varies over `axes`. Call this only if `checks_varying()`.
 
-    Its gradient is then summed over those of the axes over which `x` didn't vary before.
+    The gradient of `x` is then summed over those axes over which `x` didn't vary before.
     """
     return jax.lax.pcast(
         x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying"
@@ -137,7 +137,7 @@ def _without_mesh(value: Any) -> Any:
 
 
 class _Asked(BaseException):
-    """Is raised at a function's first equation, to leave the function.
+    """Raised at a function's first equation, to leave the function.
 
     If the equation is a `shard_map`, the exception has its `arguments` and `parameters`; otherwise,
     they're None.

@@ -22,7 +22,12 @@ _SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})
 
 
 def carried_exchanges(graph: Graph) -> tuple[int, ...]:
-    """Returns the step's carried exchanges, which are identical across ranks."""
+    """Returns the step's carried exchanges, which are identical across ranks.
+
+    They are among the exchanges that don't depend on another exchange.
+    """
+    # A loop computes something as well, and mpi4jax calls must keep their order, so neither can be
+    # carried.
     first = [
         i
         for i in graph.wires
@@ -68,6 +73,7 @@ def may_repeat(
         or any(name.startswith("reduce_") and name != "reduce_precision" for name in names)
     ):
         return False
+    # Too much work on the host would take longer than the exchanges can hide.
     moved = sum(x.nbytes for i in exchanges for x in graph.wires[i])
     if sum(nbytes(v) for i in ops for v in graph.eqns[i].outvars) > MOST_TOUCHED * moved:
         return False
@@ -157,6 +163,7 @@ def _with_other_work(graph: Graph, exchanges: Sequence[int], costly: Collection[
     """
     bit = {i: 1 << n for n, i in enumerate(exchanges)}
     waits: list[int] = []
+    # For each equation, collect the exchanges that it depends on.
     for i in range(len(graph.eqns)):
         before = bit.get(i, 0)
         for p in graph.makers(i):

@@ -49,6 +49,8 @@ def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate 
     """
     makers = flat.makers()
     positions = flat.positions
+    # Go back from the index to the step's inputs, and give up at anything that the host can't
+    # compute.
     needed: set[int] = set()
     leaves: set[Any] = set()
     stack = [index]
@@ -118,6 +120,7 @@ def split(
     atoms = (a for _, eqns, outs in branches for a in (*(a for e in eqns for a in e.invars), *outs))
     read = {a for a in atoms if not isinstance(a, compat.Literal)}
     consts = [v for v in flat.consts if v in read]
+    # Constants become operands of the conditional, so that its branches are closed.
     shared = [*operands, *consts]
     work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
     # Each round takes one branch and moves its first exchanges in front of the conditional.
@@ -154,6 +157,8 @@ def split(
         names = dict(zip(made, received, strict=True))
         for exchange in exchanges:
             new = [names[v] for v in exchange.outvars]
+            # Associate each result with the counts of its decision, so that these are kept if the
+            # result is read.
             for group in decision.groups_of(flat, exchange):
                 for v in new:
                     flat.counters.setdefault(v, set()).add(counts[group])

@@ -395,7 +395,7 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         # the last exchange, it would have to wait for that exchange, because the step's state may
         # be overwritten there. So we place it before the last group whose exchanges don't depend on
         # another exchange, or earlier. If a later exchange needs some of this work, that part is
-        # moved forward as well, because at the later exchange's position it would wait for the
+        # moved there as well, because at the later exchange's position it would wait for the
         # carried exchanges.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
         # It's safe to move this work to an earlier position. The work doesn't depend on any

@@ -69,7 +69,7 @@ def segment_digest(segment: Segment) -> str:
     """
     digest = hashlib.sha256()
     for part in segment_key(segment):
-        if isinstance(part, bytes | _Same):  # the text covers all that can be hashed of other parts
+        if isinstance(part, bytes | _Same):  # of other parts, the text has all that can be hashed
             digest.update(part if isinstance(part, bytes) else f"{id(part.value)} ".encode())
     return digest.hexdigest()
 

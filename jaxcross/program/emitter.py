@@ -149,6 +149,7 @@ class Emitter(ABC):
         Also drops all other decisions from `decisions`.
         """
         made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
+        # Keep a decision only if the result of an exchange that depends on it is still needed.
         live = {v for x in made & self.counters.keys() for v in self.counters[x]}
         self.decisions = {v: d for v, d in self.decisions.items() if v in live}
         return drop_unread(self.eqns, [*outs, *self.decisions])

@@ -126,6 +126,7 @@ class Equality:
             return self._exchanged(eqn, found, known)
         if name == "axis_index":
             axis = eqn.params["axis_name"]
+            # Ranks that only differ along other axes have the same index along this axis.
             own = {axis} if isinstance(axis, str) else set(axis)
             return [
                 Known(frozenset(self.sizes) - own, frozenset({f"axis_index {sorted(own)}"})).meet()
@@ -157,6 +158,7 @@ class Equality:
         m = n + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
+        # If the body returns a carry unchanged, the carry stays equal for any number of iterations.
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
         # The first rounds of the search assume that more values are equal than really are. Whatever
         # follows from that mustn't be recorded in `self`, so they use a separate walker.

@@ -118,6 +118,8 @@ def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
 def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, ...]:
     if x.op in _POINT_TO_POINT:
         return (0,) * _LABELS
+    # Exchanges that differ in their operation, axes, type, shape or parameters never have the same
+    # label.
     kind = hash_of_text(x.line())
     if x.op == "ppermute":
         return 0, 0, mixed(3, kind, origin.exact, use.exact), *(0,) * (_LABELS - 3)
@@ -157,6 +159,7 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
         eqn = makers.get(atom)
         if eqn is None:
             return False
+        # Multiplying by a literal 0 contributes nothing, whatever the other operand is.
         if eqn.primitive.name == "mul" and any(
             isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars
         ):
@@ -274,6 +277,7 @@ def find_swapped(
         Each of the two ranks with its place. None if every label has the same place on all ranks
         that exchange with one another, apart from ranks that take turns.
     """
+    # Handle ranks with equal texts together, so that each different text is parsed only once.
     alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         alike.setdefault(text, []).append(rank)

@@ -96,6 +96,7 @@ def live_bytes(
                 alive.pop(v, None)
         alive.update({v: nbytes for v, nbytes in outputs.items() if v not in runnable.lent})
         boundary = max(boundary, sum(alive.values()))
+    # The step copies results that no segment has computed.
     copies = (
         program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved
     )
@@ -178,7 +179,7 @@ class Compiled:
         return self.live_bytes()[1]
 
     def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
-        """Returns the arrays that steps only read and later steps get again, with their bytes.
+        """Returns the arrays that a step only reads and later steps get again, with their bytes.
 
         The frozen weights under an adapter are an example. The result contains the step's
         constants, and the arguments that aren't donated. An argument is left out if the step
@@ -245,6 +246,7 @@ class Execution:
             outs = alone()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
+            # The host has copies of the constants that exchanges read.
             if runnable.device is not None and zeros is None and compiled.on_host:
                 args = [
                     compiled.on_host.get(v, x) for v, x in zip(segment.inputs, args, strict=True)
@@ -279,9 +281,10 @@ class Execution:
             outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
+            # A value without tokens is read by this segment only.
             tokens = left.get(v)
             if tokens is None:
-                env.pop(v, None)  # missing if its segment failed
+                env.pop(v, None)  # it's missing if the segment that makes it has failed
             elif tokens:
                 tokens.pop()
                 if not tokens:

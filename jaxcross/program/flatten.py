@@ -79,6 +79,8 @@ class Flattener(Emitter):
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
             if inlined:
                 return self.inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
+        # All mpi4jax calls of a step run in one segment, so there's no need to open an equation
+        # that contains some.
         whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
         if name == "cond" and any(
             holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside
@@ -207,6 +209,8 @@ class Flattener(Emitter):
         """Returns the inputs, flat equations and results of a branch."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
+        # A branch may run on zeros, so all loops in it need a vote. The host can't choose inside a
+        # branch, and loops there aren't unrolled.
         walker = Flattener(
             self.axes,
             self.wire,

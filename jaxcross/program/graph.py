@@ -154,6 +154,8 @@ class Graph:
         late: dict[int, int] = {}
         # Equation -> the lowest level of an exchange that depends on it.
         next_wire: dict[int, int] = {}
+        # Go backwards. An exchange must be at least one level before the first exchange that
+        # depends on it.
         for i in reversed(range(len(self.eqns))):
             after = [r for v in self.eqns[i].outvars for r in self.readers.get(v, ())]
             levels = [
@@ -208,6 +210,8 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
     if not any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
         return ()
     calls_once = eqn.primitive.name in INLINED
+    # The ranks compare exchanges by their parameters, so these also say which kind of loop the
+    # exchange is in, and the loop's length.
     loop = [] if calls_once else [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
     until = traced.until.get(eqn.outvars[0]) if eqn.outvars else None
     if until:

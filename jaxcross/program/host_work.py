@@ -125,6 +125,8 @@ class HostWork:
         # The accelerator would have to transfer the remaining operands for this work alone.
         brought = {v for op in ops for v in variables(op.gets)} - made - self._constant
         brought = {v for v in brought if self._graph.maker.get(v) not in inside}
+        # An operand of an exchange must be written to memory, even if the operation that makes it
+        # would otherwise be fused.
         touched = sum(map(_touched, ops)) + sum(map(nbytes, (made & sent) | brought))
         return touched <= max(MOST_TOUCHED * moved, ROUND_TRIP_BYTES)
 
@@ -220,6 +222,7 @@ def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bo
     while len(known) != before:
         before = len(known)
         for op, (gets, makes) in zip(ops, arrays, strict=True):
+            # If a broadcast enlarges its operand, nothing says which shape its result has.
             enlarges = op.name in FREE and sum(map(nbytes, makes)) != sum(map(nbytes, gets))
             if op.name in _FORWARDS or (op.name in FREE and not enlarges):
                 known.update(makes if known.issuperset(gets) else ())

@@ -103,6 +103,8 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     known = flat.known(args)
     equality.results(eqn, known)
     named = any(x.axes for x in equality.exchanges(eqn))
+    # A loop that all ranks end together can stay as it is, unless it may run on zeros. Then it
+    # needs a vote to be certain to end.
     if not (equality.diverges or (named and flat.always_vote and _holds_while(eqn))):
         outs = flat.keep(eqn, args)
         # The proof that there's no need to vote assumes that all ranks have traced the same code.
@@ -119,6 +121,7 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
         outs = rewriter.equation(eqn, list(values), known, role)
         return [*outs, rewriter.take_exited()] if rewriter.early_exits else outs
 
+    # The first operand is 0 on a rank that takes no part in the step, and 1 on all others.
     atoms = [flat.presence(), *args]
     before = len(flat.eqns)
     types = [
@@ -128,6 +131,8 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     closed = jax.make_jaxpr(rewritten, axis_env=list(flat.axes.items()))(*types)
     outs = flat.inline(closed, atoms, flat.keep)
     if rewriter.early_exits:
+        # Tie the count to the loop's exchanges, so that it's kept whenever one of their results is
+        # read.
         *outs, exited = outs
         counted = [v for e in flat.eqns[before:] if flat.exchanges(e) for v in e.outvars]
         axes, _ = rewriter.voters(eqn)
@@ -149,6 +154,7 @@ def _calls_back(eqn: Equation) -> bool:
 
     Computing, exchanging and writing to a mutable array don't count.
     """
+    # mpi4jax's primitives have effects like a callback, but they only exchange.
     if eqn.primitive.name.endswith("_mpi") or any(
         isinstance(a.aval, AbstractRef) for a in eqn.invars
     ):
@@ -327,6 +333,8 @@ class _Rewriter:
             _, count, _, going = state
             going = _any(going)
             if may_leave and role.active is not None:
+                # An inactive rank leaves at once if nobody needs its result. Otherwise, it
+                # continues up to the limit, in case the loop ends by itself before that.
                 kept = role.active
                 if limit is not None:
                     kept = lax.bitwise_or(kept, lax.lt(count, jnp.int32(limit)))
@@ -398,6 +406,7 @@ class _Rewriter:
             for x in made
             if not needed or needed & set(x.axes)
         }
+        # If all exchanges are within the same groups of ranks, each group can vote by itself.
         if len(over) == 1:
             return next(iter(over))
         # The exchanges in this loop go over different sets of ranks. To keep all of these ranks in
@@ -465,6 +474,8 @@ class _Rewriter:
         takers = [
             n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)
         ]
+        # All ranks would run a branch that one of them takes. But only those ranks must make an
+        # mpi4jax call on which the step makes it.
         if any(not x.axes for x in equality.exchanges(eqn)):
             raise CutError(
                 f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over "

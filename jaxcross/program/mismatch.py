@@ -80,8 +80,7 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
 
 
 def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that make equal exchanges in different
-    calls.
+    """Returns an `ExchangeError`'s text for ranks that make equal exchanges in different calls.
 
     Args:
         name: The step, or its job.

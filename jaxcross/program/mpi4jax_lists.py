@@ -76,6 +76,8 @@ def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
         params = dict(x.params)
         ranks = params["ranks"]
         named = [params[end] for end in ("source", "dest") if end in params]
+        # A send or a receive has one peer; in a collective, all members of the communicator take
+        # part.
         if named:
             found.update(ranks[n] for n in named if isinstance(n, int))
         else:
@@ -183,6 +185,8 @@ class _Simulation:
             before = dict(self.at), set(self.sent)
             for rank in self.at:
                 self._advance(rank)
+        # If a rank is blocked, some messages may be left because it would have received them later.
+        # We then report the deadlock instead.
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
                 raise _MisfitError(
@@ -213,6 +217,8 @@ class _Simulation:
             return self._collective(call)
         params = dict(call.params)
         comm = _comm(call)
+        # We may come here several times until a `sendrecv` has received its message, but it must
+        # send only once.
         if params.get("dest") is not None and rank not in self.sent:
             dest = _member(call, rank, "dest")
             self.mail.setdefault((comm, rank, dest), deque()).append(call)
@@ -221,6 +227,8 @@ class _Simulation:
             source = _member(call, rank, "source")
             mail = self.mail.get((comm, source, rank), deque())
             tag = params["recv_tag"]
+            # In MPI, messages between two ranks don't overtake each other, so the first one with a
+            # matching tag is received.
             found = next((m for m in mail if tag in ("any", dict(m.params)["send_tag"])), None)
             if found is None:
                 return False
@@ -254,6 +262,7 @@ class _Simulation:
 
 def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
     """Returns what all members of the communicator must have in common in a collective call."""
+    # An exchange over named axes must be the same on all members.
     if not is_call(call):
         return (call.line(),)
     params = dict(call.params)

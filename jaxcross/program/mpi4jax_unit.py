@@ -1,8 +1,8 @@
-"""Programs that call mpi4jax: all calls and the work between them form one segment, the unit.
+"""Handles programs that call mpi4jax, whose calls form a single segment, the unit.
 
-mpi4jax calls may differ between ranks, so if they were in several segments, the ranks couldn't
-agree on an order for these. In a single collective segment, each rank makes its calls in the order
-in which they're written, as under `jit`.
+The unit contains all mpi4jax calls and the work between them. The calls may differ between ranks,
+so if they were in several segments, the ranks couldn't agree on an order for these. In a single
+collective segment, each rank makes its calls in the order in which they're written, as under `jit`.
 """
 
 from __future__ import annotations

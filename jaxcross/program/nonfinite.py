@@ -190,6 +190,7 @@ def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) ->
         segment: A collective segment.
         results: The segment's results, on the host.
     """
+    # The other results of a unit may be anything that the step computes.
     bad = [
         place
         for place, value in enumerate(results)
@@ -231,9 +232,10 @@ def _is_exchanged(program: Program, segment: Segment, place: int) -> bool:
 
 
 def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[int, Exchange]:
-    """Returns the nearest exchange behind a result, and the position of its equation."""
+    """Returns the nearest exchange that a result was computed from, and its equation's position."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
     maker = {v: (at, eqn) for at, eqn in enumerate(inner.eqns) for v in eqn.outvars}
+    # Search breadth-first from the result back to the exchanges.
     queue = [inner.outvars[place]]
     for var in queue:  # grows during the loop
         if isinstance(var, compat.Literal) or var not in maker:

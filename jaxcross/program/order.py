@@ -77,6 +77,8 @@ def order_of(
     needs = [{maker[v] for v in s.inputs if v in maker} for s in segments]
     after: list[int] = []
     donates: list[frozenset[int]] = []
+    # If this isn't the case, the program is ill-formed. `verify` then raises, and needs to print
+    # it.
     runs_in_order = all(
         s.index == n and max(needs[n], default=-1) < n for n, s in enumerate(segments)
     )
@@ -87,6 +89,8 @@ def order_of(
         # segment. They come earlier in the list, so their own sets are already complete.
         for m in needs[n] | collectives if late else needs[n]:
             before |= after[m] | 1 << m
+        # If this segment overwrites donated arguments, everything else that reads them must have
+        # run.
         for m in (
             m for v in donated.intersection(segment.last_uses) for m in readers.get(v, ()) if late
         ):
@@ -121,6 +125,8 @@ def _carried(
     computes = [n for n in range(len(after)) if n not in collectives]
     found: list[int] = []
     for n in sorted(collectives - without_peers) if after else ():
+        # Exchanges are made in order. So stop at the first one that isn't carried, because it
+        # either needs something else or leaves no computation to overlap with.
         needs_more = after[n] & ~sum(1 << m for m in found)
         if needs_more or all(after[c] >> n & 1 for c in computes):
             break

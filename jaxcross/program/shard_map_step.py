@@ -49,6 +49,7 @@ def trace_shards(
             shard one argument differently.
     """
     context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    # Try the mesh that the step has first. If this fails, the step may expect one from its context.
     for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
         with enter():
             asked = _ask(step, avals, axes)
@@ -66,8 +67,7 @@ def trace_shards(
 def check_no_vmap(
     step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
 ) -> None:
-    """Checks that a flat step isn't a `jax.vmap` of a `shard_map`, which `trace_shards` can't
-    trace.
+    """Checks that a flat step isn't a `jax.vmap` of a `shard_map`, which can't be traced.
 
     Raises:
         CutError: It is.

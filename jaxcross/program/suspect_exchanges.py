@@ -1,4 +1,4 @@
-"""Finds exchanges that are legal but probably mistakes. `step/advice` words the warnings.
+"""Finds exchanges that are legal but probably mistakes. `step/advice` writes the warnings.
 
 `means_of_means` finds losses that are divided by a rank-local count and then averaged with equal
 weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples. If a
@@ -104,6 +104,7 @@ def means_of_means(traced: Traced) -> Iterator[str]:
             return [_CountFacts()] * len(eqn.outvars)
         plain = name in _COUNTING and all(o.plain for o in operands)
         counted = plain and any(o.counted for o in operands)
+        # Summing e.g. a mask to a scalar gives a count.
         if plain and name == "reduce_sum":
             counted |= not compat.array_type(eqn.outvars[0]).shape
         # In the backward pass, the numerator is a constant, because the cotangent of the loss
@@ -153,7 +154,7 @@ class RepeatedSum(NamedTuple):
     Attributes:
         source: The user's line.
         times: How often each array is exchanged.
-        nbytes: Bytes that exchanging every array once hands to the wire.
+        nbytes: How many bytes the exchange would take if every array were exchanged once.
     """
 
     source: str
@@ -189,7 +190,7 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
     lines: list[str] = []
     sizes: list[int] = []
     needs: list[int] = []
-    alone: set[int] = set()  # exchanges whose result isn't only used in a sum
+    alone: set[int] = set()  # exchanges whose result is also used outside of sums
     sums: dict[
         str, dict[int, frozenset[int]]
     ] = {}  # line -> (a sum's first exchange -> all its terms)
@@ -212,6 +213,8 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
                 )
             return made
         terms = _terms(eqn, operands)
+        # The result of an exchange is used in something other than a sum, so exchanging only the
+        # sum wouldn't be enough.
         if not terms:
             alone.update(*(o.terms for o in operands if len(o.terms) == 1))
         if (
@@ -219,6 +222,7 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
             and all(o.terms for o in operands)
             and compat.array_type(eqn.outvars[0]).shape in state
         ):
+            # All terms must be exchanged by the same line, and none may depend on another.
             bits = sum(1 << n for n in terms)
             if len({lines[n] for n in terms}) == 1 and not any(needs[n] & bits for n in terms):
                 mine = sums.setdefault(lines[min(terms)], {})

@@ -154,6 +154,7 @@ def trace(
     names = sorted(kwargs)  # in the order in which JAX flattens them
     counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    # Translate arguments into the positions of their flat leaves.
     donate = (*donate_argnums, *(len(args) + names.index(name) for name in donate_argnames))
     donated = frozenset(p for n in donate for p in range(starts[n], starts[n + 1]))
     flags = frozenset(p for n in commit_flag_argnums for p in range(starts[n], starts[n + 1]))
@@ -174,6 +175,7 @@ def trace(
     def named_step(*a: Any, **k: Any) -> list[Any]:
         return flat_step(*jax.tree.leaves((a, k)))
 
+    # JAX's errors should name the user's function and arguments rather than our wrapper.
     copy_signature(named_step, step)
     try:
         with tracing(axes):
@@ -282,6 +284,8 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
 
 
 def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
+    # Repeat the choices that have been made so far. The first conditional after these is the
+    # undecided one.
     remaining = list(choices)
     found = []
 

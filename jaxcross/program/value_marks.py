@@ -238,6 +238,8 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
         if name == "cond":
             given = given[1:]
         elif name == "while":
+            # The operands of a `while` are those of its predicate alone, those of its body alone,
+            # and then the carry, which both of them read.
             ahead = params["cond_nconsts"]
             both = ahead + params["body_nconsts"]
             returns = sub is not params["cond_jaxpr"]
@@ -278,6 +280,8 @@ def _made(
         ]
     if _is_parallel(traced, eqn):
         return [_exchanged(name, o) for o in operands]
+    # Any other equation ends the paths. Its results are marked by the marks of its operands, and of
+    # the results of the jaxprs inside.
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
@@ -321,6 +325,8 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
         if not isinstance(atom, compat.Literal):
             known = scope.uses.get(atom)
             if known is not None:
+                # Ranks may trace a value's readers in different orders, so combine their hashes by
+                # a sum, in which the order doesn't matter.
                 mark = _merged((known, mark), (known.exact + mark.exact) & _BITS)
             scope.uses[atom] = mark
 

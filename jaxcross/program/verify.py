@@ -63,6 +63,7 @@ def verify(program: Program) -> Program:
             raise InternalError(
                 f"program `{program.name}` is not well formed: result {v} is never defined"
             )
+    # The last reader must free each value, except for the step's inputs and results.
     unfreed = defined - dead - set(program.outputs) - set(program.inputs)
     if unfreed:
         raise InternalError(
