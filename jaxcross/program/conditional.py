@@ -229,7 +229,7 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
         raise CutError(
             "a `while` loop next to an exchange inside `cond` cannot be cut at "
             f"{compat.source_of(exchange)}: the host cannot know the predicate, and the loop might "
-            "not end where its branch is not taken. Use `lax.scan`, or a predicate made of "
+            "not end if its branch is not taken. Use `lax.scan`, or a predicate made of "
             "counters alone."
         )
     # A callback inside a `while` loop is allowed. The loop has passed the check above, so the ranks
@@ -238,7 +238,7 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     if exchange.primitive.name != "while" and _acts(flat, exchange):
         raise CutError(
             "an exchange and a callback inside one loop inside `cond` cannot be cut at "
-            f"{compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, "
+            f"{compat.source_of(exchange)}: the loop runs on zeros if its branch is not taken, "
             "and would call back. Move the callback out of the loop, or use a predicate made of "
             "counters alone."
         )

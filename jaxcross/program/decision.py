@@ -53,10 +53,10 @@ class BranchDecision:
         return (
             f"ranks decided the conditional at {self.source} differently. Of those that exchange "
             f"in it over {quoted(self.axes)}, {', and '.join(taken)}. They "
-            "would average zeros of those that take no part, and drift apart. Decide by what all "
-            "of them share, as `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
-            "`optax.MultiSteps` with a function that skips, look at a rank's own gradients: put "
-            "the exchange in front of them, not inside."
+            "would average zeros of those that take no part, and drift apart. Decide by a value "
+            "that all of them share, e.g. `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
+            "`optax.MultiSteps` with a function that skips, look at a rank's own gradients, so "
+            "exchange the gradients before them rather than inside."
         )
 
 
@@ -77,13 +77,12 @@ class EarlyExit:
         if not counts[0]:
             return None
         return (
-            f"ranks make different numbers of iterations of the loop at {self.source}, and "
-            f"{counts[0]:.0f} that {'is' if counts[0] == 1 else 'are'} through with it did not "
-            f"come to the end of an inner one, at {' or '.join(self.inner)}, on the values that "
-            "the outer one ended with: not within as many iterations as are tried where no other "
-            "rank makes them. What it made would be exchanged, and would be no number that `vmap` "
-            "gives. Bound the inner loop's iterations, or let it end at once on the outer one's "
-            "last values."
+            f"ranks make different numbers of iterations of the loop at {self.source}. On "
+            f"{counts[0]:.0f} of the ranks that had finished it, an inner loop, at "
+            f"{' or '.join(self.inner)}, "
+            "did not end within the iterations that jaxcross tries on the outer loop's last "
+            "values. Its result would be exchanged, but is not what `vmap` gives. Limit the inner "
+            "loop's iterations, or let it end at once on the outer loop's last values."
         )
 
 

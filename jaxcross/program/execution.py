@@ -299,8 +299,8 @@ class Execution:
         shared = find_shared({given[v]: self._env[v] for v in segment.inputs if v in given})
         return shared and (
             f"`{shared[0]}` and `{shared[1]}` of `{program.name}` share one buffer, which the step "
-            "would overwrite twice, as both are donated. Copy one of them before the call, by "
-            "`jnp.copy`."
+            "would overwrite twice, because both are donated. Copy one of them before the call, "
+            "with `jnp.copy`."
         )
 
     def wait_inputs(self, index: int) -> None:

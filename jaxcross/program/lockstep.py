@@ -479,9 +479,9 @@ class _Rewriter:
         if any(not x.axes for x in equality.exchanges(eqn)):
             raise CutError(
                 f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over "
-                "named axes, and ranks may decide it differently: their exchanges would be taken "
-                "for one another's. Let all ranks decide alike, as by `jax.lax.pmax(predicate, "
-                "axis)`, or move the calls or the exchanges out of it."
+                "named axes, and ranks may decide it differently: their exchanges would be mixed "
+                "up. Let all ranks decide the same, e.g. by `jax.lax.pmax(predicate, axis)`, or "
+                "move the calls or the exchanges out of it."
             )
         _check_no_refs(eqn)
         types = [*map(compat.array_type, eqn.outvars), jax.ShapeDtypeStruct((), jnp.int32)]
@@ -518,13 +518,14 @@ def _check_no_refs(eqn: Equation) -> None:
             f"the conditional at {compat.source_of(eqn)} exchanges in a branch, uses a mutable "
             "array from outside of it, and ranks may decide it differently. A rank that does not "
             "take the branch runs it as well, for the sake of the exchange, and would write to the "
-            "array. Let the branch return the array as a value, or let all ranks decide alike, "
-            "e.g. by `jax.lax.pmax(predicate, axis)`."
+            "array. Let the branch return the array as a value, or let all ranks decide the "
+            "same, e.g. by `jax.lax.pmax(predicate, axis)`."
         )
     raise CutError(
         f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of "
-        "it, and may make another number of iterations on each rank: a rank that is through would "
-        "go on writing. Carry the array through the loop as a value."
+        "it, and may make a different number of iterations on each rank: a rank that has finished "
+        "still runs it with the others, and would write to the array. Carry the array through the "
+        "loop as a value."
     )
 
 
@@ -563,10 +564,10 @@ def _callback_if_active(eqn: Equation, values: list[Array], role: Role) -> Seque
     """
     if list(compat.sub_jaxprs(eqn)) or not all(isinstance(v, compat.DropVar) for v in eqn.outvars):
         raise CutError(
-            f"a callback that returns values cannot be made at {compat.source_of(eqn)}: it stands "
-            "in a loop that exchanges and may make another number of iterations on each rank, and "
-            "a rank that is through would call back. Move the callback out of the loop, or let all "
-            "ranks make as many iterations, as by `jax.lax.pmax(n, axis)`."
+            f"a callback that returns values cannot be made at {compat.source_of(eqn)}: it is "
+            "in a loop that exchanges and may make a different number of iterations on each rank, "
+            "so a rank that has finished would call back. Move the callback out of the loop, or "
+            "let all ranks make the same number of iterations, e.g. by `jax.lax.pmax(n, axis)`."
         )
     zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in map(compat.array_type, eqn.outvars)]  # noqa: E731
     called = lambda *args: compat.bind_equation(eqn, args, eqn.params)  # noqa: E731

@@ -200,7 +200,9 @@ class _Simulation:
     def blocked_text(self, rank: int) -> str:
         call = self._call(rank)
         assert call is not None
-        return f"stands at its call {self.at[rank] + 1} of {len(self.lists[rank])}: {_text(call)}"
+        return (
+            f"is blocked in its call {self.at[rank] + 1} of {len(self.lists[rank])}: {_text(call)}"
+        )
 
     def _call(self, rank: int) -> Exchange | None:
         calls = self.lists.get(rank, ())

@@ -97,8 +97,8 @@ def refuse_to_skip(program: Program) -> None:
             f"`{program.name}` cannot skip a step: none of its results has the structure, shapes "
             "and types of its first argument, and it donates none. With "
             '`nonfinite="skip"` the first function with exchanges that a job calls is its step: '
-            "name by `donate_argnums` the arguments that are its state, and return what becomes of "
-            "them. Evaluate after the first step."
+            "pass the positions of its state as `donate_argnums`, and return the new state. "
+            "Evaluate after the first step."
         )
 
 

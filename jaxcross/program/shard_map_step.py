@@ -75,7 +75,7 @@ def check_no_vmap(
     if begins_under_vmap(step, _divisible(avals, axes)):
         raise CutError(
             f"`{name}` is a `jax.vmap` of a `shard_map`, whose specs are those of one element of "
-            "the `vmap`: how a rank's arguments are cut cannot be told. Put the `vmap` inside, "
+            "the `vmap`: they do not say how a rank's arguments are split. Put the `vmap` inside, "
             "`jax.shard_map(jax.vmap(f), in_specs=..., out_specs=...)`, with a `None` in each spec "
             "for the dimension that it maps, such as `P(None, 'data')`."
         )
@@ -121,15 +121,15 @@ def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
         if n is None:
             if any(axes is not None for axes in spec):
                 raise CutError(
-                    f"the `shard_map` of `{name}` cuts by {spec} an array that is not an argument "
-                    "of the step: a rank would cut its own copy of it again. Pass it to the step, "
-                    "each rank its shard, or give it the spec P()."
+                    f"the `shard_map` of `{name}` splits by {spec} an array that is not an "
+                    "argument of the step: a rank would split its own copy of it again. Pass it to "
+                    "the step, its own shard on each rank, or give it the spec P()."
                 )
         elif _plain(found.setdefault(n, spec)) != _plain(spec):
             raise CutError(
-                f"the `shard_map` of `{name}` takes one argument of the step twice, cut by "
-                f"{found[n]} and by {spec}: a rank has one shard of it. Pass it to the step once "
-                "for each."
+                f"the `shard_map` of `{name}` takes one argument of the step twice, split by "
+                f"{found[n]} and by {spec}, but a rank has one shard of it. Pass it to the step "
+                "once for each."
             )
     return found
 

@@ -137,7 +137,7 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
         raise CutError(
             f"`{name}` was called with an array where its `jax.jit` has a static argument: name "
             "the static ones by `static_argnums` or `static_argnames` of `crossover` as well, or "
-            "leave the `jit` away."
+            "leave out the `jit`."
         ) from error
 
 

@@ -249,9 +249,9 @@ def _trace_whole(
     if shards is None:
         check_no_vmap(flat_step, avals, axes, name)
         raise CutError(
-            f"how the arguments of the `shard_map` of `{name}` are cut cannot be told: it has no "
+            f"it is not known how the `shard_map` of `{name}` splits its arguments: it has no "
             "`in_specs`, or takes what the step computes before it. Pass it the step's own "
-            "arguments, and for each a PartitionSpec."
+            "arguments, and a PartitionSpec for each."
         )
     return shards
 

@@ -27,7 +27,7 @@ def verify(program: Program) -> Program:
             )
 
         if segment.index != place:
-            fail(f"segment {segment.index} stands at place {place}")
+            fail(f"segment {segment.index} is at place {place}")
         for v in segment.inputs:
             if v not in defined:
                 fail(f"value {v} is read before it is defined")
