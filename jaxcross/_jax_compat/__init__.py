@@ -20,7 +20,8 @@ import jax
 from jaxcross._lazy import on_first_use
 from jaxcross._versions import unsupported_jax
 
-if _reason := unsupported_jax(jax.__version__):
+_reason = unsupported_jax(jax.__version__)
+if _reason:
     raise ImportError(_reason)
 
 import jax.numpy as jnp
@@ -123,7 +124,8 @@ def trace_context() -> Any:
 
 def runs_pmap(code: Any) -> bool:
     """Whether this code object belongs to a function that `jax.pmap` has returned."""
-    name, file = getattr(code, "co_qualname", ""), getattr(code, "co_filename", "")
+    name = getattr(code, "co_qualname", "")
+    file = getattr(code, "co_filename", "")
     return name.startswith("pmap.<locals>") and "jax" in Path(file).parts
 
 
@@ -189,7 +191,8 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
 
 def call_of_solver(eqn: Any) -> Any:
     """Returns a `custom_linear_solve` equation as a call of only its solver."""
-    lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+    lengths = eqn.params["const_lengths"]
+    solver = eqn.params["jaxprs"].solve
     start = lengths.matvec + lengths.vecmat
     args = [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
     return call_of(eqn.replace(invars=args), solver)
@@ -420,7 +423,8 @@ def constants_first(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     inner, consts = open_jaxpr(jaxpr)
     if not consts:
         return jaxpr, ()
-    invars, info = [*inner.constvars, *inner.invars], inner.debug_info.with_unknown_names()
+    invars = [*inner.constvars, *inner.invars]
+    info = inner.debug_info.with_unknown_names()
     return close(inner.replace(constvars=[], invars=invars, debug_info=info)), consts
 
 

@@ -97,7 +97,8 @@ def without_mesh(jaxpr: Any) -> Any:
             env[atom] = new_var(_without_mesh(atom.aval))
         return env[atom]
 
-    constvars, invars = [new(v) for v in inner.constvars], [new(v) for v in inner.invars]
+    constvars = [new(v) for v in inner.constvars]
+    invars = [new(v) for v in inner.invars]
     eqns = []
     for eqn in inner.eqns:
         if eqn.primitive.name in _CASTS:
@@ -144,7 +145,8 @@ class _Asked(BaseException):
     """
 
     def __init__(self, arguments: Any = None, parameters: Any = None) -> None:
-        self.arguments, self.parameters = arguments, parameters
+        self.arguments = arguments
+        self.parameters = parameters
 
 
 class _Asking(_core.Trace):
@@ -177,7 +179,8 @@ class _AnySpec:
 
 
 class _AnySharding:
-    mesh, spec = jax.sharding.AbstractMesh((), ()), _AnySpec()
+    mesh = jax.sharding.AbstractMesh((), ())
+    spec = _AnySpec()
 
 
 class _Unplaced(_core.ShapedArray):
@@ -186,7 +189,8 @@ class _Unplaced(_core.ShapedArray):
     sharding: Any = _AnySharding()
 
     def __new__(cls, shape: Sequence[int], dtype: Any) -> Self:
-        plain, made = _core.ShapedArray(tuple(shape), dtype), object.__new__(cls)
+        plain = _core.ShapedArray(tuple(shape), dtype)
+        made = object.__new__(cls)
         for name in ("shape", "dtype", "weak_type", "manual_axis_type", "memory_space"):
             object.__setattr__(made, name, getattr(plain, name))
         return made

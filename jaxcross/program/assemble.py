@@ -263,10 +263,10 @@ def _prune(
     wanted = set(results)
     for at in reversed(range(len(bodies))):
         if at % 2 == 0:
-            handed_on = [
+            passed_on = [
                 v for e in bodies[at] for v in e.outvars if v in wanted and owner.get(v) == at
             ]
-            bodies[at] = drop_unread(bodies[at], handed_on)
+            bodies[at] = drop_unread(bodies[at], passed_on)
         reads[at] = _reads(bodies[at])
         wanted.update(reads[at])
     return reads

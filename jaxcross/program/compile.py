@@ -55,8 +55,8 @@ class SingleFlightCache(Generic[V]):
                 return found
             # The `make` function may compile for minutes, so it runs under a lock for this key
             # only. Threads that ask for other keys don't have to wait.
-            turn = self._making.setdefault(key, threading.Lock())
-        with turn:
+            key_lock = self._making.setdefault(key, threading.Lock())
+        with key_lock:
             # While we waited for the lock, another thread may have made the value. If its `make`
             # failed, we try again.
             with self._lock:

@@ -140,11 +140,11 @@ def split(
         # The first conditional returns the operands of the exchanges. It also returns the values
         # that the rest of the branch will read.
         residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
-        handed = [*sent, *residuals]
+        returned = [*sent, *residuals]
         first = [
-            _close(flat, invars, pre, handed)
+            _close(flat, invars, pre, returned)
             if i == which
-            else _close(flat, ivs, [], handed, zeros=True)
+            else _close(flat, ivs, [], returned, zeros=True)
             for i, (ivs, _, _) in enumerate(work)
         ]
         values = _emit(flat, eqn, index, shared, first)

@@ -320,29 +320,31 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     count = max(1, min(len(weight), round(n_segments * share)))
     total = sum(weight.values())
     done = 0
-    piece: dict[int, int] = {}
+    part_of: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
         # Imagine the exchanged bytes in a row, in order of readiness and divided into equal parts.
         # An exchange goes into the part that contains its middle byte, so no part is much larger
         # than the others.
-        piece[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
+        part_of[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
     # Exchanges of later levels, and the work between exchanges, go into the last part from which
     # they read a result. If calls must stay in order, none of them goes into an earlier part than
     # the call before it.
-    earliest = latest = min(piece.values())
+    earliest = latest = min(part_of.values())
     for i in sorted((*group.exchanges, *group.between)):
-        if i not in piece:
-            piece[i] = max((piece[p] for p in graph.makers(i) if p in piece), default=earliest)
+        if i not in part_of:
+            part_of[i] = max(
+                (part_of[p] for p in graph.makers(i) if p in part_of), default=earliest
+            )
         if i in graph.ordered:
-            piece[i] = latest = max(piece[i], latest)
+            part_of[i] = latest = max(part_of[i], latest)
     parts = []
-    for n in sorted(set(piece.values())):
-        levels = [tuple(i for i in level if piece[i] == n) for level in group.levels]
+    for n in sorted(set(part_of.values())):
+        levels = [tuple(i for i in level if part_of[i] == n) for level in group.levels]
         parts.append(
             Group(
                 tuple(tuple(sorted(level)) for level in levels if level),
-                frozenset(i for i in group.between if piece[i] == n),
+                frozenset(i for i in group.between if part_of[i] == n),
             )
         )
     return parts

@@ -216,7 +216,16 @@ class Execution:
     segment runs after the segments that it depends on.
     """
 
-    __slots__ = ("_alone", "_compiled", "_counts", "_env", "_fences", "_finite", "_left", "_zeros")
+    __slots__ = (
+        "_compiled",
+        "_counts",
+        "_env",
+        "_fences",
+        "_finite",
+        "_left",
+        "_zero_calls",
+        "_zeros",
+    )
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -232,7 +241,7 @@ class Execution:
         self._finite: FiniteCheck | None = None
         self._counts: dict[int, Any] = {}  # how many ranks took each branch, for `branch_mismatch`
         self._zeros: dict[int, list[Any]] = {}  # operands of a failed rank's collective segment
-        self._alone: dict[int, Any] = {}  # replaces a failed rank's unit of mpi4jax calls
+        self._zero_calls: dict[int, Any] = {}  # replaces a failed rank's unit of mpi4jax calls
 
     def run(self, index: int) -> None:
         """Dispatches a segment from this thread. Only a collective segment may block."""
@@ -241,9 +250,9 @@ class Execution:
         runnable = compiled.runnables[index]
         segment = runnable.segment
         zeros = self._zeros.pop(index, None)
-        alone = self._alone.pop(index, None)
-        if alone is not None:
-            outs = alone()
+        calls_on_zeros = self._zero_calls.pop(index, None)
+        if calls_on_zeros is not None:
+            outs = calls_on_zeros()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
             # The host has copies of the constants that exchanges read.
@@ -260,9 +269,9 @@ class Execution:
                 raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
                 if "donate" in str(error):
-                    words = self._shared_words(segment)
-                    if words:
-                        raise ValueError(words) from None
+                    text = self._shared_text(segment)
+                    if text:
+                        raise ValueError(text) from None
                 raise
         if runnable.device is None:
             # This scalar is never donated, whereas the other results may be given to the next
@@ -293,7 +302,7 @@ class Execution:
         if runnable.device is not None:
             self._fences[index] = outs
 
-    def _shared_words(self, segment: Segment) -> str | None:
+    def _shared_text(self, segment: Segment) -> str | None:
         program = self._compiled.program
         given = dict(zip(program.inputs[program.constants :], program.traced.paths[0], strict=True))
         shared = find_shared({given[v]: self._env[v] for v in segment.inputs if v in given})
@@ -340,7 +349,7 @@ class Execution:
         # would never end on zeros. So a failed rank makes only the calls.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
-                self._alone[index] = zero_calls(segment, program.traced)
+                self._zero_calls[index] = zero_calls(segment, program.traced)
             return
         # We use JAX here because NumPy can't make random keys. The step may use 64-bit types, but
         # this thread isn't inside the contexts that enable them, so we enable them in any case.

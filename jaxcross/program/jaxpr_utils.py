@@ -152,7 +152,7 @@ def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> boo
     for jaxpr in compat.sub_jaxprs(eqn):
         inner, _ = compat.open_jaxpr(jaxpr)
         # Only a `scan` passes its operands to the body in the same order.
-        handed = {inner.invars[n] for n in here} if eqn.primitive.name == "scan" else ()
-        if not all(ends_on_zeros(e, handed) for e in inner.eqns):
+        passed = {inner.invars[n] for n in here} if eqn.primitive.name == "scan" else ()
+        if not all(ends_on_zeros(e, passed) for e in inner.eqns):
             return False
     return True

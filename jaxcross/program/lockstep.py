@@ -321,7 +321,7 @@ class _Rewriter:
         if votes:
             _check_no_refs(eqn)
 
-        def goes_on(carry: Sequence[Array], active: Array | None) -> list[Array]:
+        def evaluate_predicate(carry: Sequence[Array], active: Array | None) -> list[Array]:
             # JAX lets a loop's `cond` return nothing but the predicate, so there's no way to return
             # the `exited` flag from there. That's why we evaluate the predicate in the body and
             # carry its value along. The loop's own `cond` then only contains the vote.
@@ -358,7 +358,7 @@ class _Rewriter:
                     x if y is x else lax.select_n(_like(x, going), x, y)
                     for x, y in zip(carry, new, strict=True)
                 ]
-            going, decided = goes_on(new, active)
+            going, decided = evaluate_predicate(new, active)
             return (
                 new,
                 lax.add(count, jnp.int32(1)),
@@ -367,7 +367,7 @@ class _Rewriter:
             )
 
         init = [jnp.asarray(v) for v in values[m:]]
-        going, exited = goes_on(init, role.active)
+        going, exited = evaluate_predicate(init, role.active)
         carry, count, exited, going = lax.while_loop(
             cond, body, (init, jnp.int32(0), exited, going)
         )

@@ -41,8 +41,8 @@ def packed(values: Sequence[jax.Array]) -> jax.Array:
 
 def unpacked(flat: jax.Array, shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
     """Splits a vector that `packed` made into arrays of these shapes."""
-    pieces = lax.split(flat, [math.prod(shape) for shape in shapes])
-    return [lax.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    parts = lax.split(flat, [math.prod(shape) for shape in shapes])
+    return [lax.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 _LARGEST = np.iinfo(np.uint32).max

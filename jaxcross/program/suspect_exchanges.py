@@ -190,7 +190,7 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
     lines: list[str] = []
     sizes: list[int] = []
     needs: list[int] = []
-    alone: set[int] = set()  # exchanges whose result is also used outside of sums
+    outside_sums: set[int] = set()  # exchanges whose result is also used outside of sums
     sums: dict[
         str, dict[int, frozenset[int]]
     ] = {}  # line -> (a sum's first exchange -> all its terms)
@@ -216,7 +216,7 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
         # The result of an exchange is used in something other than a sum, so exchanging only the
         # sum wouldn't be enough.
         if not terms:
-            alone.update(*(o.terms for o in operands if len(o.terms) == 1))
+            outside_sums.update(*(o.terms for o in operands if len(o.terms) == 1))
         if (
             len(operands) == 2
             and all(o.terms for o in operands)
@@ -235,10 +235,10 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
         rule,
         constant=_SumFacts(),
     )
-    alone.update(*(r.terms for r in results if len(r.terms) == 1))
+    outside_sums.update(*(r.terms for r in results if len(r.terms) == 1))
     found = []
     for line, every in sums.items():
-        groups = {n: group for n, group in every.items() if not group & alone}
+        groups = {n: group for n, group in every.items() if not group & outside_sums}
         if not groups:
             continue
         times = max(map(len, groups.values()))
