@@ -87,7 +87,7 @@ def assemble(
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
         # Some equations run in several segments, because recomputing a result can be cheaper than
         # keeping it in memory. A recomputed result stays inside its segment. Other segments get the
-        # value from the segment that owns the equation.
+        # value from the segment in which the equation was placed.
         outs = [
             v
             for v in dict.fromkeys(made)
@@ -176,8 +176,8 @@ def _pack_on_device(
 ) -> None:
     """Moves the equations that fill and empty shared buffers into the neighbouring compute bodies.
 
-    This way, only one array per shared buffer is transferred between the accelerator and the host.
-    If the host filled the buffers, each operand would be transferred by itself, and a transfer
+    If compute segments fill and empty the buffers, only one array per buffer is transferred between
+    the accelerator and the host. Otherwise, each operand is transferred by itself, and a transfer
     costs a tenth of a millisecond, however small the array is
     (`benchmarks/results/gpu_transfers.json`).
 
@@ -226,9 +226,9 @@ def _pack_on_device(
         bodies[at - 1] = bodies[at - 1] + first
         bodies[at] = kept[::-1]
         bodies[at + 1] = last[::-1] + bodies[at + 1]
-        # An equation that has moved belongs to its new position. The equations of a shared buffer
-        # that haven't moved were created here and have no position yet, so they get the one where
-        # they are.
+        # An equation that has moved belongs to its new position. A shared buffer's other equations
+        # have only just been created and don't have a position yet, so they get the one where they
+        # are.
         for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
             owner.update(
                 {v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner}

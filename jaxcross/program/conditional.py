@@ -166,8 +166,8 @@ def split(
             flat.eqns.append(exchange.replace(invars=args, outvars=new))
         flat.present.update(a for a, v in zip(values, sent, strict=False) if v in flat.present)
         # All branches of a conditional take the same operands. So every branch gets the values that
-        # the first conditional has returned, and the received values, although only the rest of
-        # this branch reads them.
+        # the first conditional has returned, and the results of the exchanges, although only the
+        # rest of this branch reads them.
         extra = [*values[len(sent) :], *received]
         local = [*residuals, *made]
         shared = [*shared, *extra]
@@ -221,9 +221,9 @@ def _partition(
 def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     """Raises if an exchange can't be made on a rank that doesn't take its branch.
 
-    If a rank doesn't take the branch, it makes the exchange on zeros. An exchange inside a loop may
-    be a problem then, because the loop might never end on zeros. Or the loop might call back, which
-    mustn't happen if the branch isn't taken.
+    If a rank doesn't take the branch, it makes the exchange on zeros. That isn't always possible if
+    the exchange is inside a loop: the loop might never end on zeros, or it might call back although
+    the branch isn't taken.
     """
     if not ends_on_zeros(exchange, flat.present):
         raise CutError(

@@ -131,8 +131,8 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
     # With a single collective segment, we only recompute operations whose result is bitwise
-    # identical wherever they're compiled. Arithmetic isn't, because XLA may contract it with the
-    # operation that reads its result.
+    # identical wherever they're compiled. Arithmetic isn't among these, because XLA may contract it
+    # with the operation that reads its result.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
@@ -243,8 +243,8 @@ class _Merged:
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
         if any(i in graph.wires for i in between):
             return False
-        # We can update these before we know whether the group is added. If it isn't, no later group
-        # is added either, so `self` isn't used for a decision again.
+        # We can update these fields before we know whether the group is added. If it isn't, no
+        # later group is added either, so `self` isn't used for a decision again.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
         cheap = _is_cheap(graph, between, self.known, self.moved)
@@ -289,8 +289,8 @@ def _is_cheap(graph: Graph, between: Collection[int], known: set[Any], moved: in
     """Whether equations only pass over memory and make few bytes per exchanged byte.
 
     All ranks must decide the same, so every shape involved has to follow from the exchanges. The
-    `known` set contains the arrays whose shapes do, and this function adds all others for which it
-    can prove it.
+    `known` set contains the arrays with such shapes, and this function adds all others that it
+    finds.
     """
     if any(graph.eqns[i].primitive.name not in HOST_OPS for i in between):
         return False
@@ -418,9 +418,9 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
 def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
     """Places the equations that no exchange needs, so that they keep the fewest bytes alive.
 
-    Metrics, statistics and the optimizer are examples. Such an equation must not delay an exchange
-    by making it wait for another exchange that it doesn't depend on. The only exception is an
-    equation whose results are read at two positions, if that leaves no other choice.
+    Equations that no exchange needs, e.g. metrics, statistics and the optimizer, must not delay an
+    exchange by making it wait for another exchange that it doesn't depend on. The only exception is
+    an equation whose results are read at two positions, if that leaves no other choice.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in position]
     awaited, behind = _awaited(graph, position, tail)

@@ -27,10 +27,10 @@ class Emitter(ABC):
         wire: Recognises exchanges.
         invars: The inputs of the flat jaxpr.
         like: A jaxpr whose debug information is reused.
-        consts: Arrays that the step closed over, by their variable.
+        consts: Variable -> the array that the step closed over.
         eqns: The equations emitted so far.
-        decisions: Decisions that ranks make by their own values, by the variable that counts how
-            many ranks decided which way.
+        decisions: The variable that counts how many ranks decided which way -> the decision, which
+            each rank makes based on its own values.
         counters: The result of an exchange -> the variables that count the decisions under which
             the exchange was made.
         present: Variables that are 0 on a rank that takes no part in the step, and 1 otherwise.
@@ -127,9 +127,10 @@ class Emitter(ABC):
     def presence(self) -> Atom:
         """Returns a variable that is 0 if this rank exchanges zeros instead of values, else 1."""
         if self._presence is None:
-            # A failed rank must be able to replace this 1 by a 0. It couldn't do that if the value
-            # were a constant inside the collective segment. With the barrier, the value is computed
-            # in a compute segment, so it becomes an operand of the exchange.
+            # A failed rank takes part in exchanges with zeros, so it must be able to replace this 1
+            # by a 0. It couldn't do that if the value were a constant inside the collective
+            # segment. With the barrier, the value is computed in a compute segment and becomes an
+            # operand of the exchange.
             (self._presence,) = self.emit_function(lambda: [lax.optimization_barrier(jnp.int32(1))])
             self.present.add(self._presence)
         return self._presence

@@ -5,9 +5,9 @@ order. The program's signature isn't enough to check this, because two different
 be sums of three floats. If ranks loop over names in different orders, their signatures are equal,
 and yet each exchange would receive the values of another one.
 
-So we give each exchange labels. A label is the same on all ranks that make the same exchange,
-whatever the order in which they traced it. Except for the last kind of label below, it doesn't
-depend on shapes either, because these may differ on one rank.
+To check the order, we give each exchange labels. A label is the same on all ranks that make the
+same exchange, whatever the order in which they traced it. Except for the last kind of label below,
+it doesn't depend on shapes either, because these may differ on one rank.
 
 **Kinds of labels.** An exchange has up to four labels for its origin and use together, which are
 hashes of the following:
@@ -80,8 +80,8 @@ class Labelled:
         empty: Whether its operand is made of literal zeros, infinities, or the smallest or greatest
             number of its type. A rank exchanges this to contribute nothing.
         labels: Four labels of origin and use together, then four of the origin alone, then four of
-            the use alone. Each four are those by leaves, by leaves and equations, by all equations,
-            and by parts. A label that the exchange doesn't have is 0.
+            the use alone. Within each four, the order is: by leaves, by leaves and equations, by
+            all equations, and by parts. A label that the exchange doesn't have is 0.
     """
 
     exchange: Exchange
@@ -227,9 +227,9 @@ def _travelling(program: Program) -> Iterator[Labelled]:
             if id(eqn) in by_equation:
                 yield from known[by_equation[id(eqn)]]
             else:
-                # This equation exchanges a shared buffer and isn't in the traced step. The arrays
-                # in the buffer are, and the results still have their variables, so we can look up
-                # each array by its result.
+                # An exchange of a shared buffer isn't in the traced step, but the exchanges that it
+                # replaces are. Their results still have the same variables, so we look up each
+                # array by its result.
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 

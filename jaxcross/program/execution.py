@@ -35,17 +35,17 @@ class Runnable:
 
     Attributes:
         segment: The segment that was compiled.
-        call: The executable. For a compute segment it returns one result more than the segment: a
-            scalar that is never donated, so that the driver can wait for the end of the segment
-            whatever has happened to its other results. For a collective segment it may return more
-            results, for `check_finite` and `branch_mismatch`.
+        call: The executable. For a compute segment, it returns one result more than the segment: a
+            scalar that's never donated. So the driver can wait for the end of the segment even if
+            all other results have been donated. For a collective segment, it may return additional
+            results for `check_finite` and `branch_mismatch`.
         releases: Inputs that the step doesn't return. Each is dropped after its last reader has
             run.
         memory: Returns XLA's memory figures for the executable, or None if there aren't any. The
             first call asks XLA, which takes tens of milliseconds for a segment of ResNet-50.
         device: The device of a collective segment; None for a compute segment.
-        is_single_rank: Whether its exchanges have no peers, so that it can run like a compute
-            segment.
+        is_single_rank: Whether its exchanges involve no other rank, so that it can run like a
+            compute segment.
         through: The pinned memory through which each operand is copied to `device`, or None for an
             operand that's copied directly. None altogether if the operands are there already.
         shardings: The shardings in which later segments expect the outputs. None leaves the outputs
@@ -106,7 +106,7 @@ def live_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A program whose segments are executables. Immutable; shared by all steps of all equal jobs.
+    """A program with compiled segments. Immutable, and shared by all steps of all equal jobs.
 
     Attributes:
         program: The program.
@@ -114,13 +114,13 @@ class Compiled:
         passthroughs: Positions of the results that aren't a segment's own output, each with whether
             it may be moved instead of copied.
         shared: The number of readers of each value that more than one segment reads.
-        awaited: For each segment, the collective segments that must have run before it, because it
-            depends on them or because of the commit, and that no earlier compute segment has waited
-            for.
+        awaited: For each segment, the collective segments to wait for before it runs: those that it
+            depends on or that the commit puts before it, except those for which an earlier compute
+            segment has already waited.
         carried: The collective segments that may begin before any computation; see `Order.carried`.
-        overlaps: Whether some segment can compute while another one exchanges with other ranks.
-        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Computed once, because
-            every run of a job asks for them.
+        overlaps: Whether a segment can compute while another one exchanges with other ranks.
+        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Computed only once, because
+            every run of a job needs them.
         constants: The arrays that the step closed over, placed where compute segments read them.
         on_host: Copies of the constants that collective segments read, by value.
         out_tree: The tree of the step's results.
@@ -164,10 +164,10 @@ class Compiled:
     def peak_live_bytes(self) -> int:
         """Returns the most bytes alive at once in one step.
 
-        These bytes consist of the step's inputs, the values between segments, and XLA's
-        temporaries. To find the maximum, we follow the values from segment to segment, and use
-        XLA's buffer assignment within each executable. A donated buffer is counted only once,
-        because the output reuses the input's memory.
+        The count includes the step's inputs, the values between segments, and XLA's temporaries. To
+        find the maximum, we follow the values from segment to segment, and use XLA's buffer
+        assignment within each executable. A donated buffer is counted only once, because the output
+        reuses the input's memory.
         """
         return self.live_bytes()[0]
 
@@ -181,7 +181,7 @@ class Compiled:
     def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
         """Returns the arrays that a step only reads and later steps get again, with their bytes.
 
-        The frozen weights under an adapter are an example. The result contains the step's
+        For example, these are the frozen weights under an adapter. The result contains the step's
         constants, and the arguments that aren't donated. An argument is left out if the step
         returns a result of the same shape and type that doesn't overwrite a donated argument,
         because the caller may pass that result in place of the argument on the next step.

@@ -40,8 +40,8 @@ UNROLLED = 64
 
 For nested loops, the limit applies to the product of their iterations.
 """
-# These primitives only change over which axes `shard_map`'s types vary. A rank holds nothing but
-# its own shard, so they do nothing here.
+# These primitives only change over which mesh axes a type varies. A rank holds nothing but its own
+# shard, so they do nothing here.
 _NO_OPS = frozenset({"pvary", "pcast"})
 
 

@@ -68,7 +68,7 @@ class Graph:
             whatever they depend on. These are mpi4jax's own calls, which a peer may answer one by
             one.
         followers: Equation -> ordered callbacks that must not come before it, although they read
-        none of its results.
+            none of its results.
         level: Equation -> how many exchanges have to be made one after another before it. The level
             is as low as the dependences allow, except for exchanges whose result is larger than
             their operand, which are delayed.

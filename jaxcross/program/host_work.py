@@ -133,8 +133,8 @@ class HostWork:
     def repeated(self, between: Collection[int]) -> frozenset[int]:
         """Returns the operations on constants alone whose results this work reads.
 
-        Such operations make e.g. indices, masks or the rank's number. The host runs them again,
-        because otherwise the accelerator would have to transfer their results on every step.
+        Operations on constants make e.g. indices, masks or the rank's number. The host runs them
+        again, because otherwise the accelerator would have to transfer their results on every step.
         """
         found: set[int] = set()
         stack = [p for i in between for p in self._graph.makers(i)]

@@ -143,7 +143,7 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its exchanges pass to the wire on one rank."""
+        """How many bytes its exchanges pass to the wire on one rank."""
         return sum(x.nbytes * x.times for x in self.exchanges)
 
     @property
@@ -154,7 +154,7 @@ class Segment:
 
 
 class Wire(Protocol):
-    """The means of exchange: recognises exchanges in a jaxpr, and compiles them for execution."""
+    """Recognises exchanges in a jaxpr, and makes them when a collective segment runs."""
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         """Returns one `Exchange` per operand if `eqn` moves data over one of `axes`, else None."""

@@ -474,8 +474,8 @@ class _Rewriter:
         takers = [
             n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)
         ]
-        # All ranks would run a branch that one of them takes. But only those ranks must make an
-        # mpi4jax call on which the step makes it.
+        # If one rank takes a branch with exchanges, all ranks run it. That isn't possible with an
+        # mpi4jax call, which only the ranks that take the branch may make.
         if any(not x.axes for x in equality.exchanges(eqn)):
             raise CutError(
                 f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over "

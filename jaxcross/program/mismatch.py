@@ -13,7 +13,8 @@ from jaxcross.program.ir import LAYOUT
 
 _UNTIL = re.compile(r" until='\w+'")
 # Each rank decides from its own calls whether its program is one that calls mpi4jax. A rank without
-# any calls would decide that it isn't, and wouldn't take part when the others agree on their calls.
+# any calls would conclude that it isn't, and wouldn't take part when the others agree on their
+# calls.
 BARRIER_REMEDY = (
     "a rank without calls needs one to take part: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 )

@@ -122,7 +122,7 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
     """Whether the lists alone determine the outcome.
 
-    We can't tell what happens if a call receives from any source, if it's inside a loop or
+    We can't tell which messages match if a call receives from any source, if it's inside a loop or
     conditional, or if two communicators can't be told apart.
     """
     return not any(

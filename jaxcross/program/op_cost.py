@@ -203,8 +203,8 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
         # What's read here and can't be recomputed is kept in any case.
         kept: set[Any] = {v for v in foreign if not recomputable(graph.maker[v])}
         mine: set[int] = set()
-        # What's kept for one value makes the next one cheaper to recompute, so the order matters.
-        # We use the order of the equations.
+        # The inputs that we keep to recompute one value make others cheaper to recompute, so the
+        # order matters. We use the order of the equations.
         for var in sorted(foreign - kept, key=lambda v: graph.maker[v]):
             chain, leaves = _chain(graph, var, recomputable, kept)
             extra = sum(nbytes(v) for v in leaves if v in graph.maker and v not in kept)

@@ -21,14 +21,14 @@ class Order:
     """The order of the segments of one program.
 
     Attributes:
-        after_commit: Segments that may run only once every rank is known to have made the step's
-            last exchange, i.e. the optimizer's. Once one of them has overwritten the state, the
-            step can no longer return the old state.
+        after_commit: Segments, e.g. those of the optimizer, that may run only once every rank is
+            known to have made the step's last exchange. Once one of them has overwritten the state,
+            the step can no longer return the old state.
         readers: The segments that read each value.
-        needs: For each segment, the segments whose results it reads, or that read what it may
-            overwrite. An update overwrites the step's donated arguments, so whatever reads these
-            must run first, even if nothing else orders it. This costs no time, because one device
-            runs both anyway.
+        needs: For each segment, the segments whose results it reads, and those that read what it
+            may overwrite. An update overwrites the step's donated arguments, so everything that
+            reads these must run first, even if nothing else requires it. This costs no time,
+            because one device runs both anyway.
         after: For each segment, a bit set of the segments that must have run before it, by `needs`
             or by the commit. Empty if the segments can't run in the order of the list (`verify`
             refuses such a program, and prints it).
@@ -37,10 +37,10 @@ class Order:
             enough that a value's other readers come earlier in the list: this segment must depend
             on them. Empty if `after` is.
         carried: The leading collective segments that depend only on one another, provided that some
-            compute segment doesn't depend on them. They exchange what the previous step left
-            behind, so they can run while this step computes. They must be leading because each rank
-            makes exchanges in the program's order, even if ranks compute different things. Segments
-            that exchange with no other rank are skipped.
+            compute segment doesn't depend on them. They exchange values from the step's inputs, so
+            they can run while this step computes. Only leading segments qualify, because each rank
+            makes exchanges in the program's order, even if ranks compute different things. We skip
+            segments that exchange with no other rank.
     """
 
     after_commit: frozenset[int]
@@ -125,8 +125,8 @@ def _carried(
     computes = [n for n in range(len(after)) if n not in collectives]
     found: list[int] = []
     for n in sorted(collectives - without_peers) if after else ():
-        # Exchanges are made in order. So stop at the first one that isn't carried, because it
-        # either needs something else or leaves no computation to overlap with.
+        # Exchanges are made in the program's order. So stop at the first collective segment that
+        # isn't carried, because it needs something else or leaves no computation to overlap with.
         needs_more = after[n] & ~sum(1 << m for m in found)
         if needs_more or all(after[c] >> n & 1 for c in computes):
             break

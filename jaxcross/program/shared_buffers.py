@@ -51,8 +51,8 @@ _LARGEST = np.iinfo(np.uint32).max
 def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Splits a vector into consecutive parts of these sizes.
 
-    If a size occurs only once, its slice is at a literal position, because there's no other slice
-    to share a kernel with.
+    If a size occurs only once, we slice at a literal position, because there's no other slice with
+    which it could share a kernel.
     """
     times = Counter(sizes)
     starts = itertools.accumulate(sizes, initial=0)

@@ -1,7 +1,7 @@
 """Checks what is passed to `crossover` and to a step.
 
 A step must exchange over ranks, rather than over the local devices of one process. `jax.pmap` only
-reaches local devices, and so do arrays that are sharded along a mesh axis that has the name of an
+reaches local devices, and so do arrays that are sharded along a mesh axis with the same name as an
 axis over ranks. We raise an error for both, because otherwise each rank would train by itself.
 
 Several arguments may share one buffer, as in `{"params": p, "ema": p}`. But XLA doesn't accept the
@@ -226,9 +226,9 @@ def argument_path(path: tuple[Any, ...]) -> str:
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
     """Replaces donated arrays that occur more than once in `leaves` by copies.
 
-    This makes sure that each buffer is donated at most once. If only donated arrays share a buffer,
-    all except the first are copied. If an argument that isn't donated uses the same buffer, all of
-    them are copied.
+    The copies make sure that each buffer is donated at most once. If only donated arrays share a
+    buffer, all except the first are copied. If an argument that isn't donated uses the same buffer,
+    all of them are copied.
 
     Args:
         leaves: Flat arguments; changed in place.

@@ -87,8 +87,9 @@ _INPUT = _CountFacts(plain=True)
 
 
 def means_of_means(traced: Traced) -> Iterator[str]:
-    """Yields the user's lines that divide a loss by a count before it, or its gradient, is
-    averaged.
+    """Yields the user's lines that divide a loss by a count.
+
+    These are lines where the loss, or its gradient, is averaged over ranks afterwards.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     averaged = {id(eqn) for eqn in _averaged(traced)}
@@ -331,8 +332,7 @@ _OPTAX = re.compile(r"[/\\]optax[/\\]")
 def own_derivatives(
     jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire
 ) -> Iterator[tuple[str, str]]:
-    """Yields the optimizers that differentiate the loss but exchange no array, with the user's
-    line.
+    """Yields optimizers that differentiate the loss but exchange no array, and the user's lines.
 
     Args:
         jaxpr: Open or closed, not flat.

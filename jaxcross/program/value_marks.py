@@ -280,8 +280,8 @@ def _made(
         ]
     if _is_parallel(traced, eqn):
         return [_exchanged(name, o) for o in operands]
-    # Any other equation ends the paths. Its results are marked by the marks of its operands, and of
-    # the results of the jaxprs inside.
+    # Paths end at any other equation. Its results are marked with a hash of its operands' marks,
+    # and of the marks inside it, if it contains jaxprs.
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
