@@ -89,7 +89,7 @@ _INPUT = _CountFacts(plain=True)
 def means_of_means(traced: Traced) -> Iterator[str]:
     """Yields the user's lines that divide a loss by a count.
 
-    These are lines where the loss, or its gradient, is averaged over ranks afterwards.
+    A line only counts if the loss, or its gradient, is averaged over ranks afterwards.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     averaged = {id(eqn) for eqn in _averaged(traced)}
