@@ -1,9 +1,9 @@
 """The only folder that uses private or version-dependent names of JAX.
 
-jaxcross supports jax 0.10 to 0.12. From 0.11 on, `ClosedJaxpr is Jaxpr`; before that, a closed
-jaxpr wraps an open one. So that no other code needs to distinguish the two, all other modules build
-and read jaxprs with the functions below and never check for a class. `shard_map.py` has what
-`jax.shard_map` needs.
+jaxcross supports JAX 0.10 to 0.12. Before 0.11, a closed jaxpr is an object that wraps an open one;
+from 0.11 on, `ClosedJaxpr is Jaxpr`. No other module has to distinguish these cases, because all of
+them build and read jaxprs with the functions below, and never check for a class. The private names
+for `jax.shard_map` are in `shard_map.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import jax
 from jaxcross._lazy import on_first_use
 from jaxcross._versions import unsupported_jax
 
-if _reason := unsupported_jax(jax.__version__):
+_reason = unsupported_jax(jax.__version__)
+if _reason:
     raise ImportError(_reason)
 
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ ArrayImpl = _array.ArrayImpl
 # Executables raise this under `jax_debug_nans`.
 InternalFloatingPointError = _api_util.InternalFloatingPointError
 _PRNGImpl = type(_exrandom.threefry_prng_impl)
-# We look the module up, because it has moved between versions.
+# Look the module up by the class, because it has moved between versions of JAX.
 _generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs
 
 INLINED = frozenset(
@@ -76,13 +77,14 @@ INLINED = frozenset(
         "composite",
     }
 )
-"""Primitives that only call a jaxpr, so the jaxpr's equations could take their place."""
+"""Primitives that only call a jaxpr, so that we can replace them by the jaxpr's equations."""
 
 
 def compilation_cache_dir() -> Path | None:
     """Returns the local folder of JAX's persistent compilation cache, or None.
 
-    None if the user has named no folder, has disabled the cache, or keeps it in remote storage.
+    Returns None if the user has named no folder, has disabled the cache, or keeps it in remote
+    storage.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
@@ -107,7 +109,7 @@ def invalid_values_to_find() -> list[str]:
 def x64_is_local() -> bool:
     """Whether this thread has its own setting of `enable_x64` that differs from the global one.
 
-    If so, numbers of Python and NumPy have other element types here than in other threads.
+    If so, Python and NumPy numbers have different element types here than in other threads.
     """
     return _config.enable_x64.value != _config.enable_x64.get_global()
 
@@ -121,13 +123,14 @@ def trace_context() -> Any:
 
 
 def runs_pmap(code: Any) -> bool:
-    """Whether this code object is that of the function which `jax.pmap` returns."""
-    name, file = getattr(code, "co_qualname", ""), getattr(code, "co_filename", "")
+    """Whether this code object belongs to a function that `jax.pmap` has returned."""
+    name = getattr(code, "co_qualname", "")
+    file = getattr(code, "co_filename", "")
     return name.startswith("pmap.<locals>") and "jax" in Path(file).parts
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the open jaxpr, and the constants that its `constvars` stand for."""
+    """Returns the open jaxpr, and the values of its `constvars`."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return inner, list(getattr(jaxpr, "consts", ()))
 
@@ -135,7 +138,8 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
     """Returns a closed jaxpr in which no equation hides its jaxpr inside of an object.
 
-    In JAX 0.12, `custom_root` does that. `jax.jit` does the same lowering before it compiles.
+    In JAX 0.12, the equation of `custom_root` hides its jaxpr inside of an object. We lower it in
+    the same way as `jax.jit` does before it compiles.
     """
     if not jaxpr.is_high:
         return jaxpr
@@ -187,7 +191,8 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
 
 def call_of_solver(eqn: Any) -> Any:
     """Returns a `custom_linear_solve` equation as a call of only its solver."""
-    lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+    lengths = eqn.params["const_lengths"]
+    solver = eqn.params["jaxprs"].solve
     start = lengths.matvec + lengths.vecmat
     args = [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
     return call_of(eqn.replace(invars=args), solver)
@@ -317,9 +322,9 @@ def register_host_calls() -> None:
 
 
 def put_on_host(x: np.ndarray, host: Any, *, committed: bool) -> jax.Array:
-    """Does what `jax.device_put(x, host)` does, but in 15 us rather than 100 us.
+    """Does the same as `jax.device_put(x, host)`, but takes 15 us rather than 100 us.
 
-    Page-aligned memory becomes that of a JAX array without a copy.
+    If the memory is page-aligned, the JAX array uses it without a copy.
     """
     aval = _core.ShapedArray(x.shape, x.dtype)
     return _pxla.batched_device_put(
@@ -355,10 +360,11 @@ def weakly_typed(array: jax.Array) -> jax.Array:
 
 
 def generator_name(value: Any) -> str | None:
-    """Returns the name under which JAX has a generator of random bits in every process, or None.
+    """Returns the name of one of JAX's own random-bit generators, the same in every process.
 
-    None for anything that isn't such a generator, and for generators that were defined with
-    `jax.extend.random.define_prng_impl`: others may have the same name.
+    Returns None for anything other than a generator that comes with JAX. If a generator was defined
+    with `jax.extend.random.define_prng_impl`, the result is None as well, because another generator
+    may have the same name.
     """
     known = isinstance(value, _PRNGImpl) and _generators.get(value.name) is value
     return value.name if known else None
@@ -380,7 +386,8 @@ def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Se
     It keeps the equation's name and source line.
     """
     primitive = eqn.primitive
-    # The primitive requires a varying type, which `without_mesh` has removed.
+    # These primitives require types that vary over a mesh, but `without_mesh` has removed the mesh
+    # from all types. So we use the equivalent primitives that don't need a mesh.
     if primitive.name in _INVARIANT:
         primitive, more = _INVARIANT[primitive.name]
         params = {**params, **more}
@@ -416,7 +423,8 @@ def constants_first(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     inner, consts = open_jaxpr(jaxpr)
     if not consts:
         return jaxpr, ()
-    invars, info = [*inner.constvars, *inner.invars], inner.debug_info.with_unknown_names()
+    invars = [*inner.constvars, *inner.invars]
+    info = inner.debug_info.with_unknown_names()
     return close(inner.replace(constvars=[], invars=invars, debug_info=info)), consts
 
 

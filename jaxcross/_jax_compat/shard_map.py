@@ -17,15 +17,15 @@ from jaxcross._jax_compat import Literal, map_sub_jaxprs, new_var, open_jaxpr
 def checks_varying() -> bool:
     """Whether a `shard_map(check_vma=True)` is being traced.
 
-    In it, types say over which axes values vary.
+    Inside of such a `shard_map`, a type says over which axes its values vary.
     """
     return _config._check_vma.value
 
 
 def vary_over(x: Any, axes: Sequence[str]) -> Any:
-    """Returns `x` with a type that varies over `axes`. For use if `checks_varying()`.
+    """Returns `x` with a type that varies over `axes`. Call this only if `checks_varying()`.
 
-    The gradient is summed over those axes over which `x` didn't vary before.
+    The gradient of `x` is then summed over those axes over which `x` didn't vary before.
     """
     return jax.lax.pcast(
         x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying"
@@ -63,8 +63,8 @@ def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
     return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
 
 
-# Inside of a `shard_map`, these say how values vary over the mesh or are placed on it. They don't
-# change any value.
+# Inside of a `shard_map`, these primitives say how a value varies over the mesh, or where it's
+# placed. None of them changes the value itself, so a single rank can do without them.
 _CASTS = frozenset(
     {
         "pvary",
@@ -81,9 +81,9 @@ _CASTS = frozenset(
 def without_mesh(jaxpr: Any) -> Any:
     """Returns a `shard_map`'s open body as if it had been traced on one rank, without a mesh.
 
-    The mesh is removed from types, contexts and parameters, along with the axes over which types
-    vary. Casts between varying and invariant values are removed too. The exchanges that JAX
-    inserted (`psum_invariant`) stay.
+    This removes the mesh from types, contexts and parameters, together with the axes over which
+    types vary. Casts between varying and invariant values are removed as well. Exchanges that JAX
+    has inserted (`psum_invariant`) stay.
     """
     inner, _ = open_jaxpr(jaxpr)
     env: dict[Any, Any] = {}
@@ -97,7 +97,8 @@ def without_mesh(jaxpr: Any) -> Any:
             env[atom] = new_var(_without_mesh(atom.aval))
         return env[atom]
 
-    constvars, invars = [new(v) for v in inner.constvars], [new(v) for v in inner.invars]
+    constvars = [new(v) for v in inner.constvars]
+    invars = [new(v) for v in inner.invars]
     eqns = []
     for eqn in inner.eqns:
         if eqn.primitive.name in _CASTS:
@@ -137,13 +138,15 @@ def _without_mesh(value: Any) -> Any:
 
 
 class _Asked(BaseException):
-    """Leaves a function at its first equation.
+    """Raised at a function's first equation, to leave the function.
 
-    It carries the `arguments` and `parameters` if that's a `shard_map`, otherwise None.
+    If the equation is a `shard_map`, the exception has its `arguments` and `parameters`; otherwise,
+    they're None.
     """
 
     def __init__(self, arguments: Any = None, parameters: Any = None) -> None:
-        self.arguments, self.parameters = arguments, parameters
+        self.arguments = arguments
+        self.parameters = parameters
 
 
 class _Asking(_core.Trace):
@@ -161,7 +164,7 @@ class _Asking(_core.Trace):
 class _AnySpec:
     """Equal to every spec.
 
-    On axes of type `Explicit`, JAX compares an argument's own spec with that of `in_specs`.
+    JAX compares an argument's own spec with the one in `in_specs` if an axis has type `Explicit`.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -176,16 +179,18 @@ class _AnySpec:
 
 
 class _AnySharding:
-    mesh, spec = jax.sharding.AbstractMesh((), ()), _AnySpec()
+    mesh = jax.sharding.AbstractMesh((), ())
+    spec = _AnySpec()
 
 
 class _Unplaced(_core.ShapedArray):
-    """The type of an array of which only the shape is known yet."""
+    """The type of an array for which we only know the shape so far."""
 
     sharding: Any = _AnySharding()
 
     def __new__(cls, shape: Sequence[int], dtype: Any) -> Self:
-        plain, made = _core.ShapedArray(tuple(shape), dtype), object.__new__(cls)
+        plain = _core.ShapedArray(tuple(shape), dtype)
+        made = object.__new__(cls)
         for name in ("shape", "dtype", "weak_type", "manual_axis_type", "memory_space"):
             object.__setattr__(made, name, getattr(plain, name))
         return made
@@ -196,11 +201,12 @@ def first_shard_map(
 ) -> tuple[Any, list[tuple[int | None, Any]]] | None:
     """Returns the mesh of the `shard_map` that `function` begins with, and each argument's spec.
 
-    None if `function` doesn't begin with one. The spec of each argument comes with the argument's
-    number, or None for a value that `function` closes over.
+    Returns None if the function's first equation isn't a `shard_map`. Each spec comes with the
+    number of the argument that it shards. The number is None if the function closes over the array
+    instead of taking it as an argument.
 
-    The body doesn't run. So `shapes`, each with an element type, only need to be divisible by
-    whatever splits them.
+    The body of the `shard_map` doesn't run. So `shapes`, which contain an element type for each
+    shape, only need to be divisible by whatever splits them.
 
     Raises:
         Exception: Whatever JAX or the function raises for such arguments.
@@ -208,8 +214,8 @@ def first_shard_map(
     trace = _Asking()
     tracers = [_core.Tracer(trace, _Unplaced(shape, dtype)) for shape, dtype in shapes]
     try:
-        # JAX traces a `jit` before it binds the `jit`'s primitive, so `_Asking` would miss what is
-        # inside.
+        # JAX traces the function inside a `jit` before it binds the primitive of the `jit`, so with
+        # `jit` enabled, `_Asking` would miss what's inside.
         with jax.disable_jit(), _core.set_current_trace(trace):
             function(*tracers)
     except _Asked as asked:

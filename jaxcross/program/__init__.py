@@ -1,43 +1,45 @@
 """Represents a train step as data: traces it, cuts it into segments and compiles them.
 
-The modules don't depend on MPI. Of the rest of the package, they use only `jaxcross.errors` and a
-few private helper modules.
+Nothing in this folder depends on MPI, because the wire is passed in as an object (`ir.Wire`). From
+the rest of the package, these modules import only `jaxcross.errors` and a few private helpers.
 
-stages             `Traced`, `cut` and `compile` as users see them
-trace              a step and its arguments -> a flat jaxpr; `flatten` inlines, splits and unrolls
-                   the equations that hold exchanges; every pass emits its equations into an
-                   `emitter`
-cut                a flat jaxpr -> a program: how many segments (`cut=`), and which equation runs in
-                   which; `assemble` builds the segments and packs small exchanges into one;
-                   `carried` finds exchanges that need only what the last step left
-ir                 the program: segments, exchanges, values, and the interface `Wire`; `text` prints
-                   and parses it, `verify` checks it
+stages             the stages of a step as users see them: `Traced`, `cut` and `compile`
+trace              traces a step and its arguments into a flat jaxpr; `flatten` inlines, splits and
+                   unrolls the equations that contain exchanges, and all of these passes write their
+                   equations into an `emitter`
+cut                cuts a flat jaxpr into a program: decides how many segments there are (`cut=`),
+                   and which equation runs in which; `assemble` builds the segments and packs small
+                   exchanges into one; `carried` finds exchanges that need only the step's inputs
+ir                 defines a program: its segments, exchanges and values, and the interface `Wire`;
+                   `text` parses a printed program, and `verify` checks one
 order              which segments must run before each segment, and which values it may overwrite
-compile            a program -> XLA executables, shared by segments of equal `digest`; `lowered`:
-                   what a wire turns a collective segment into
+compile            compiles a program to XLA executables, which segments with equal keys share
+                   (`digest`); `lowered` is what a wire makes of a collective segment
 execution          one step in flight
 hand_over          copies arrays from the accelerator to the host's CPU device, and back
-host_work          which work between two exchanges stays on the host if there is an accelerator
+host_work          decides which work between two exchanges stays on the host if there's an
+                   accelerator
 
-conditional        conditionals that exchange: decided by the host or split; `decision` counts the
-                   ranks per branch
-lockstep           loops that exchange and whose number of iterations differs between ranks;
-                   `equality` proves values identical across ranks
+conditional        handles conditionals that contain exchanges: the host decides them, or they are
+                   split; `decision` counts how many ranks took each branch
+lockstep           handles loops that contain exchanges and for which ranks may need different
+                   numbers of iterations; `equality` proves that values are equal on all ranks
 exchange_labels    identifies each exchange of a step, so that ranks can compare their order;
-                   `value_marks` follows each value to what it's computed from and what reads it
+                   `value_marks` marks each value by what it's computed from and what reads it
 mismatch           the error texts for ranks that are about to make different exchanges
-mpi4jax_lists      mpi4jax's own calls: whether the ranks' lists of them match up; `mpi4jax_unit`:
-                   the one segment that they form
-nonfinite          finds exchanged values that aren't finite; interleave/vote.py decides for all
-                   ranks whether such a step is skipped
-op_cost            which equations are cheap, and which values are cheaper to recompute than to keep
+mpi4jax_lists      checks whether the ranks' lists of mpi4jax calls match up; `mpi4jax_unit` puts
+                   these calls into one segment
+nonfinite          finds exchanged values that aren't finite (`interleave/vote.py` decides for all
+                   ranks whether such a step is skipped)
+op_cost            which operations are cheap, and which values are cheaper to recompute than to
+                   keep
 graph              which equation makes each variable, and which ones read it; `jaxpr_utils` answers
                    simple questions about a jaxpr
-wire_types         random keys and small integers as types that MPI has
+wire_types         exchanges random keys and small integers as types that MPI has
 shared_buffers     packs many arrays into one buffer and takes them out again
-shard_map_step     a step that is a `jax.shard_map`
+shard_map_step     traces a step that is a `jax.shard_map`
 step_checks        checks what is passed to `crossover`; copies arguments that share a buffer
-suspect_exchanges  exchanges that are legal but probably mistakes, such as means of means
+suspect_exchanges  finds exchanges that are legal but probably mistakes, such as means of means
 """
 
 from typing import TYPE_CHECKING

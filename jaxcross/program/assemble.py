@@ -1,15 +1,16 @@
 """Builds the program from a placement: each segment's jaxpr, values, last uses and buckets.
 
-`cut` only decides at which position each equation runs. Here the equations of each position become
-a *body*: small exchanges are packed into buckets, equations that nobody reads are dropped, and the
-variables that a body reads and passes on become the inputs and outputs of its segment. Positions
-without equations get no segment.
+`cut` only decides at which position of the step each equation runs. This module turns that decision
+into a program: it collects the equations of each position into a *body*, packs small exchanges into
+shared buffers, drops equations whose results nobody reads, and works out which values each segment
+takes and returns. A position without equations gets no segment.
 
-Small exchanges are packed a second time on the wire, by `wire/coalesce`, and both are needed. Here
-the program changes: exchanges of one level below `bucket_bytes` become one exchange of a shared
-buffer, so that a single array travels between accelerator and host, the program is smaller, and
-the ranks compare the buffers before the first step. `coalesce` changes no program: it decides which
-of a segment's sums, shared buffers included, travel in one message.
+Small exchanges are packed twice, here and on the wire (`wire/coalesce`), and we need both. The
+packing in this module changes the program: exchanges of the same level that are smaller than
+`bucket_bytes` become a single exchange of a shared buffer. As a result, only one array travels
+between the accelerator and the host, the program is smaller, and the ranks can compare the buffers
+before the first step. `coalesce` leaves the program as it is. It only decides which sums of a
+segment, shared buffers included, travel in the same message.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from jaxcross.program.nonfinite import masked_by
 if TYPE_CHECKING:
     from jaxcross.program.trace import Traced
 
-# These reduce element by element, so their operands may share a buffer.
+# These reductions work element by element, so several operands can share one buffer.
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})
 
 
 def assemble(
     graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_device: bool = False
 ) -> Program:
-    """Builds the program. It's returned unverified.
+    """Builds the program without verifying it.
 
     Args:
         graph: The equations of the traced step.
-        placement: The segment of each equation.
-        bucket_bytes: Smaller exchanges share flat buffers of up to this size.
-        pack_on_device: Whether compute segments, rather than collective segments, fill and empty
-            these buffers.
+        placement: Which position each equation runs at.
+        bucket_bytes: Exchanges smaller than this share flat buffers of up to this size.
+        pack_on_device: Whether compute segments fill and empty these buffers. Otherwise, collective
+            segments do it.
     """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
@@ -59,8 +60,8 @@ def assemble(
     if pack_on_device:
         carried = {2 * g + 1 for g, group in enumerate(placement.groups) if group.carried}
         _pack_on_device(bodies, shared, owner, traced.decisions, carried)
-    # What a position has to compute depends on what later positions read, so all bodies are built
-    # first.
+    # A segment returns whatever later positions read, so we need the bodies of all positions before
+    # we can build the first segment.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
     values: list[Aval] = []
@@ -76,7 +77,7 @@ def assemble(
     segments: list[Segment] = []
     literal_ids: list[int] = []
     for at, body in enumerate(bodies):
-        # A result of the step that is a literal has no equation that makes it, so the tail returns
+        # If the step returns a literal, no equation computes that result, so the tail has to return
         # it.
         literals = []
         if at == len(bodies) - 1:
@@ -84,8 +85,9 @@ def assemble(
         if not body and not literals:
             continue
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
-        # A recomputed value is used in this segment only. Other segments get the value from the
-        # segment that owns the equation.
+        # Some equations run in several segments, because recomputing a result can be cheaper than
+        # keeping it in memory. A recomputed result stays inside its segment. Other segments get the
+        # value from the segment in which the equation was placed.
         outs = [
             v
             for v in dict.fromkeys(made)
@@ -96,14 +98,15 @@ def assemble(
         collective = at % 2 == 1
         read = reads[at]
         if not collective:
-            # XLA writes the n-th result of a given shape into the n-th donated input of that shape.
-            # In the step's own order, as under `jax.jit`, the arrays of the state stay where they
-            # are if the segment may overwrite all of them.
+            # If several donated inputs have the same shape, XLA writes the n-th result of this
+            # shape into the n-th of them. So we list a segment's inputs and results in the order in
+            # which the step itself has them, like `jax.jit` would. If the segment may overwrite the
+            # whole state, every array of the state then keeps its own buffer.
             read = sorted(read, key=place_of_input)
             outs = sorted(outs, key=place_of_result)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
-        # Results for checks follow the segment's own results. `Execution` splits them off again in
-        # this order.
+        # The results that are only needed for checks come last. `Execution` relies on their order
+        # to split them off again.
         counts = [v for v in made if v in traced.decisions]
         jaxpr = compat.make_jaxpr_of(read, [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(
@@ -151,12 +154,12 @@ def _program(
 
 @dataclass(frozen=True, slots=True)
 class _SharedBuffers:
-    """The flat buffers in which several exchanges travel together.
+    """Flat buffers that carry the operands of several exchanges each.
 
     Attributes:
-        parts: For each buffer, the number of its operands and a hash of their sizes.
-        filled: Results of the equations that fill the buffers.
-        emptied: Results of the equations that empty the buffers.
+        parts: For each buffer, how many operands it holds, followed by a hash of their sizes.
+        filled: Results of the equations that copy operands into the buffers.
+        emptied: Results of the equations that split the buffers after the exchange.
     """
 
     parts: dict[Any, str] = field(default_factory=dict)
@@ -173,22 +176,27 @@ def _pack_on_device(
 ) -> None:
     """Moves the equations that fill and empty shared buffers into the neighbouring compute bodies.
 
-    A single array per buffer then travels between the accelerator and the host. Otherwise every
-    operand travels separately, and each transfer costs a tenth of a millisecond whatever its size
+    If compute segments fill and empty the buffers, only one array per buffer is transferred between
+    the accelerator and the host. Otherwise, each operand is transferred by itself, and a transfer
+    costs a tenth of a millisecond, however small the array is
     (`benchmarks/results/gpu_transfers.json`).
 
     An equation stays in the collective body if
 
-    - there is no compute body on its side to move it to,
+    - the neighbouring compute position is empty (the one before it if it fills a buffer, the one
+      after it if it empties one),
     - it fills a buffer from the result of an equation that stays, or it empties a buffer and an
       equation that stays reads its result,
-    - its result is one of `checked`, which collective segments return, or
-    - it fills a buffer at one of the `carried` positions, whose exchanges don't wait for any
-      computation.
+    - its result is one of `checked`, because a collective segment has to return these, or
+    - it fills a buffer at one of the `carried` positions, because carried exchanges mustn't wait
+      for any computation.
     """
     for at in range(1, len(bodies), 2):
         body = bodies[at]
         made = {v for eqn in body for v in eqn.outvars}
+        # Go forwards through the equations that fill shared buffers. Such an equation can move to
+        # the compute body if it doesn't read the result of an equation that stays in the collective
+        # body.
         first = []
         rest = []
         for eqn in body:
@@ -203,6 +211,8 @@ def _pack_on_device(
                 made.difference_update(eqn.outvars)
             else:
                 rest.append(eqn)
+        # Go backwards through the equations that empty shared buffers. Such an equation can move to
+        # the next compute body if no equation that stays in the collective body reads its result.
         read: set[Any] = set()
         kept = []
         last = []
@@ -216,6 +226,9 @@ def _pack_on_device(
         bodies[at - 1] = bodies[at - 1] + first
         bodies[at] = kept[::-1]
         bodies[at + 1] = last[::-1] + bodies[at + 1]
+        # An equation that has moved belongs to its new position. A shared buffer's other equations
+        # have only just been created and don't have a position yet, so they get the one where they
+        # are.
         for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
             owner.update(
                 {v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner}
@@ -225,7 +238,7 @@ def _pack_on_device(
 def _bodies(
     graph: Graph, placement: Placement, bucket_bytes: int, shared: _SharedBuffers
 ) -> list[list[Any]]:
-    """Returns the equations of each position, the tail last. Records shared buffers in `shared`."""
+    """Returns the equations of each position, and adds the shared buffers to `shared`."""
     placed = by_place(placement.position)
     bodies = []
     for at in range(2 * len(placement.groups) + 1):
@@ -242,25 +255,25 @@ def _prune(
 ) -> list[list[Any]]:
     """Drops compute equations that no later position needs, and returns what each position reads.
 
-    Positions are visited backwards, because what a position must pass on depends on what later
-    positions read. A collective body keeps all its equations: the exchange must be made even if
-    this rank doesn't use the result.
+    We visit the positions from last to first, because what a position has to pass on depends on
+    what later positions read. A collective body keeps all its exchanges, even if this rank doesn't
+    use their results: the other ranks can't complete an exchange without this rank.
     """
     reads: list[list[Any]] = [[] for _ in bodies]
     wanted = set(results)
     for at in reversed(range(len(bodies))):
         if at % 2 == 0:
-            handed_on = [
+            passed_on = [
                 v for e in bodies[at] for v in e.outvars if v in wanted and owner.get(v) == at
             ]
-            bodies[at] = drop_unread(bodies[at], handed_on)
+            bodies[at] = drop_unread(bodies[at], passed_on)
         reads[at] = _reads(bodies[at])
         wanted.update(reads[at])
     return reads
 
 
 def _reads(body: Sequence[Any]) -> list[Any]:
-    """Returns the variables that a body reads but doesn't make, in order of first use."""
+    """Returns the variables that a body reads but doesn't compute, in order of first use."""
     made: set[Any] = set()
     reads: dict[Any, None] = {}
     for eqn in body:
@@ -280,8 +293,9 @@ def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:
     """Returns the exchanges of a segment.
 
-    The exchange of a shared buffer also names the buffer's contents. Ranks then compare these
-    contents instead of their total size alone.
+    If an exchange carries a shared buffer, its parameters also describe the buffer's contents: the
+    number of operands and a hash of their sizes. If ranks only compared the buffer's total size,
+    they wouldn't notice that they packed different arrays into it.
     """
     found: list[Exchange] = []
     for eqn in body:
@@ -294,7 +308,7 @@ def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> t
 def _collective_body(
     graph: Graph, group: Group, bucket_bytes: int, shared: _SharedBuffers
 ) -> list[Any]:
-    """Returns the equations of a collective segment, level by level, small exchanges packed."""
+    """Returns the equations of a collective segment by level, with small exchanges packed."""
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
@@ -304,13 +318,13 @@ def _collective_body(
         while between and graph.level[between[0]] <= here:
             body.append(graph.eqns[between.popleft()])
         body += _bucketed(graph, level, bucket_bytes, shared)
-    return body + [graph.eqns[i] for i in between]  # later segments' exchanges read these
+    return body + [graph.eqns[i] for i in between]  # exchanges of later segments read these
 
 
 def _bucketed(
     graph: Graph, level: Sequence[int], bucket_bytes: int, shared: _SharedBuffers
 ) -> list[Any]:
-    """Returns the exchanges of one level; small ones of a kind share flat buffers (cut rule 3)."""
+    """Returns the exchanges of one level, packing small ones of the same kind (cut rule 3)."""
     buckets: dict[tuple[Any, ...], list[list[int]]] = {}
     filled: dict[tuple[Any, ...], int] = {}  # bytes in the latest bucket of each kind
     out: list[tuple[int, list[Any]]] = []
@@ -323,24 +337,26 @@ def _bucketed(
             and found[0].nbytes < bucket_bytes
         )
         small = small and not isinstance(eqn.invars[0], compat.Literal)
-        # Over axes of size 1 no data travels, so packing would only add copies.
+        # Along axes of size 1, nothing is sent, so packing would only add copies.
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
-        # A reduction that also names array dimensions (from a `vmap` inside the step) wouldn't find
-        # these dimensions in a flat buffer.
+        # If the step calls `vmap`, a reduction may also go over dimensions of its operand. A flat
+        # buffer doesn't have these dimensions.
         small = small and "positions" not in dict(found[0].params)
         if not small:
             out.append((i, [eqn]))
             continue
         x = found[0]
-        # Exchanges of one kind share buffers. The shapes of what is exchanged are identical across
-        # ranks, so the buckets are identical, too.
+        # All exchanges in a buffer have the same operation, axes, element type and parameters.
+        # Which exchanges share a buffer follows from the shapes of the exchanged arrays. These are
+        # identical across ranks, so all ranks fill the same buffers.
         kind = (x.op, x.axes, x.dtype, x.params)
         if kind not in filled or filled[kind] + x.nbytes > bucket_bytes:
             buckets.setdefault(kind, []).append([])
             filled[kind] = 0
         filled[kind] += x.nbytes
         buckets[kind][-1].append(i)
-    # Put a buffer at the place of its last member, so that all its operands exist by then.
+    # The exchange of a buffer takes the place of its last member. At an earlier place, some of its
+    # operands wouldn't have been computed yet.
     for several in buckets.values():
         for members in several:
             eqns = [graph.eqns[i] for i in members]
@@ -365,8 +381,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)
     inner, _ = compat.open_jaxpr(closed)
     env = dict(zip(inner.invars, (e.invars[0] for e in eqns), strict=True))
-    # Operands and results keep their variables, because other equations refer to them. Everything
-    # else gets fresh variables.
+    # Operands and results keep their variables, because other equations refer to them. All other
+    # variables are replaced by new ones.
     env.update(zip(inner.outvars, (e.outvars[0] for e in eqns), strict=True))
     out = []
     new = buffer.filled
@@ -375,7 +391,7 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
             env.setdefault(v, compat.new_var(v.aval))
         invars = [a if isinstance(a, compat.Literal) else env[a] for a in eqn.invars]
         outvars = [env[v] for v in eqn.outvars]
-        # With the user's line.
+        # Keep the user's source line for error messages.
         out.append(eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info))
         if eqn.primitive is primitive:
             sizes = ",".join(str(x.size) for x in args)

@@ -1,8 +1,9 @@
-"""Finds *carried* exchanges: they need no computation of this step, so they can overlap with it.
+"""Finds carried exchanges, which need no result of this step's computation.
 
-A strategy that applies the mean one step late keeps the operand of the exchange in its state. The
-exchange then depends on the step's inputs alone. It's *carried* if the step also has costly work
-that doesn't wait for it (cut rule 8): that work can run while the exchange is in flight.
+Some exchange strategies apply the mean one step late. They keep the operand of the exchange, e.g.
+the previous step's gradients, in their state, so the exchange depends only on the step's inputs. We
+call such an exchange *carried* if the step also contains costly work that doesn't need its result,
+because that work can then run while the exchange is in flight (cut rule 8).
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, MOST_TOUCHED, is_costly
 
-# The operands of these may be larger than their results, and may differ in size between ranks,
-# because they can depend on the batch.
+# An operation such as a slice may read an operand that's larger than its result. The operand's size
+# can then depend on the batch and differ between ranks, even if the exchanged array has the same
+# size everywhere.
 _SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})
 
 
 def carried_exchanges(graph: Graph) -> tuple[int, ...]:
-    """Returns the carried exchanges, among those that need no other. Identical across ranks."""
+    """Returns the step's carried exchanges, which are identical across ranks.
+
+    They are among the exchanges that don't depend on another exchange.
+    """
+    # A loop computes something as well, and mpi4jax calls must keep their order, so neither can be
+    # carried.
     first = [
         i
         for i in graph.wires
@@ -29,6 +36,8 @@ def carried_exchanges(graph: Graph) -> tuple[int, ...]:
     given = {i: graph.ancestors([i], {}) for i in first if _from_inputs(graph, i)}
     costly = [i for i in range(len(graph.eqns)) if _is_work(graph, i)]
     found = _with_other_work(graph, list(given), costly)
+    # If an exchange isn't carried after all, the host doesn't compute its operand either. Another
+    # exchange may have relied on this, so we repeat the check until nothing changes.
     while found:
         inside = {*found, *(n for i in found for n in given[i])}
         kept = [i for i in found if may_repeat(graph, given[i], [i], inside)]
@@ -39,28 +48,32 @@ def carried_exchanges(graph: Graph) -> tuple[int, ...]:
 
 
 def host_ops_before(graph: Graph, exchanges: Sequence[int]) -> frozenset[int]:
-    """Returns the operations from the step's inputs to carried exchanges; the host runs them."""
+    """Returns the host operations that compute carried exchanges' operands from the inputs."""
     return frozenset(graph.ancestors(exchanges, {}))
 
 
 def may_repeat(
     graph: Graph, ops: Collection[int], exchanges: Sequence[int], inside: Collection[int]
 ) -> bool:
-    """Whether the host may run these operations for these exchanges.
+    """Whether the host may compute the operands of these exchanges with these operations.
 
-    Other readers of the results have them computed a second time, elsewhere. That must give the
-    same bits, but arithmetic may be contracted with its reader and then rounds differently.
-    Therefore all readers of arithmetic must be in `inside`.
+    Other equations may read the results of these operations as well. A compute segment then runs
+    the operations a second time for them, and must get the same bits. With arithmetic, that isn't
+    certain: XLA may contract an operation with the one that reads its result, which rounds
+    differently. So an arithmetic operation is only allowed if everything that reads its result is
+    in `inside`.
     """
     names = {graph.eqns[i].primitive.name for i in ops}
-    # All ranks must reach the same decision, so no array may count whose size doesn't follow from
-    # the shapes of the exchanges.
+    # All ranks must decide the same, even if their batches have different sizes. So we reject
+    # operations that may read an array of any size, such as slices and reductions. All other arrays
+    # have sizes that follow from the exchanges.
     if (
         not names <= HOST_OPS
         or not names.isdisjoint(_SHRINKING)
         or any(name.startswith("reduce_") and name != "reduce_precision" for name in names)
     ):
         return False
+    # Too much work on the host would take longer than the exchanges can hide.
     moved = sum(x.nbytes for i in exchanges for x in graph.wires[i])
     if sum(nbytes(v) for i in ops for v in graph.eqns[i].outvars) > MOST_TOUCHED * moved:
         return False
@@ -76,10 +89,11 @@ def may_repeat(
 def work_before_commit(graph: Graph) -> set[int]:
     """Returns the equations to compute before the commit, while carried exchanges are in flight.
 
-    These are the costly equations that no exchange delays, everything they need, and the cheap
-    operations that finish this work without adding bytes. The last operations of a gradient are
-    cheap, e.g. a transpose or a sum over the batch. After the commit they would have to read the
-    results of the costly equations from memory, in an order that differs from their layout there.
+    These are the costly equations that don't depend on any exchange, together with everything they
+    need. We add cheap operations at the end of this work, as long as they don't increase memory
+    use: a gradient often ends with e.g. a transpose or a sum over the batch. If such an operation
+    ran after the commit, it would have to read the result of a costly equation from memory, in an
+    order that doesn't match the result's layout.
     """
     costly = [i for i in range(len(graph.eqns)) if graph.level[i] == 0 and _is_work(graph, i)]
     inside = {*costly, *graph.ancestors(costly, {})}
@@ -104,9 +118,11 @@ def _may_end_work(graph: Graph, i: int) -> bool:
 
 
 def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collection[Any]) -> bool:
-    """Whether an equation reads this work's results only, and makes no more bytes than it frees.
+    """Whether an equation reads only results of this work and doesn't increase memory use.
 
-    An operand is freed if this equation is the last to read it.
+    If we add an equation to the work that overlaps with carried exchanges, its results may be no
+    larger than the operands that it frees. An operand is freed if nothing outside of this work
+    reads it and the step doesn't return it.
     """
     eqn = graph.eqns[i]
     operands = variables(eqn.invars)
@@ -118,7 +134,9 @@ def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collec
         for v in operands
         if v not in returned and all(r in inside or r == i for r in graph.readers[v])
     )
-    # The second condition accepts e.g. a sum: it's small, even if its operand has other readers.
+    # A result is also accepted if it has at most an eighth of the operands' bytes. For example,
+    # something else may read the operand of a sum, so that it can't be freed. But the sum is so
+    # small that this hardly matters.
     return made <= freed or 8 * made <= sum(map(nbytes, operands))
 
 
@@ -139,12 +157,13 @@ def _is_work(graph: Graph, i: int) -> bool:
 
 
 def _with_other_work(graph: Graph, exchanges: Sequence[int], costly: Collection[int]) -> list[int]:
-    """Returns the exchanges that at least one costly equation doesn't wait for.
+    """Returns the exchanges for which some costly equation doesn't need the result.
 
-    Sets of exchanges are represented as bits of an integer.
+    A set of exchanges is represented by an integer, with one bit per exchange.
     """
     bit = {i: 1 << n for n, i in enumerate(exchanges)}
     waits: list[int] = []
+    # For each equation, collect the exchanges that it depends on.
     for i in range(len(graph.eqns)):
         before = bit.get(i, 0)
         for p in graph.makers(i):

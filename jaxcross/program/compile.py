@@ -26,14 +26,14 @@ from jaxcross.program.lowered import Lowered, Traceable, struct_of
 
 V = TypeVar("V")
 
-# The number of most recently used executables that stay alive even if no job uses them, because a
-# later job may equal a finished one.
+# We keep this many of the most recently used executables, even if no job uses them any more. If a
+# later job equals a finished one, it then doesn't have to be compiled again.
 MAX_IDLE_EXECUTABLES = 64
 
 
 @final
 class SingleFlightCache(Generic[V]):
-    """A cache that makes each value once. Safe to use from several threads.
+    """A thread-safe cache that makes each value only once.
 
     Args:
         values: The mapping that stores the values; an empty dictionary if None.
@@ -45,19 +45,20 @@ class SingleFlightCache(Generic[V]):
         self._values: MutableMapping[Hashable, V] = {} if values is None else values
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Returns the value for `key`.
+        """Returns the value for `key`, and makes it if it isn't cached.
 
-        The first caller makes the value. Other callers with the same key wait for it.
+        If several threads ask for the same key, the first one makes the value and the others wait.
         """
         with self._lock:
             found = self._values.get(key)
             if found is not None:
                 return found
-            # `make` may take minutes, so it runs under a lock for this key alone.
-            turn = self._making.setdefault(key, threading.Lock())
-        with turn:
-            # The previous holder of `turn` may have made the value. If its `make` failed, this
-            # caller tries again.
+            # The `make` function may compile for minutes, so it runs under a lock for this key
+            # only. Threads that ask for other keys don't have to wait.
+            key_lock = self._making.setdefault(key, threading.Lock())
+        with key_lock:
+            # While we waited for the lock, another thread may have made the value. If its `make`
+            # failed, we try again.
             with self._lock:
                 found = self._values.get(key)
             if found is None:
@@ -73,25 +74,24 @@ class SingleFlightCache(Generic[V]):
 
 @final
 class ExecutableCache:
-    """Executables by what they compute, so that equal jobs compile once. Safe to use from threads.
+    """A thread-safe cache of executables by what they compute, so that equal jobs compile once.
 
-    The cache keeps the executables that something else still holds, and the latest
-    `MAX_IDLE_EXECUTABLES`. A process can therefore run any number of jobs, one after another,
-    without filling its memory.
+    An executable is freed together with the last job that uses it. Only the `MAX_IDLE_EXECUTABLES`
+    most recently used ones stay alive for longer. So a process can run any number of jobs, one
+    after another, without running out of memory.
     """
 
     def __init__(self) -> None:
-        # Weak references: an executable is freed together with the last job that uses it, unless
-        # it's among the latest ones.
+        # The references are weak, so only jobs and `_latest` keep an executable alive.
         self._executables = SingleFlightCache[Any](WeakValueDictionary())
         self._latest: OrderedDict[Hashable, object] = OrderedDict()
         self._lock = threading.Lock()
         self.compiled = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the executable for `key`.
+        """Returns the executable for `key`, and compiles it if it isn't cached.
 
-        The first caller compiles it. Other callers with the same key wait for it.
+        If several threads ask for the same key, the first one compiles and the others wait.
         """
 
         def counted() -> Any:
@@ -123,29 +123,30 @@ def compile_segments(
 ) -> tuple[Runnable, ...]:
     """Compiles every segment, or takes its executable from the cache.
 
-    The arguments are those of `stages.compile`.
+    For the arguments, see `stages.compile`.
     """
     traced = program.traced
     wire = traced.wire
     coords = dict(traced.wire.coords(traced.axes))
     given = [*map(_sharding, traced.consts), *map(_sharding, inputs)]
     shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
-    # Create all communicators before compiling anything. Creating a communicator waits for the
-    # other ranks, and a rank whose compiler failed earlier would never get there.
+    # Create all communicators before compiling anything, because creating one waits for the other
+    # ranks. If we did it later and the compiler failed on one rank, that rank would never get
+    # there, and the others would wait for it.
     lowered = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
     runnables = []
-    lent: set[int] = set()  # values in the wire's memory: donating one would copy it
+    lent: set[int] = set()  # values in the wire's memory; XLA copies these if they're donated
     for segment, may_donate in zip(program.segments, program.order.donates, strict=True):
         if notify is not None:
             notify(segment)
         sources = tuple(shardings[v] for v in segment.inputs)
         pinned = _pinned_results(segment, sources, exchanged, host)
         donated = _aliasable(program, segment, may_donate - lent, pinned)
-        # The key holds everything that decides what XLA makes of a segment, and nothing else. Names
-        # of values and of the step aren't in it, because jobs that share an executable may use
-        # different names.
+        # The key contains everything that affects what XLA makes of the segment, and nothing else.
+        # Two jobs can share an executable even if their steps and values have different names, so
+        # the key doesn't contain any names.
         key = (
             segment_key(segment),
             _avals(program, segment.inputs),
@@ -164,8 +165,8 @@ def compile_segments(
             call = cache.get(
                 key, _compute_maker(program, segment, sources, donated, coords, pinned)
             )
-            # XLA chooses the shardings of a segment's results, and the next segment is compiled for
-            # these shardings.
+            # XLA chooses the shardings of a segment's results. We have to look them up, because the
+            # next segment is compiled for them.
             results = [None] * len(segment.outputs)
             if any(s is not None for s in sources):
                 results = list(call.output_shardings)[: len(segment.outputs)]
@@ -179,8 +180,9 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            # A result that is moved to another device is a copy, so it no longer lies in the wire's
-            # memory. Results beyond the segment's outputs are never moved.
+            # The wire may return results in its own memory. If we move such a result to another
+            # device, the output becomes a copy that no longer uses the wire's memory. Only the
+            # segment's own outputs are moved; additional results stay where they are.
             stays = [to is None or host in to.device_set for to in results]
             places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
             lent_here = tuple(segment.outputs[n] for n in places if n < len(stays))
@@ -204,12 +206,13 @@ def compile_segments(
 
 
 def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Returns the collective segments that each segment waits for, and whether any can be hidden.
+    """Returns the collective segments that each segment waits for, and whether any overlaps.
 
-    A segment waits for the collective segments that it depends on, or that the commit puts before
-    it, unless an earlier compute segment already waited for them: compute segments run in the order
-    of the list. The second result says whether some computation can hide an exchange with other
-    ranks.
+    This is for steps that run outside of jobs, with compute segments in the order of the list. Each
+    segment has to wait for the collective segments that it depends on, and for those that the
+    commit puts before it. We leave out the ones for which an earlier compute segment has already
+    waited. The second result says whether some computation can overlap with an exchange that
+    involves other ranks.
     """
     collectives = [s.index for s in program.collectives]
     waited_for = in_flight = 0  # sets of segments, as bits of an integer
@@ -263,8 +266,9 @@ def _compute_maker(
         function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
 
         def compute(*args: Any) -> list[Any]:
-            # The last result is never donated. The driver can wait for it to find out that the
-            # segment has ended, even if all other results have been given away.
+            # We add a result that's never donated. The driver can wait for it to find out that the
+            # segment has ended, even if all other results have already been donated to later
+            # segments.
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
@@ -273,8 +277,8 @@ def _compute_maker(
             return (
                 jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
             )
-        # The accelerator writes the results that only exchanges read into the host's pinned memory,
-        # while it's still computing the others.
+        # If only exchanges read a result, the accelerator writes it straight into the host's pinned
+        # memory, while it's still computing the other results.
         jitted = jax.jit(
             compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None]
         )
@@ -293,8 +297,8 @@ def _collective_maker(
     program: Program, segment: Segment, lowered: Lowered, host: Any
 ) -> Callable[[], Any]:
     def make() -> object:
-        # With one rank most exchanges just return their operand. Even an empty executable would
-        # cost a dispatch and copies.
+        # On a single rank, most exchanges only return their operand. We need no executable for
+        # that, and even an empty one would cost a dispatch and copies.
         if program.is_single_rank(segment):
             order = _forwarded(program, segment, lowered)
             if order is not None:
@@ -312,7 +316,7 @@ def _collective_maker(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Forward:
-    """Replaces an executable that would only copy: a sum over one rank is its operand."""
+    """Returns some of its arguments, in place of an executable that would only copy them."""
 
     order: tuple[int, ...]
 
@@ -324,11 +328,12 @@ class _Forward:
 
 
 def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[int, ...] | None:
-    """Returns the index of the argument that each result is, or None if that isn't possible.
+    """Returns the argument that can be used as each result, or None if that's impossible.
 
-    It isn't possible if the segment computes something, or if anything else reads its arguments. A
-    result may be donated later, and that must never take an array away from the user or from
-    another segment.
+    On a single rank, a sum is just its operand, so the segment can return its arguments as results.
+    That's impossible if the segment also computes something, or if the user or another segment
+    still reads the arguments. When such a result is donated later, its array would be deleted for
+    them, too.
     """
     if not (isinstance(lowered, Traceable) and _owned(program, segment)):
         return None
@@ -360,19 +365,20 @@ def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
 def _aliasable(
     program: Program, segment: Segment, allowed: frozenset[int], pinned: Sequence[Sharding | None]
 ) -> tuple[int, ...]:
-    """Returns the positions of the inputs that may be overwritten and that match an output.
+    """Returns the positions of the inputs to donate.
 
-    XLA warns about donated buffers it can't use, so each donated input must match an output in
-    shape and type. JAX assigns a buffer to the first such output, whatever memory the output is in.
-    Therefore we donate no input whose shape and type is also that of an output in pinned memory.
+    XLA warns about a donated buffer that it can't use, so we only donate an input if an output has
+    the same shape and type. JAX assigns the buffer to the first such output, even if that output is
+    in pinned memory, where it can't reuse the buffer. So if any output with this shape and type is
+    in pinned memory, we don't donate the input.
     """
     kinds = [(program.values[v].shape, program.values[v].dtype) for v in segment.outputs]
     elsewhere = {kind for kind, to in zip(kinds, pinned, strict=True) if to is not None}
     free = Counter(kind for kind in kinds if kind not in elsewhere)
     taken = []
     own = frozenset(program.inputs)
-    # The user's own arrays come first: they were donated on purpose, and JAX reports a later use of
-    # such an array.
+    # If several inputs could be donated for one output, prefer arrays that the user has donated.
+    # The user did that on purpose, and JAX reports it if such an array is used later.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
         kind = (program.values[v].shape, program.values[v].dtype)
         if v in allowed and free[kind]:
@@ -412,7 +418,7 @@ def _pinned_results(
 ) -> tuple[Sharding | None, ...]:
     """Returns, for each result of a compute segment, the pinned memory that it's written into.
 
-    None for results that anything but an exchange reads.
+    A result that anything other than an exchange reads gets None.
     """
     if segment.kind != "compute" or exchanged.isdisjoint(segment.outputs):
         return (None,) * len(segment.outputs)
@@ -427,7 +433,7 @@ def _through(
     made: frozenset[int],
     host: Any,
 ) -> tuple[Sharding | None, ...]:
-    """Returns the pinned memory, if any, through which each operand goes to the host."""
+    """Returns the pinned memory, if any, through which each operand is copied to the host."""
     memory = pinned_memory([s for s in sources if s is not None], host)
     return tuple(
         memory if can_be_pinned(program.values[v]) and v not in made else None
@@ -440,12 +446,12 @@ def _return_shardings(
 ) -> list[Any]:
     """Returns the sharding of each result of a collective segment.
 
-    A result gets the sharding of the operand that has its shape. If there's no such operand, the
-    result is replicated over the operands' mesh, or it gets the first operand's sharding if they
-    have no mesh. If no operand has a sharding, all results go to the accelerator, if there is one.
+    Exchanges run on the host's single CPU device, and afterwards each result goes to where the
+    operand with the same shape came from, because the next segment is compiled for that. If no
+    operand has the result's shape, the result is replicated over the operands' mesh. If they have
+    no mesh, it gets the first operand's sharding. If no operand has a sharding, all results go to
+    the accelerator, if there is one.
     """
-    # An exchange runs on the host's single CPU device. Its results go back to where the operand
-    # with their shape came from, because the next segment is compiled for that.
     sources = [(program.values[v], sharding[v]) for v in segment.inputs]
     placed = [s for _, s in sources if s is not None]
     if not placed:
@@ -455,6 +461,6 @@ def _return_shardings(
         )
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     fallback = NamedSharding(meshes[0], PartitionSpec()) if meshes else placed[0]
-    # Reversed, so that the first operand of each shape decides.
+    # Go backwards, so that the first operand of each shape overwrites the later ones.
     by_shape = {aval.shape: s for aval, s in reversed(sources) if s is not None}
     return [by_shape.get(program.values[v].shape, fallback) for v in segment.outputs]

@@ -1,7 +1,9 @@
-"""Handles conditionals that exchange.
+"""Handles conditionals that contain exchanges.
 
-If the predicate follows from step inputs that the host has, such as counters, the host chooses the
-branch (`predicate_of`). Otherwise the conditional is split around its exchanges (`split`).
+There are two ways to handle a conditional with exchanges. If its predicate follows from step inputs
+that the host has, such as counters, the host evaluates the predicate and chooses the branch
+(`predicate_of`). Otherwise, the conditional is split, so that its exchanges are outside of it
+(`split`).
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ class Predicate:
 def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate | None:
     """Returns the backward slice of `index` as a predicate, or None if the host can't compute it.
 
-    The host can compute the index if only scalar integers and booleans lead to it, all of them come
-    from the step's inputs, and no exchange, rank index or callback is involved.
+    The host can compute the branch index if it depends only on scalar integers and booleans, and if
+    all of these come from the step's inputs. It can't if an exchange, a rank index or a callback is
+    involved.
     """
     makers = flat.makers()
     positions = flat.positions
+    # Go back from the index to the step's inputs, and give up at anything that the host can't
+    # compute.
     needed: set[int] = set()
     leaves: set[Any] = set()
     stack = [index]
@@ -94,16 +99,18 @@ def split(
 ) -> list[Any]:
     """Splits a conditional around its exchanges (cut rule 5).
 
-    `cond(p, pre; X; post | other)` becomes `cond(p, pre | zeros)`, X, `cond(p, post | other)`. X
-    are all exchanges of one branch that need no other exchange of the branch. The split is repeated
-    until no exchange is left inside.
+    `cond(p, pre; X; post | other)` becomes `cond(p, pre | zeros)`, then X, then `cond(p, post |
+    other)`. Here, X is the set of all exchanges in one branch that don't depend on another exchange
+    of this branch, `pre` is the work before them, and `post` is the rest of the branch. The split
+    is repeated until no branch contains an exchange.
 
-    Every rank always makes X, with zeros if the branch isn't taken, so that no rank can wait for
-    another that doesn't take part. Only the branch taken contributes to the result. Alongside X,
-    the ranks count how many of them take the branch.
+    Since X is now outside of the conditional, every rank makes these exchanges on every step. If
+    its branch isn't taken, a rank sends zeros, so that no other rank waits for it forever. Only the
+    branch that's taken contributes to the result. Alongside the exchanges, the ranks count how many
+    of them take the branch, because the step has to fail if they decide differently.
 
     Args:
-        flat: Receives the equations.
+        flat: Receives the new equations.
         eqn: The conditional.
         index: The branch index.
         operands: The operands of all branches.
@@ -113,10 +120,10 @@ def split(
     atoms = (a for _, eqns, outs in branches for a in (*(a for e in eqns for a in e.invars), *outs))
     read = {a for a in atoms if not isinstance(a, compat.Literal)}
     consts = [v for v in flat.consts if v in read]
+    # Constants become operands of the conditional, so that its branches are closed.
     shared = [*operands, *consts]
     work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
-    # Each round moves one level of exchanges of one branch in front of the conditional, until no
-    # exchange is left inside.
+    # Each round takes one branch and moves its first exchanges in front of the conditional.
     while True:
         which = next(
             (i for i, (_, eqns, _) in enumerate(work) if any(map(flat.exchanges, eqns))), None
@@ -130,17 +137,19 @@ def split(
         sent = [a for e in exchanges for a in e.invars if not isinstance(a, compat.Literal)]
         later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
         later |= {a for a in outs if not isinstance(a, compat.Literal)}
-        # The first conditional returns the operands of the exchanges, and the values that the rest
-        # of the branch reads.
+        # The first conditional returns the operands of the exchanges. It also returns the values
+        # that the rest of the branch will read.
         residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
-        handed = [*sent, *residuals]
+        returned = [*sent, *residuals]
         first = [
-            _close(flat, invars, pre, handed)
+            _close(flat, invars, pre, returned)
             if i == which
-            else _close(flat, ivs, [], handed, zeros=True)
+            else _close(flat, ivs, [], returned, zeros=True)
             for i, (ivs, _, _) in enumerate(work)
         ]
         values = _emit(flat, eqn, index, shared, first)
+        # The exchanges get new result variables, because the old variables become inputs of the
+        # rest of the branch.
         packed = iter(values)
         made = [v for e in exchanges for v in e.outvars]
         received = [compat.new_var(v.aval) for v in made]
@@ -148,14 +157,17 @@ def split(
         names = dict(zip(made, received, strict=True))
         for exchange in exchanges:
             new = [names[v] for v in exchange.outvars]
+            # Associate each result with the counts of its decision, so that these are kept if the
+            # result is read.
             for group in decision.groups_of(flat, exchange):
                 for v in new:
                     flat.counters.setdefault(v, set()).add(counts[group])
             args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
             flat.eqns.append(exchange.replace(invars=args, outvars=new))
         flat.present.update(a for a, v in zip(values, sent, strict=False) if v in flat.present)
-        # The rest of this branch reads the residuals and the received values. The other branches
-        # ignore them.
+        # All branches of a conditional take the same operands. So every branch gets the values that
+        # the first conditional has returned, and the results of the exchanges, although only the
+        # rest of this branch reads them.
         extra = [*values[len(sent) :], *received]
         local = [*residuals, *made]
         shared = [*shared, *extra]
@@ -172,13 +184,15 @@ def _partition(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits a branch into equations before its first exchanges, these exchanges, and the rest.
 
-    The exchanges are those that need no other exchange of the branch. Before them are the equations
-    written before the first exchange, and any equation that one of the exchanges needs.
+    The first exchanges are those that don't depend on another exchange of the branch. Everything
+    that they depend on has to be computed before them, as do the equations that the user wrote
+    above the first exchange.
     """
     first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
     behind: set[Any] = set()  # results of an exchange, or of an equation that follows one
     exchanges: dict[int, Any] = {}
-    # Callbacks keep their order: once one comes after the exchanges, all later ones do.
+    # Callbacks must keep their order. So if one callback has to run after the exchanges, all later
+    # callbacks have to run after them as well.
     acted = False
     for i, eqn in enumerate(eqns[first:], first):
         exchange = flat.exchanges(eqn)
@@ -205,24 +219,26 @@ def _partition(
 
 
 def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
-    """Refuses an exchange that can't be made if its branch isn't taken.
+    """Raises if an exchange can't be made on a rank that doesn't take its branch.
 
-    These are exchanges in a loop that might not end on zeros, or that also calls back.
+    If a rank doesn't take the branch, it makes the exchange on zeros. That isn't always possible if
+    the exchange is inside a loop: the loop might never end on zeros, or it might call back although
+    the branch isn't taken.
     """
     if not ends_on_zeros(exchange, flat.present):
-        # If its branch isn't taken, the loop runs on zeros, and we can't tell whether it would ever
-        # end on them.
         raise CutError(
             "a `while` loop next to an exchange inside `cond` cannot be cut at "
             f"{compat.source_of(exchange)}: the host cannot know the predicate, and the loop might "
-            "not end where its branch is not taken. Use `lax.scan`, or a predicate made of "
+            "not end if its branch is not taken. Use `lax.scan`, or a predicate made of "
             "counters alone."
         )
-    # A `while` makes no iteration on zeros, so it may call back.
+    # A callback inside a `while` loop is allowed. The loop has passed the check above, so the ranks
+    # vote before each iteration. On a rank whose operands are zeros, this vote ends the loop before
+    # the first iteration.
     if exchange.primitive.name != "while" and _acts(flat, exchange):
         raise CutError(
             "an exchange and a callback inside one loop inside `cond` cannot be cut at "
-            f"{compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, "
+            f"{compat.source_of(exchange)}: the loop runs on zeros if its branch is not taken, "
             "and would call back. Move the callback out of the loop, or use a predicate made of "
             "counters alone."
         )

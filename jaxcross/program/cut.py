@@ -1,22 +1,32 @@
 """Cuts a flat jaxpr into a program: decides which equation runs in which segment.
 
-Compute and collective segments alternate: compute 0, collective 0, compute 1, collective 1, ...,
-tail. The *position* of an equation is an index into that sequence. Even positions compute, odd
-positions exchange, and the last position is the tail.
+A program alternates between compute segments and collective segments, which make the exchanges:
+compute 0, collective 0, compute 1, collective 1, and so on, up to a last compute segment, the tail.
+The *position* of an equation is its index in this sequence. So computation is at even positions,
+and exchanges are at odd ones.
 
-The exchanges are placed first. Exchanges of one level, i.e. with the same number of exchanges
-before them, form a group. Adjacent groups are joined if the work between them is cheapest on the
-host, and a group is split into several if `cut` asks for more segments. Then every equation that an
-exchange needs is placed as early as that exchange needs it. Last come the equations that no
-exchange needs, such as metrics and the optimizer: they go where they keep the fewest bytes alive.
+**Problem.** XLA runs a compute segment as a whole. With a single cut, no gradient can be sent
+before the whole backward pass has run. With more cuts, the first gradients travel while the last
+ones are still being computed, but XLA can't fuse operations across a cut, and values that later
+segments read have to stay in memory. So the number of cuts is up to the user (`cut=`), and this
+module decides which equation goes where.
 
-All ranks must put the same exchanges into the same segments, even if other shapes differ between
-them (e.g. because the last batch is short on one rank). So the decisions about exchanges may only
-depend on the order of the equations, on the exchanges, and on shapes that follow from the
-exchanges.
+**Order of decisions.** We place the exchanges first. Exchanges of one level, i.e. with the same
+number of exchanges before them, form a group. We join adjacent groups if the work between them is
+cheapest on the host, and split a group into several if `cut` asks for more segments. Then we place
+everything that an exchange needs, as early as that exchange needs it. The remaining equations, such
+as metrics and the optimizer, come last, and are placed where they keep the fewest bytes alive.
 
-Rule numbers refer to docs/explanation/cutting.md, which also lists the alternatives that we
-rejected.
+**All ranks must agree.** Every rank has to put the same exchanges into the same segments, even if
+other shapes differ between ranks, e.g. because the last batch is short on one of them. So whatever
+we decide about exchanges may depend only on the order of the equations, on the exchanges, and on
+shapes that follow from the exchanges.
+
+**Alternatives.** A gradient's place in the jaxpr would be a simpler measure of when it's ready, but
+a misleading one (`_by_readiness`). Similarly, if all freed memory counted when we place the last
+equations, an optimizer's own sums would pull its next state in front of the commit (`_positions`).
+docs/explanation/cutting.md explains the cut rules by the numbers that are used here, and lists the
+ideas that we rejected.
 """
 
 from __future__ import annotations
@@ -53,7 +63,8 @@ if TYPE_CHECKING:
     from jaxcross.program.trace import Traced
 
 Cut = Literal["whole", "auto"] | int
-# Below this size, an exchange's latency costs more than copying its operand into a shared buffer.
+# Below this size, copying an operand into a shared buffer costs less than the latency of a separate
+# message.
 BUCKET_BYTES = 1 << 20
 # Bytes of gradients per segment under cut="auto". This gives four segments for ResNet-50.
 AUTO_BYTES = 25_000_000
@@ -62,15 +73,16 @@ AUTO_BYTES = 25_000_000
 def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
     """Cuts a traced step into a verified program.
 
-    Does not wait or communicate. The result is the same on every rank.
+    Doesn't wait or communicate. The exchanges are cut in the same way on every rank.
 
     Args:
         traced: A step without a `cond` that the host still has to decide (`Traced.undecided` is
             None).
-        cut: `"whole"` computes, makes all exchanges, and computes the rest. A number splits the
-            exchanges that don't depend on one another into that many collective segments, in the
-            order in which their operands become ready. `"auto"` makes one collective segment per 25
-            MB of gradients, but at most 8. Ignored if the step calls mpi4jax.
+        cut: `"whole"` makes all exchanges together, between the computation that they need and the
+            rest. A number splits the exchanges that don't depend on one another into that many
+            collective segments, in the order in which their operands become ready. `"auto"` makes
+            one collective segment per 25 MB of gradients, but at most 8. Ignored if the step calls
+            mpi4jax, because all of its exchanges then form one segment.
         bucket_bytes: Exchanges smaller than this share flat buffers of up to this size.
 
     Raises:
@@ -91,15 +103,16 @@ def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES)
 
 
 def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
-    """Chooses the segment of every equation. All ranks get the same segments of exchanges.
+    """Chooses the position of every equation. The exchanges' positions are the same on all ranks.
 
     Args:
         graph: A step whose `cond`s are already decided, as far as the host can decide them.
         cut: See `cut`.
-        accelerator: Whether compute segments run on another device than the host.
+        accelerator: Whether compute segments run on a device other than the host.
     """
-    # mpi4jax calls may differ between ranks, so the ranks couldn't agree on an order for parts of
-    # them. Therefore all of them stay together in one unit.
+    # mpi4jax calls may differ between ranks, e.g. one rank sends what another one receives. If the
+    # calls were in several segments, the ranks couldn't agree on an order for these. So all calls
+    # stay together in a single segment, the unit.
     unit = calls_mpi4jax(graph)
     n_segments = 1 if unit else _n_segments(cut, graph)
     host_work = HostWork(graph) if accelerator and not unit else None
@@ -113,13 +126,13 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
             for group in groups
         ]
     position = _positions(graph, groups)
-    # On a CPU all segments run on the same cores, so a compute segment that's separate from the
-    # unit gains nothing.
+    # On a CPU, all segments run on the same cores, so computing outside of the unit gains nothing.
     if unit and not accelerator:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
-    # Without a cut, recompute only operations that give the same bits anywhere: arithmetic may be
-    # contracted with its new reader.
+    # With a single collective segment, we only recompute operations whose result is bitwise
+    # identical wherever they're compiled. Arithmetic isn't among these, because XLA may contract it
+    # with the operation that reads its result.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
@@ -157,9 +170,9 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 def _levels(graph: Graph) -> list[Group]:
     """Groups exchanges that don't depend on one another, in an order in which they can be made.
 
-    A loop forms a group by itself, because the exchanges and the computation inside it can't be
-    separated. Carried exchanges come first: they wait for nothing, whereas other exchanges of their
-    level may wait for the whole backward pass.
+    A loop forms a group by itself, because we can't separate the exchanges inside it from its
+    computation. Carried exchanges come first: they can start right away, whereas other exchanges of
+    the same level may have to wait for the whole backward pass.
     """
     carried = carried_exchanges(graph)
     by_level: dict[int, list[int]] = {}
@@ -178,7 +191,10 @@ def _levels(graph: Graph) -> list[Group]:
 def _merge_over_host_ops(
     graph: Graph, groups: list[Group], host_work: HostWork | None
 ) -> list[Group]:
-    """Joins adjacent groups if the work between them is cheapest on the host (cut rule 4)."""
+    """Joins adjacent groups if the work between them is cheapest on the host (cut rule 4).
+
+    Otherwise, this work becomes a compute segment between two collective segments.
+    """
     merged: list[_Merged] = []
     for group in groups:
         if not merged or not merged[-1].adds(graph, group, host_work):
@@ -189,7 +205,7 @@ def _merge_over_host_ops(
 class _Merged:
     """Adjacent groups of exchanges that become one group.
 
-    The fields are extended with each group, so that joining many groups takes linear time.
+    Adding a group only extends the fields, so that joining many groups takes linear time.
     """
 
     __slots__ = (
@@ -227,8 +243,8 @@ class _Merged:
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
         if any(i in graph.wires for i in between):
             return False
-        # Updated before the decision. If this group isn't added, no later group will be, and `self`
-        # isn't asked again.
+        # We can update these fields before we know whether the group is added. If it isn't, no
+        # later group is added either, so `self` isn't used for a decision again.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
         cheap = _is_cheap(graph, between, self.known, self.moved)
@@ -255,8 +271,9 @@ class _Merged:
     def _stays_carried(self, graph: Graph, group: Group) -> bool:
         """Whether the next group needs only these exchanges and the step's inputs.
 
-        If so, adds to `before` the operations on inputs that the group needs. Any other group might
-        wait for computation, which carried exchanges don't.
+        Carried exchanges don't wait for any computation, and joining another group mustn't change
+        that. If the next group needs some operations on the step's inputs as well, and the host may
+        run them, they're added to `before`.
         """
         needed = {
             i for i in graph.ancestors(group.exchanges, self.inside) if graph.level[i] == 0
@@ -269,10 +286,11 @@ class _Merged:
 
 
 def _is_cheap(graph: Graph, between: Collection[int], known: set[Any], moved: int) -> bool:
-    """Whether equations just pass over memory, and make few bytes per byte that is exchanged.
+    """Whether equations only pass over memory and make few bytes per exchanged byte.
 
-    The ranks must reach the same decision, so all shapes involved must follow from the exchanges.
-    `known` holds the arrays for which they do; this function adds to it.
+    All ranks must decide the same, so every shape involved has to follow from the exchanges. The
+    `known` set contains the arrays with such shapes, and this function adds all others that it
+    finds.
     """
     if any(graph.eqns[i].primitive.name not in HOST_OPS for i in between):
         return False
@@ -287,50 +305,55 @@ def _exchanged_bytes(graph: Graph, group: Group) -> int:
 def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) -> list[Group]:
     """Splits a group by readiness into parts of about equal exchanged bytes (cut rule 2).
 
-    There are about `n_segments` parts in the whole step. An exchange of a later level goes with the
-    last exchange that it depends on. Within a part, exchanges are in the order in which they are
-    written, which is identical even on ranks whose shapes differ.
+    The whole step is split into about `n_segments` parts, of which this group gets its share. An
+    exchange that depends on other exchanges goes into the same part as the last of these. Within a
+    part, the exchanges are in the order in which the step makes them, because that order is the
+    same on all ranks, even if their shapes differ.
     """
     first = group.levels[0]
     if len(first) == 1 or group.carried:
         return [group]
     weight = {i: sum(x.nbytes for x in graph.wires[i]) for i in first}
-    # A group's number of parts is proportional to its share of the step's exchanged bytes.
+    # The group's number of parts is proportional to its share of the step's exchanged bytes.
     everything = sum(x.nbytes for found in graph.wires.values() for x in found)
     share = sum(x.nbytes for i in group.exchanges for x in graph.wires[i]) / max(everything, 1)
     count = max(1, min(len(weight), round(n_segments * share)))
     total = sum(weight.values())
     done = 0
-    piece: dict[int, int] = {}
+    part_of: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
-        # An exchange goes to the part in which its middle byte falls, so that no part is much
-        # larger than the others.
-        piece[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
+        # Imagine the exchanged bytes in a row, in order of readiness and divided into equal parts.
+        # An exchange goes into the part that contains its middle byte, so no part is much larger
+        # than the others.
+        part_of[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
-    # All others go with the equations they read from. Calls that must stay in order never move to
-    # an earlier part than the call before them.
-    earliest = latest = min(piece.values())
+    # Exchanges of later levels, and the work between exchanges, go into the last part from which
+    # they read a result. If calls must stay in order, none of them goes into an earlier part than
+    # the call before it.
+    earliest = latest = min(part_of.values())
     for i in sorted((*group.exchanges, *group.between)):
-        if i not in piece:
-            piece[i] = max((piece[p] for p in graph.makers(i) if p in piece), default=earliest)
+        if i not in part_of:
+            part_of[i] = max(
+                (part_of[p] for p in graph.makers(i) if p in part_of), default=earliest
+            )
         if i in graph.ordered:
-            piece[i] = latest = max(piece[i], latest)
+            part_of[i] = latest = max(part_of[i], latest)
     parts = []
-    for n in sorted(set(piece.values())):
-        levels = [tuple(i for i in level if piece[i] == n) for level in group.levels]
+    for n in sorted(set(part_of.values())):
+        levels = [tuple(i for i in level if part_of[i] == n) for level in group.levels]
         parts.append(
             Group(
                 tuple(tuple(sorted(level)) for level in levels if level),
-                frozenset(i for i in group.between if piece[i] == n),
+                frozenset(i for i in group.between if part_of[i] == n),
             )
         )
     return parts
 
 
 def _depths(graph: Graph) -> list[int]:
-    """Returns, for each equation, the length of the longest chain of costly equations up to it.
+    """Returns the length of the longest chain of costly equations that ends at each equation.
 
-    Cheap host operations don't count.
+    Operations that are cheap enough for the host don't count.
     """
     depth: list[int] = []
     for i, eqn in enumerate(graph.eqns):
@@ -342,8 +365,9 @@ def _depths(graph: Graph) -> list[int]:
 def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) -> list[int]:
     """Sorts exchanges in the order in which their operands become ready.
 
-    Their order in the step says less: operations on each gradient may be written after the whole
-    backward pass.
+    An operand is ready after the longest chain of costly equations that leads to it (`depth`). The
+    order in which the step is written would be misleading. For example, if the step casts all
+    gradients after the backward pass, they would all seem to become ready at the end.
     """
     when: dict[int, int] = {}
     latest = 0
@@ -357,10 +381,10 @@ def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) 
 def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
     """Returns the position of every equation.
 
-    An exchange is at the odd position of its group. An equation that exchanges need is at the even
-    position before the first group that needs it, so that each exchange can begin as early as
-    possible. If there are carried exchanges, the work that overlaps with them, and what that work
-    needs, may be placed earlier.
+    An exchange gets the odd position of its group. If an exchange needs an equation, the equation
+    gets the even position before the first group that needs it, so that each exchange can start as
+    early as possible. If there are carried exchanges, the work that overlaps with them may be
+    placed even earlier, together with everything it needs.
     """
     position: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -369,50 +393,59 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         position.update(dict.fromkeys(needed, 2 * g))
         position.update(dict.fromkeys(inside, 2 * g + 1))
     if any(group.carried for group in groups):
-        # After the last exchange this work would wait for that exchange, because the step's state
-        # may be overwritten there. So we place it at the latest before the last group whose
-        # exchanges need no other exchange. A part of the work that a later exchange needs isn't
-        # left at that exchange's position, where it would wait for the carried exchanges.
+        # The costly work is supposed to overlap with the carried exchanges. If we placed it after
+        # the last exchange, it would have to wait for that exchange, because the step's state may
+        # be overwritten there. So we place it before the last group whose exchanges don't depend on
+        # another exchange, or earlier. If a later exchange needs some of this work, that part is
+        # moved there as well, because at the later exchange's position it would wait for the
+        # carried exchanges.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
-        # This work needs no exchange, so all of it is at even positions, and no equation ends up
-        # after an equation that reads its result.
+        # It's safe to move this work to an earlier position. The work doesn't depend on any
+        # exchange, so all of it is at even positions, and everything that it needs is moved as
+        # well. So no equation ends up after an equation that reads its result.
         position |= {
             i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))
         }
-    # If there are carried exchanges, only the results of equations placed so far count as memory
-    # that an early equation could free. Otherwise, sums of an optimizer's own products would pull
-    # its next state in front of the commit, while the old state is still alive.
+    # An equation may be placed early if it frees memory (`_place_rest`). If there are carried
+    # exchanges, we only count memory that holds results of equations placed so far. Otherwise, an
+    # optimizer's sums of its own products would count as freeing memory, and would pull its next
+    # state in front of the commit, where the old state is still alive.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))
     _place_rest(graph, position, tail=2 * len(groups), holders=frozenset(holders))
     return position
 
 
 def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
-    """Places equations that no exchange needs, so that they keep the fewest bytes alive.
+    """Places the equations that no exchange needs, so that they keep the fewest bytes alive.
 
-    These are metrics, statistics and the optimizer. They must not make an exchange wait for another
-    one that it doesn't depend on, unless readers at two positions leave no choice.
+    Equations that no exchange needs, e.g. metrics, statistics and the optimizer, must not delay an
+    exchange by making it wait for another exchange that it doesn't depend on. The only exception is
+    an equation whose results are read at two positions, if that leaves no other choice.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in position]
     awaited, behind = _awaited(graph, position, tail)
     earliest: dict[int, int] = {}
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.commit_flag_inputs}
-    # Forward pass: the earliest position of each equation. This is after the equations it reads
-    # from, at a position that already waits for all exchanges that the equation needs.
+    # Forward pass: find the earliest position of each equation. The equation must come after all
+    # equations whose results it reads. Its position must also wait for all the exchanges that the
+    # equation needs, because otherwise the equation would delay everything else at that position.
     for i in rest:
         for p in graph.makers(i):
             awaited[i] |= awaited[p]
-        # The commit flag is known only after the last exchange.
+        # The commit flag is only known after the last exchange, so whatever reads it is in the
+        # tail.
         if late and not late.isdisjoint(variables(graph.eqns[i].invars)):
             earliest[i] = tail
             continue
         after = [(earliest[p] if p in earliest else position[p]) for p in graph.makers(i)]
-        # An exchange's result is read one position later.
+        # The result of an exchange can be read from the next position on.
         first = max((a + a % 2 for a in after), default=0)
         earliest[i] = next(at for at in range(first, tail + 1, 2) if not awaited[i] & ~behind[at])
-    # Backward pass, so that all readers already have positions. An equation goes early if its
-    # results are smaller than the operands that it's the last to read, and late otherwise.
+    # Backward pass: we place the equations from last to first, so by the time we place an equation,
+    # everything that reads its results already has a position. If an equation frees more memory
+    # than it allocates, because it's the last to read its operands, we place it as early as
+    # possible; otherwise as late as possible.
     for i in reversed(rest):
         eqn = graph.eqns[i]
         readers = [position[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
@@ -431,17 +464,19 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
         common = -1  # exchanges that all its readers wait for anyway, as bits
         for at in readers:
             common &= behind[at]
-        # If a reader would wait for more, take the last position at which none does.
+        # If this position would make a reader wait for additional exchanges, take the last position
+        # that doesn't.
         if behind[position[i]] & ~common:
             choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
             position[i] = next(choices, latest)
 
 
 def _awaited(graph: Graph, position: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
-    """Returns the exchanging positions that each equation and each position wait for, as bits.
+    """Returns the exchanges' positions that each equation and each position waits for, as bits.
 
-    Equations without a position get 0. The tail waits for all exchanges. An empty compute position
-    may wait for everything that the exchanges after it wait for.
+    An equation that doesn't have a position yet gets 0, i.e. it waits for nothing. The tail waits
+    for all exchanges. A compute position that's still empty may wait for whatever the exchanges
+    right after it wait for, because that delays nothing.
     """
     behind = [0] * tail + [-1]
     for i in sorted(position, key=lambda i: position[i]):

@@ -1,9 +1,10 @@
 """Counts how many ranks took each branch of a conditional, or left an inner loop early.
 
-A rank that doesn't take a branch exchanges zeros there, and a rank that leaves a loop early
-exchanges a value that isn't the loop's result. Either would go unnoticed, because the exchange
-itself succeeds. So the ranks sum these counts alongside the exchange. All of them receive the same
-counts, so either all ranks fail the step or none does.
+If ranks decide a conditional differently, those that don't take a branch exchange zeros in it.
+Similarly, a rank that leaves a loop early exchanges a value that isn't the loop's result. Nobody
+would notice either of these, because the exchange itself succeeds. So alongside the exchange, the
+ranks sum up how many of them decided which way. All ranks receive the same counts, so either all of
+them fail the step or none does.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ Group = tuple[tuple[str, ...], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchDecision:
-    """A `cond` or `switch` that exchanges and whose branch depends on values on the device.
+    """A `cond` or `switch` with exchanges, whose branch depends on values on the device.
 
     Attributes:
         axes: The axes that it exchanges over.
-        takers: The branches that exchange. There is one count per branch, plus a last count for all
-            other branches together.
+        takers: The branches that contain exchanges. There's one count for each of them, plus a last
+            count for all other branches together.
         source: The user's line.
     """
 
@@ -52,16 +53,16 @@ class BranchDecision:
         return (
             f"ranks decided the conditional at {self.source} differently. Of those that exchange "
             f"in it over {quoted(self.axes)}, {', and '.join(taken)}. They "
-            "would average zeros of those that take no part, and drift apart. Decide by what all "
-            "of them share, as `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
-            "`optax.MultiSteps` with a function that skips, look at a rank's own gradients: put "
-            "the exchange in front of them, not inside."
+            "would average zeros of those that take no part, and drift apart. Decide by a value "
+            "that all of them share, e.g. `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
+            "`optax.MultiSteps` with a function that skips, look at a rank's own gradients, so "
+            "exchange the gradients before them rather than inside."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExit:
-    """A loop that some ranks finish before others, and its inner loops that feed an exchange.
+    """A loop that ranks may finish at different times, and its inner loops that feed an exchange.
 
     Attributes:
         source: The user's line.
@@ -76,13 +77,12 @@ class EarlyExit:
         if not counts[0]:
             return None
         return (
-            f"ranks make different numbers of iterations of the loop at {self.source}, and "
-            f"{counts[0]:.0f} that {'is' if counts[0] == 1 else 'are'} through with it did not "
-            f"come to the end of an inner one, at {' or '.join(self.inner)}, on the values that "
-            "the outer one ended with: not within as many iterations as are tried where no other "
-            "rank makes them. What it made would be exchanged, and would be no number that `vmap` "
-            "gives. Bound the inner loop's iterations, or let it end at once on the outer one's "
-            "last values."
+            f"ranks make different numbers of iterations of the loop at {self.source}. On "
+            f"{counts[0]:.0f} of the ranks that had finished it, an inner loop, at "
+            f"{' or '.join(self.inner)}, "
+            "did not end within the iterations that jaxcross tries on the outer loop's last "
+            "values. Its result would be exchanged, but is not what `vmap` gives. Limit the inner "
+            "loop's iterations, or let it end at once on the outer loop's last values."
         )
 
 
@@ -91,8 +91,8 @@ def count(
 ) -> dict[Group, Any]:
     """Emits a sum that counts the ranks per branch, for each group of ranks that exchange.
 
-    The sum takes eight bytes if one of two branches exchanges. It shares the buffer of other small
-    sums.
+    If one of two branches contains exchanges, the sum takes eight bytes. It can share a buffer with
+    other small sums.
     """
     found: dict[Group, list[int]] = {}
     counts: dict[Group, Any] = {}
@@ -114,9 +114,9 @@ def count(
             one_hot = lax.concatenate(
                 [lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0
             )
-            # With the barrier, the count isn't a host operation, so it isn't computed in the
-            # collective segment. In that segment, a failed rank's zeros would be counted as taking
-            # a branch.
+            # The barrier keeps the count out of the collective segment, because a barrier isn't a
+            # host operation. If the count were computed there, a failed rank, which runs the
+            # segment on zeros, would be counted as having taken a branch.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
@@ -148,7 +148,8 @@ def count_early_exits(
 
     def summed(x: Any) -> Any:
         one = lax.reshape(lax.convert_element_type(x, jnp.float32), (1,))
-        return lax.psum(lax.optimization_barrier(one), axes)  # a barrier and a float, as in `count`
+        # As in `count`, the barrier keeps this out of the collective segment.
+        return lax.psum(lax.optimization_barrier(one), axes)
 
     var = _emit(flat, eqn, summed, exited)
     flat.decisions[var] = EarlyExit(source=compat.source_of(eqn), inner=inner)

@@ -1,9 +1,9 @@
 """Computes the key under which equal segments share an executable, and hashes of programs.
 
-The text of a segment's jaxpr isn't enough for a key. It contains addresses, which differ between
-equal jaxprs. It also leaves out constants, the contexts in which equations are lowered, and the
-functions that callbacks call. So the key is a hash of the text without addresses, followed by
-everything that the text leaves out.
+Segments that compute the same should have the same key. The printed jaxpr isn't enough for that. It
+contains memory addresses, which differ even between equal jaxprs. It also leaves out constants, the
+contexts in which equations are lowered, and the functions that callbacks call. So the key consists
+of a hash of the text without addresses, followed by everything that the text leaves out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from jaxcross.program.ir import Program, Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# The parameters of these hold functions for derivatives that have already been taken: rules, and
-# what to save for them. What they compute is in their jaxprs.
+# The parameters of these primitives contain functions for differentiation, such as derivative rules
+# and policies for what to save. We ignore them, because all derivatives have already been taken.
+# What the equation computes is in its inner jaxprs.
 _DERIVED = frozenset({"custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"})
 
 
@@ -42,7 +43,7 @@ class _Same:
 
 
 def segment_key(segment: Segment) -> tuple[Any, ...]:
-    """Returns a key that is equal for segments that compute the same, so that they can share.
+    """Returns a key that's equal for segments that can share an executable.
 
     Names of values don't matter. The key keeps the functions that the segment calls alive.
     """
@@ -68,7 +69,7 @@ def segment_digest(segment: Segment) -> str:
     """
     digest = hashlib.sha256()
     for part in segment_key(segment):
-        if isinstance(part, bytes | _Same):  # the text covers all that can be hashed of other parts
+        if isinstance(part, bytes | _Same):  # of other parts, the text has all that can be hashed
             digest.update(part if isinstance(part, bytes) else f"{id(part.value)} ".encode())
     return digest.hexdigest()
 
@@ -113,9 +114,10 @@ def _unprinted(value: object) -> Iterator[Any]:
         else:
             yield value if _hashable(value) else _Same(value)
     else:
-        # A callable may look like another one, or even compare equal to it, although it does
-        # something else. A method is a new object at each access; two are equal if object and
-        # function are the same.
+        # Two callables may look alike, or even compare equal, and still do different things, so we
+        # compare them by identity. Methods are an exception, because Python creates a new object
+        # each time a method is accessed. So two methods count as equal if they belong to the same
+        # object and have the same function.
         by_value = _hashable(value) and (isinstance(value, MethodType) or not callable(value))
         yield value if by_value else _Same(value)
 

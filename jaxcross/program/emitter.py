@@ -20,22 +20,22 @@ from jaxcross.program.jaxpr_utils import drop_unread, holds_exchange
 
 @dataclass(slots=True)
 class Emitter(ABC):
-    """A growing list of flat equations, and what is known about their results.
+    """A growing list of flat equations, with what we know about their results.
 
     Attributes:
         axes: Axis name -> size.
         wire: Recognises exchanges.
         invars: The inputs of the flat jaxpr.
         like: A jaxpr whose debug information is reused.
-        consts: Arrays that the step closed over, by their variable.
+        consts: Variable -> the array that the step closed over.
         eqns: The equations emitted so far.
-        decisions: Decisions that ranks make by their own values, by the variable that counts how
-            many ranks decided which way.
+        decisions: The variable that counts how many ranks decided which way -> the decision, which
+            each rank makes based on its own values.
         counters: The result of an exchange -> the variables that count the decisions under which
             the exchange was made.
         present: Variables that are 0 on a rank that takes no part in the step, and 1 otherwise.
         until: A loop's first result -> a hash of what the loop's number of iterations follows from.
-        always_vote: Whether ranks vote in every `while`, because it may run on zeros.
+        always_vote: Whether ranks vote in every `while` loop, because the loop may run on zeros.
         positions: The position of each variable in `invars`.
     """
 
@@ -127,8 +127,10 @@ class Emitter(ABC):
     def presence(self) -> Atom:
         """Returns a variable that is 0 if this rank exchanges zeros instead of values, else 1."""
         if self._presence is None:
-            # The barrier keeps it in a compute segment. It's then an operand of the exchange rather
-            # than a constant inside it, so a failed rank can replace it by 0.
+            # A failed rank takes part in exchanges with zeros, so it must be able to replace this 1
+            # by a 0. It couldn't do that if the value were a constant inside the collective
+            # segment. With the barrier, the value is computed in a compute segment and becomes an
+            # operand of the exchange.
             (self._presence,) = self.emit_function(lambda: [lax.optimization_barrier(jnp.int32(1))])
             self.present.add(self._presence)
         return self._presence
@@ -145,9 +147,10 @@ class Emitter(ABC):
     def read(self, outs: Sequence[Atom]) -> list[Equation]:
         """Returns the equations that `outs` depend on, and those that count the decisions for them.
 
-        Also drops from `decisions` those that `outs` don't depend on.
+        Also drops all other decisions from `decisions`.
         """
         made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
+        # Keep a decision only if the result of an exchange that depends on it is still needed.
         live = {v for x in made & self.counters.keys() for v in self.counters[x]}
         self.decisions = {v: d for v, d in self.decisions.items() if v in live}
         return drop_unread(self.eqns, [*outs, *self.decisions])
@@ -155,7 +158,7 @@ class Emitter(ABC):
     def rename(self, before: Sequence[Var], after: Sequence[Var]) -> None:
         """Moves facts about variables to their new names.
 
-        Needed when the exchanges of a branch move in front of it.
+        This is needed when exchanges are moved from a branch to the front of its conditional.
         """
         names = dict(zip(before, after, strict=True))
         for v in names.keys() & self.counters.keys():
@@ -177,8 +180,8 @@ class Emitter(ABC):
     def has_exchange(self, jaxpr: Jaxpr) -> bool:
         """Whether a jaxpr exchanges.
 
-        The answer is cached per jaxpr, because a nested jaxpr would otherwise be walked once per
-        level.
+        The answer is cached per jaxpr. Otherwise, a nested jaxpr would be searched again for each
+        level around it.
         """
         key = id(jaxpr)
         if key not in self._holds:

@@ -1,9 +1,12 @@
-"""Proves values of a step equal on all ranks, from the equations that compute them.
+"""Proves that values are equal on all ranks, based on the equations that compute them.
 
-Ranks need to know whether they might make different numbers of iterations of a loop that exchanges:
-if they can't, the loop needs no vote. The proof starts from what is certainly equal. A literal is
-equal, and so is the result of a reduction or a gather, along the axes that it goes over. The step's
-inputs, its constants and `axis_index` aren't. A result is equal if it's computed from equal values.
+If a loop contains exchanges, all ranks must make the same number of iterations. Usually, the ranks
+vote on it before each iteration (`lockstep`). They don't need to if the loop's predicate is certain
+to be equal on all of them, and that's what this module finds out.
+
+The proof starts from values that are equal by themselves: a literal, and the result of a reduction
+or gather, along the axes that it goes over. The step's inputs, its constants and `axis_index`
+aren't. Any other result is equal if it's computed from equal values.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class Known:
     Attributes:
         axes: The axes along which all ranks hold the same value.
         basis: The literals and equations that the value is computed from, as text. The proof
-            assumes that all ranks traced the same ones. However, a Python number in the code may
-            differ by rank, so the ranks compare the basis.
+            assumes that all ranks have traced the same ones. But a Python number in the code may
+            differ between ranks, so the ranks compare the basis.
     """
 
     axes: frozenset[str]
@@ -61,7 +64,8 @@ class Equality:
         wire: Recognises exchanges.
         diverges: Whether a value that isn't proved equal decides how often a loop or conditional
             exchanges.
-        basis: The basis of the values that decide this for all other loops and conditionals.
+        basis: What the deciding values of all other loops and conditionals follow from; see
+            `Known.basis`.
     """
 
     sizes: Mapping[str, int]
@@ -79,7 +83,7 @@ class Equality:
     def decided_together(self, eqn: compat.Equation, decided: Known) -> bool:
         """Whether the deciding value is equal on all ranks that exchange in an equation.
 
-        If none exchange, it must be equal on all ranks.
+        If the equation doesn't exchange, the value must be equal on all ranks.
         """
         return (self.exchange_axes(eqn) or frozenset(self.sizes)) <= decided.axes
 
@@ -122,6 +126,7 @@ class Equality:
             return self._exchanged(eqn, found, known)
         if name == "axis_index":
             axis = eqn.params["axis_name"]
+            # Ranks that only differ along other axes have the same index along this axis.
             own = {axis} if isinstance(axis, str) else set(axis)
             return [
                 Known(frozenset(self.sizes) - own, frozenset({f"axis_index {sorted(own)}"})).meet()
@@ -153,18 +158,21 @@ class Equality:
         m = n + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
+        # If the body returns a carry unchanged, the carry stays equal for any number of iterations.
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
-        # Use a separate walker. The first rounds assume more equality than holds, and must not
-        # leave records in `self`.
+        # The first rounds of the search assume that more values are equal than really are. Whatever
+        # follows from that mustn't be recorded in `self`, so they use a separate walker.
         trial = Equality(self.sizes, self.wire)
-        # Find the greatest fixed point, starting from the assumption that the carry stays as equal
-        # as it is at the start. Each round can only remove axes, so this loop ends.
+        # Search for the greatest fixed point: first assume that the loop's carry is equal along the
+        # same axes in every iteration as at the start. Then walk through the body and drop the axes
+        # for which this turns out to be wrong. Each round can only drop axes, so the search ends.
         while True:
             (more,) = trial.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
             outs = trial.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
-            # Ranks that make different numbers of iterations end up with different values of
-            # everything that changes in the loop. If some ranks may leave a loop early
-            # (`lockstep.FROZEN`), nothing is known about its results.
+            # If ranks make different numbers of iterations, they end up with different values of
+            # everything that changes in the loop. So unless the ranks decide together when the loop
+            # ends, we know nothing about its results. This includes loops that a rank may leave
+            # early (`lockstep.FROZEN`).
             changed = more if self.decided_together(eqn, more) else UNKNOWN
             after = [
                 c if same else c.meet(o, changed)
@@ -195,7 +203,8 @@ class Equality:
         self._record_decision(eqn, more)
         n = eqn.params["cond_nconsts"]
         m = n + eqn.params["body_nconsts"]
-        # Walk once more, to record the decisions of loops and conditionals inside.
+        # Now that the facts are certain, walk once more to record the decisions of loops and
+        # conditionals inside.
         self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
         self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
         return carry
@@ -230,8 +239,8 @@ class Equality:
         for x, before in zip(found, known, strict=True):
             others = before.axes - set(x.axes)
             equal = x.op in _EQUALISING and "groups" not in dict(x.params)
-            # Along its own axes a reduction is equal whatever its operand is, so the basis matters
-            # along the other axes only.
+            # Along the axes that a reduction goes over, its result is equal even if its operand
+            # isn't. So the operand's basis only matters along the other axes.
             axes = others | set(x.axes) if equal else others
             basis = before.basis if others else frozenset()
             results.append(Known(axes, basis) if axes else UNKNOWN)

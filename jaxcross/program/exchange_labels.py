@@ -1,41 +1,45 @@
 """Labels each exchange of a step, so that ranks can check that their exchanges match up.
 
-The signature of a program doesn't suffice for this: two different exchanges may both be sums of
-three floats. If ranks loop over names in different orders, their signatures are equal, and yet each
-exchange would receive the values of another one. A label is the same on all ranks that make the
-same exchange. It doesn't depend on the order of tracing. It doesn't depend on shapes either, which
-may differ on one rank, except for the last kind of label below.
+Exchanges match up by their order alone, so all ranks must make the same exchanges in the same
+order. The program's signature isn't enough to check this, because two different exchanges may both
+be sums of three floats. If ranks loop over names in different orders, their signatures are equal,
+and yet each exchange would receive the values of another one.
 
-**Kinds of labels.** An exchange has up to four labels for its origin and use together. They are
-hashes of
+To check the order, we give each exchange labels. A label is the same on all ranks that make the
+same exchange, whatever the order in which they traced it. Except for the last kind of label below,
+it doesn't depend on shapes either, because these may differ on one rank.
+
+**Kinds of labels.** An exchange has up to four labels for its origin and use together, which are
+hashes of the following:
 
 - leaves: the leaves of the step's arguments that the operand comes from, and the leaves of the
   step's results that the exchange reaches, through layout and element-wise equations only;
 - leaves and equations: these leaves, and the other equations at which such paths end, each with the
-  leaves around it. This labels e.g. exchanges between products, even if ranks add up the results in
-  different orders;
-- everything: the names of all equations before and after the exchange. This tells any two exchanges
-  of a step apart;
+  leaves around it. This kind of label identifies e.g. exchanges between products, even if ranks add
+  up the results in different orders;
+- everything: the names of all equations before and after the exchange. This kind tells any two
+  exchanges of a step apart;
 - parts: the leaves and the other equations, each with the part of the array (a slice, an index) and
-  the constant factors on the way. This labels exchanges of parts of one leaf. It's left out if the
-  parts that the results go to don't distinguish the exchange from another one: if the results are
+  the constant factors on the way. This kind identifies exchanges of parts of one leaf. It's left
+  out if another exchange goes to the same parts of the results: for example, if the results are
   added up, ranks may take the parts of a batch in any order.
 
-**Origin alone, use alone.** If a result goes into a list or tuple, its place there may follow from
-the order of tracing. Suppose ranks iterate over names in two orders. Then the first exchange maps
-"loss" to `result[0]` on one rank, but "acc" to `result[0]` on the other, and no label of origin and
-use together occurs on both ranks. So an exchange has the same four labels for its origin alone, and
-four for its use alone. The labels of the origin are left out if another exchange is for the same
-parts of the results, and the labels of the use if another exchange is of the same parts of the
-arguments, because two such exchanges may legitimately be swapped.
+**Origin alone, use alone.** If a result goes into a list or tuple, its place there may depend on
+the order of tracing. Suppose two ranks iterate over names in different orders. Then the first
+exchange maps "loss" to `result[0]` on one rank, but "acc" to `result[0]` on the other, so no label
+of origin and use together occurs on both ranks. That's why an exchange has the same four labels for
+its origin alone, and four for its use alone. We leave out the labels of the origin if another
+exchange goes to the same parts of the results, and the labels of the use if another exchange comes
+from the same parts of the arguments, because two such exchanges may legitimately be swapped.
 
-**Exceptions.** A label that occurs twice on a rank identifies nothing and is left out. Ranks may
-take turns: one exchanges its value while the others exchange zeros, as in `[psum(x if n == rank
-else zeros) for n in range(ranks)]`. Therefore zeros have no labels, and neither do other values
-that add nothing, such as the smallest number in a `pmax`. Two ranks may have the same label at two
-places if each exchanges such an empty value at the other's place. In a pipeline or on a ring, a
-rank sends what its neighbour needs next, so permutations only have the label of all equations
-before and after them, and mpi4jax's point-to-point calls have no label.
+**Exceptions.** If a label occurs twice on a rank, it identifies nothing, so we leave it out. Ranks
+may also take turns: one exchanges its value while the others exchange zeros, as in `[psum(x if n ==
+rank else zeros) for n in range(ranks)]`. Therefore zeros have no labels, and neither do other
+values that contribute nothing, such as the smallest number in a `pmax`. Two ranks may then have the
+same label at two places, provided that each of them exchanges such an empty value at the other's
+place. Finally, in a pipeline or on a ring, a rank sends what its neighbour needs next. So
+permutations only have the label of all equations before and after them, and mpi4jax's
+point-to-point calls have no label.
 """
 
 from __future__ import annotations
@@ -75,9 +79,9 @@ class Labelled:
         use: Where the result goes.
         empty: Whether its operand is made of literal zeros, infinities, or the smallest or greatest
             number of its type. A rank exchanges this to contribute nothing.
-        labels: The labels by leaves, by leaves and equations, by all equations and by parts; 0 for
-            a label that the exchange doesn't have. First the labels of origin and use together,
-            then those of the origin alone, then those of the use alone.
+        labels: Four labels of origin and use together, then four of the origin alone, then four of
+            the use alone. Within each four, the order is: by leaves, by leaves and equations, by
+            all equations, and by parts. A label that the exchange doesn't have is 0.
     """
 
     exchange: Exchange
@@ -114,6 +118,8 @@ def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
 def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, ...]:
     if x.op in _POINT_TO_POINT:
         return (0,) * _LABELS
+    # Exchanges that differ in their operation, axes, type, shape or parameters never have the same
+    # label.
     kind = hash_of_text(x.line())
     if x.op == "ppermute":
         return 0, 0, mixed(3, kind, origin.exact, use.exact), *(0,) * (_LABELS - 3)
@@ -153,6 +159,7 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
         eqn = makers.get(atom)
         if eqn is None:
             return False
+        # Multiplying by a literal 0 contributes nothing, whatever the other operand is.
         if eqn.primitive.name == "mul" and any(
             isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars
         ):
@@ -220,8 +227,9 @@ def _travelling(program: Program) -> Iterator[Labelled]:
             if id(eqn) in by_equation:
                 yield from known[by_equation[id(eqn)]]
             else:
-                # A shared buffer is exchanged by an equation that's not in the traced step. We find
-                # the buffer's parts by their results, because these keep their variables.
+                # An exchange of a shared buffer isn't in the traced step, but the exchanges that it
+                # replaces are. Their results still have the same variables, so we look up each
+                # array by its result.
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 
@@ -233,6 +241,10 @@ def label_text(order: Sequence[Member]) -> str:
     known = []
     for x in members:
         labels = list(x.labels)
+        # If several exchanges go to the same parts of the results, e.g. because their results are
+        # added up, ranks may make them in any order. Then we drop the labels that distinguish these
+        # exchanges only by their origin. In the same way, we drop labels that distinguish exchanges
+        # of the same parts of the arguments only by their use.
         if uses[x.exchange.line(), x.use.placed] > 1:
             labels[_KINDS - 1 : 2 * _KINDS] = [0] * (_KINDS + 1)
         if origins[x.exchange.line(), x.origin.placed] > 1:
@@ -259,13 +271,13 @@ def find_swapped(
         texts: The `label_text` of each rank's order, in rank order. The orders have equal
             signatures.
         peers: Maps a place and a rank to the ranks with which that rank makes the exchange at that
-            place. Only for these ranks does it matter that the exchange is at another place on
-            another rank.
+            place. Two ranks that aren't peers may have an exchange at different places.
 
     Returns:
-        Each of the two ranks with its place. None if no label has different places on two ranks
+        Each of the two ranks with its place. None if every label has the same place on all ranks
         that exchange with one another, apart from ranks that take turns.
     """
+    # Handle ranks with equal texts together, so that each different text is parsed only once.
     alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         alike.setdefault(text, []).append(rank)
@@ -282,6 +294,7 @@ def find_swapped(
     for places in found.values():
         for (here, ranks), (there, others) in combinations(sorted(places.items()), 2):
             for one, other in product(ranks, others):
+                # Ranks that take turns exchange an empty value at each other's place.
                 in_turns = (one, there) in empty and (other, here) in empty
                 if not in_turns and (other in peers(here, one) or other in peers(there, one)):
                     return min(((one, here), (other, there)), ((other, there), (one, here)))

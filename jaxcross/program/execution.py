@@ -1,7 +1,8 @@
 """Holds one step in flight: compiled segments, live values, and the means to run a segment.
 
-Knows neither MPI nor threads. `Execution` offers what a driver needs (dispatch, wait, zero-fill),
-and leaves all decisions to the driver.
+This module doesn't depend on MPI and starts no threads. The class `Execution` offers what a driver
+needs (dispatching a segment, waiting for it, replacing its inputs by zeros), and leaves all
+decisions to the driver.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ class Runnable:
 
     Attributes:
         segment: The segment that was compiled.
-        call: The executable. For a compute segment it returns one result more than the segment: a
-            scalar that is never donated, so that the driver can wait for the end of the segment
-            whatever has happened to its other results. For a collective segment it may return more
-            results, for `check_finite` and `branch_mismatch`.
+        call: The executable. For a compute segment, it returns one result more than the segment: a
+            scalar that's never donated. So the driver can wait for the end of the segment even if
+            all other results have been donated. For a collective segment, it may return additional
+            results for `check_finite` and `branch_mismatch`.
         releases: Inputs that the step doesn't return. Each is dropped after its last reader has
             run.
         memory: Returns XLA's memory figures for the executable, or None if there aren't any. The
             first call asks XLA, which takes tens of milliseconds for a segment of ResNet-50.
         device: The device of a collective segment; None for a compute segment.
-        is_single_rank: Whether its exchanges have no peers, so that it can run like a compute
-            segment.
-        through: The pinned memory through which each operand goes to `device`, None for an operand
-            that goes directly. None altogether if the operands are there already.
+        is_single_rank: Whether its exchanges involve no other rank, so that it can run like a
+            compute segment.
+        through: The pinned memory through which each operand is copied to `device`, or None for an
+            operand that's copied directly. None altogether if the operands are there already.
         shardings: The shardings in which later segments expect the outputs. None leaves the outputs
             as they are.
         lent: Outputs that may be in the wire's memory.
@@ -71,12 +72,12 @@ def live_bytes(
 ) -> tuple[int, int]:
     """Returns the most bytes alive at once during a step, and between its segments.
 
-    The arguments are those of `Compiled`.
+    For the arguments, see `Compiled`.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
-    # The wire keeps its receive buffers allocated between steps, even while nothing refers to them.
-    # It needs two sets, because a step can receive while something still refers to the results of
-    # the previous step.
+    # The wire keeps its receive buffers between steps, even while nothing refers to them. It needs
+    # two sets of buffers, because a step may receive data while something still refers to the
+    # results of the previous step.
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
@@ -84,8 +85,8 @@ def live_bytes(
         stats = runnable.memory()
         outputs = {v: program.values[v].nbytes for v in segment.outputs}
         made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
-        # A segment's inputs are still alive while it runs. Results that reuse a donated input add
-        # nothing.
+        # A segment's inputs are still alive while it runs. A result that reuses a donated input
+        # needs no additional memory.
         extra = (
             made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
         )
@@ -95,6 +96,7 @@ def live_bytes(
                 alive.pop(v, None)
         alive.update({v: nbytes for v, nbytes in outputs.items() if v not in runnable.lent})
         boundary = max(boundary, sum(alive.values()))
+    # The step copies results that no segment has computed.
     copies = (
         program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved
     )
@@ -104,7 +106,7 @@ def live_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A program whose segments are executables. Immutable; shared by all steps of all equal jobs.
+    """A program with compiled segments. Immutable, and shared by all steps of all equal jobs.
 
     Attributes:
         program: The program.
@@ -112,13 +114,13 @@ class Compiled:
         passthroughs: Positions of the results that aren't a segment's own output, each with whether
             it may be moved instead of copied.
         shared: The number of readers of each value that more than one segment reads.
-        awaited: For each segment, the collective segments that must have run before it, because it
-            depends on them or because of the commit, and that no earlier compute segment has waited
-            for.
+        awaited: For each segment, the collective segments to wait for before it runs: those that it
+            depends on or that the commit puts before it, except those for which an earlier compute
+            segment has already waited.
         carried: The collective segments that may begin before any computation; see `Order.carried`.
-        overlaps: Whether some segment can compute while another one exchanges with other ranks.
-        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Computed once, because
-            every run of a job asks for them.
+        overlaps: Whether a segment can compute while another one exchanges with other ranks.
+        live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Computed only once, because
+            every run of a job needs them.
         constants: The arrays that the step closed over, placed where compute segments read them.
         on_host: Copies of the constants that collective segments read, by value.
         out_tree: The tree of the step's results.
@@ -146,8 +148,11 @@ class Compiled:
     def memory_bytes(self) -> dict[str, int]:
         """Returns XLA's memory figures in bytes.
 
-        `temporaries` is the maximum over all segments. `outputs` is the sum over all segments,
-        excluding results that reuse an input. `arguments` is the size of the step's inputs.
+        The result has three entries:
+
+        - `temporaries`: the maximum over all segments,
+        - `outputs`: the sum over all segments, without results that reuse an input's memory,
+        - `arguments`: the size of the step's inputs.
         """
         stats = [a for r in self.runnables if (a := r.memory()) is not None]
         return {
@@ -159,26 +164,27 @@ class Compiled:
     def peak_live_bytes(self) -> int:
         """Returns the most bytes alive at once in one step.
 
-        This counts inputs, values between segments and XLA's temporaries. It follows the values
-        from segment to segment, and XLA's buffer assignment within each executable. Donated buffers
-        count once.
+        The count includes the step's inputs, the values between segments, and XLA's temporaries. To
+        find the maximum, we follow the values from segment to segment, and use XLA's buffer
+        assignment within each executable. A donated buffer is counted only once, because the output
+        reuses the input's memory.
         """
         return self.live_bytes()[0]
 
     def boundary_live_bytes(self) -> int:
         """Returns the most bytes alive between two segments, or before or after a step.
 
-        A job keeps this much while another job's segment runs.
+        This is how much memory a job keeps while another job's segment runs.
         """
         return self.live_bytes()[1]
 
     def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
-        """Returns the arrays that steps only read and later steps get again, with their bytes.
+        """Returns the arrays that a step only reads and later steps get again, with their bytes.
 
-        For example, these are the frozen weights under an adapter. They are the constants and the
-        arguments that aren't donated, except arguments whose shape and type is that of a result
-        that overwrites no donated argument: such a result may replace the argument in the next
-        step.
+        For example, these are the frozen weights under an adapter. The result contains the step's
+        constants, and the arguments that aren't donated. An argument is left out if the step
+        returns a result of the same shape and type that doesn't overwrite a donated argument,
+        because the caller may pass that result in place of the argument on the next step.
 
         Args:
             inputs: As for `execution`.
@@ -206,11 +212,20 @@ class Compiled:
 class Execution:
     """A step in flight: the values that are alive, and the means to run the next segment.
 
-    Segments may be run from different threads and in any order, as long as each runs after the
-    segments that it depends on.
+    A driver may run the segments from different threads and in any order, provided that each
+    segment runs after the segments that it depends on.
     """
 
-    __slots__ = ("_alone", "_compiled", "_counts", "_env", "_fences", "_finite", "_left", "_zeros")
+    __slots__ = (
+        "_compiled",
+        "_counts",
+        "_env",
+        "_fences",
+        "_finite",
+        "_left",
+        "_zero_calls",
+        "_zeros",
+    )
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -218,14 +233,15 @@ class Execution:
             zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
         )
         self._fences: dict[int, Any] = {}  # segment -> arrays that are ready once it has ended
-        # One token per reader, for values with several readers. Segments don't run in the order of
-        # the list, and two lanes may release a value at the same time. `list.pop` is atomic;
-        # decrementing a counter wouldn't be.
+        # If several segments read a value, the value has one token per reader and is dropped with
+        # its last token. We can't just drop it after its last reader in the list, because segments
+        # may run in a different order. Two lanes may also release a value at the same time, and
+        # `list.pop` is atomic, whereas decrementing a counter isn't.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
         self._finite: FiniteCheck | None = None
         self._counts: dict[int, Any] = {}  # how many ranks took each branch, for `branch_mismatch`
         self._zeros: dict[int, list[Any]] = {}  # operands of a failed rank's collective segment
-        self._alone: dict[int, Any] = {}  # replaces a failed rank's unit of mpi4jax calls
+        self._zero_calls: dict[int, Any] = {}  # replaces a failed rank's unit of mpi4jax calls
 
     def run(self, index: int) -> None:
         """Dispatches a segment from this thread. Only a collective segment may block."""
@@ -234,11 +250,12 @@ class Execution:
         runnable = compiled.runnables[index]
         segment = runnable.segment
         zeros = self._zeros.pop(index, None)
-        alone = self._alone.pop(index, None)
-        if alone is not None:
-            outs = alone()
+        calls_on_zeros = self._zero_calls.pop(index, None)
+        if calls_on_zeros is not None:
+            outs = calls_on_zeros()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
+            # The host has copies of the constants that exchanges read.
             if runnable.device is not None and zeros is None and compiled.on_host:
                 args = [
                     compiled.on_host.get(v, x) for v, x in zip(segment.inputs, args, strict=True)
@@ -252,9 +269,9 @@ class Execution:
                 raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
                 if "donate" in str(error):
-                    words = self._shared_words(segment)
-                    if words:
-                        raise ValueError(words) from None
+                    text = self._shared_text(segment)
+                    if text:
+                        raise ValueError(text) from None
                 raise
         if runnable.device is None:
             # This scalar is never donated, whereas the other results may be given to the next
@@ -262,19 +279,21 @@ class Execution:
             self._fences[index] = outs[-1]
         elif self._finite is not None:
             self._finite.keep(index, outs)
-        # Results beyond the segment's own are for checks. The counts of decisions are the last of
-        # these.
+        # Additional results, after the segment's own, are for checks. The counts of decisions come
+        # last.
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
-        # Copy back to the accelerator. The copy is asynchronous: nothing here waits for it.
+        # Copy the results back to the accelerator. The copy is asynchronous, so we don't wait for
+        # it here.
         if runnable.device is not None and runnable.shardings is not None:
             outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
+            # A value without tokens is read by this segment only.
             tokens = left.get(v)
             if tokens is None:
-                env.pop(v, None)  # missing if its segment failed
+                env.pop(v, None)  # it's missing if the segment that makes it has failed
             elif tokens:
                 tokens.pop()
                 if not tokens:
@@ -283,14 +302,14 @@ class Execution:
         if runnable.device is not None:
             self._fences[index] = outs
 
-    def _shared_words(self, segment: Segment) -> str | None:
+    def _shared_text(self, segment: Segment) -> str | None:
         program = self._compiled.program
         given = dict(zip(program.inputs[program.constants :], program.traced.paths[0], strict=True))
         shared = find_shared({given[v]: self._env[v] for v in segment.inputs if v in given})
         return shared and (
             f"`{shared[0]}` and `{shared[1]}` of `{program.name}` share one buffer, which the step "
-            "would overwrite twice, as both are donated. Copy one of them before the call, by "
-            "`jnp.copy`."
+            "would overwrite twice, because both are donated. Copy one of them before the call, "
+            "with `jnp.copy`."
         )
 
     def wait_inputs(self, index: int) -> None:
@@ -303,14 +322,14 @@ class Execution:
         jax.block_until_ready(self._fences.pop(index))
 
     def forget(self, index: int) -> None:
-        """Drops what `wait_outputs` would wait for, because nothing will wait for this segment."""
+        """Drops the arrays that `wait_outputs` would wait for, because nothing will call it."""
         self._fences.pop(index, None)
 
     def zero_inputs(self, index: int) -> None:
         """Makes a collective segment read zeros, because this rank has failed (the commit rule).
 
-        The zeros are kept separately from the step's values, because another thread may still write
-        results of failed segments there.
+        The zeros are kept separately from the step's values, because another thread may still be
+        writing the results of failed segments there.
 
         Raises:
             ExchangeError: The number of the segment's exchanges may depend on the values that it
@@ -326,14 +345,14 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank "
                 "has failed before it: it cannot know how often the others will exchange."
             )
-        # A unit computes between its calls, maybe in loops that never end on zeros. So only its
-        # calls are made.
+        # If a program calls mpi4jax, its unit also computes between the calls, maybe in loops that
+        # would never end on zeros. So a failed rank makes only the calls.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
-                self._alone[index] = zero_calls(segment, program.traced)
+                self._zero_calls[index] = zero_calls(segment, program.traced)
             return
-        # Made by JAX, because NumPy can't make random keys. With 64 bits enabled in case the step
-        # uses them, because this thread isn't in the step's contexts.
+        # We use JAX here because NumPy can't make random keys. The step may use 64-bit types, but
+        # this thread isn't inside the contexts that enable them, so we enable them in any case.
         with jax.default_device(device), jax.enable_x64(True):
             zeros = [
                 jax.lax.full(var.aval.shape, 0, var.aval.dtype)
@@ -353,17 +372,17 @@ class Execution:
     def check_finite(self, index: int) -> NonFiniteOutcome | None:
         """Returns what follows from a segment's non-finite results; None if there are none.
 
-        Also returns None if the policy ignores them. Otherwise waits for the results of the
-        segment, which must have run. Call this at most once per segment, and before running a
-        segment that may overwrite the results.
+        Also returns None if the policy ignores non-finite values. Otherwise, waits for the
+        segment's results, so the segment must already have been run. Call this at most once per
+        segment, and before you run another segment that may overwrite the results.
         """
         return None if self._finite is None else self._finite.outcome(index)
 
     def branch_mismatch(self, index: int) -> str | None:
-        """Describes what ranks decided differently in a collective segment, None if nothing.
+        """Describes what ranks decided differently in a collective segment; None if nothing.
 
-        The result is identical on all ranks that exchanged in the segment. Waits for the results of
-        the segment, which must have run.
+        All ranks that exchanged in the segment get the same answer. Waits for the segment's
+        results, so the segment must already have been run.
         """
         counts = self._counts.pop(index, None)
         if counts is None:
@@ -380,7 +399,7 @@ class Execution:
     def skip(self) -> None:
         """Makes the step return the state that it was given.
 
-        Must be called before any segment after the commit runs.
+        Call this before running any segment that comes after the commit.
         """
         # The step selects its old state if the flag is false; see `step.commit_flag`.
         for v in self._compiled.program.commit_flag_inputs:
@@ -389,8 +408,8 @@ class Execution:
     def outputs(self) -> PyTree:
         """Returns the step's results as a tree, once every segment has run. Doesn't wait for them.
 
-        As with `jax.jit`, no result shares memory with an argument unless that argument was
-        donated. Results that would share memory are copied.
+        No result shares memory with an argument unless that argument was donated, as with
+        `jax.jit`. To ensure this, results that would share memory are copied.
         """
         compiled = self._compiled
         results = [self._env[v] for v in compiled.program.outputs]
@@ -417,7 +436,7 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
 def _decided_by_data(jaxpr: compat.Jaxpr, traced: Traced, present: Collection[Any]) -> str | None:
     """Returns the primitive, if any, in which data decides how often something is exchanged.
 
-    A loop that ends by itself on a rank that takes no part doesn't count.
+    A loop doesn't count if it ends by itself on a rank that takes no part in the step.
     """
 
     def conditional(eqn: compat.Equation) -> str | None:

@@ -1,14 +1,14 @@
 """Flattens a traced jaxpr, so that every exchange is an equation at top level.
 
-An exchange inside a called function can't be cut out from outside, so the function has to be
-opened:
+A step can only be cut between equations at top level. If an exchange is inside a call, a loop or a
+conditional, that equation has to be opened first:
 
-- `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they hold an
+- `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they contain an
   exchange.
 - A `cond` is decided by the host if its predicate follows from counters. Otherwise it's split
   around its exchanges.
-- A short `scan` is unrolled. Other loops stay whole, with their exchanges inside. If ranks may end
-  a loop after different numbers of iterations, they vote on its end.
+- A short `scan` is unrolled. Other loops stay whole, with their exchanges inside. If ranks might
+  need different numbers of iterations, they vote on the end of the loop.
 - Equations that call mpi4jax are kept as they are.
 - Equations whose results aren't read are dropped.
 """
@@ -36,11 +36,12 @@ from jaxcross.program.mpi4jax_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64
-"""The longest `scan`, in iterations, that is unrolled for its exchanges.
+"""The most iterations for which a `scan` with exchanges is unrolled.
 
-The limit for nested loops applies to the product of their iterations.
+For nested loops, the limit applies to the product of their iterations.
 """
-# These keep track of `shard_map`'s varying axes. A rank holds only its own shard anyway.
+# These primitives only change over which mesh axes a type varies. A rank holds nothing but its own
+# shard, so they do nothing here.
 _NO_OPS = frozenset({"pvary", "pcast"})
 
 
@@ -55,7 +56,7 @@ class Flattener(Emitter):
     """Walks a jaxpr once and emits flat equations. Each trace uses a new instance."""
 
     choose: Choose = field(kw_only=True)
-    unroll_limit: int = UNROLLED  # iterations into which a `scan` here may be unrolled
+    unroll_limit: int = UNROLLED  # the most iterations of a `scan` to unroll here
     # The rows of arrays that a loop has stacked or unstacked.
     _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)
 
@@ -78,6 +79,8 @@ class Flattener(Emitter):
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
             if inlined:
                 return self.inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
+        # All mpi4jax calls of a step run in one segment, so there's no need to open an equation
+        # that contains some.
         whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
         if name == "cond" and any(
             holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside
@@ -102,8 +105,9 @@ class Flattener(Emitter):
     def _held_back(self, args: list[Any]) -> list[Any]:
         """Returns `args` behind one barrier, so that `checkpoint` doesn't recompute too early.
 
-        The values are only needed for the gradients. Under `jit`, the equation of `checkpoint` is
-        itself this barrier, but inlining has removed it.
+        `jax.checkpoint` recomputes values that only the gradients need. Under `jit`, its equation
+        is also a barrier, which keeps XLA from doing this too early and so using more memory.
+        Inlining removes that equation, so we add a barrier of our own.
         """
         made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.positions]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
@@ -112,9 +116,10 @@ class Flattener(Emitter):
         return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
 
     def _is_straight(self, jaxpr: compat.Jaxpr) -> bool:
-        """Whether no condition decides what a jaxpr exchanges.
+        """Whether a jaxpr's exchanges don't depend on any condition.
 
-        In an unrolled loop, a split `cond` would send more.
+        A loop whose exchanges depend on a condition isn't unrolled. Each iteration would contain a
+        split `cond`, which exchanges even if its branch isn't taken.
         """
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
@@ -127,7 +132,7 @@ class Flattener(Emitter):
     def _unroll(self, eqn: compat.Equation, body: compat.Jaxpr, args: list[Any]) -> list[Any]:
         """Emits the iterations of a `scan` one after another.
 
-        Each iteration is cut, and equal segments share executables.
+        Each iteration can then be cut, and equal segments share executables.
         """
         n_consts, n_carry = compat.scan_counts(eqn)
         length = eqn.params["length"]
@@ -148,8 +153,8 @@ class Flattener(Emitter):
     def _unstack(self, whole: Atom, length: int) -> Sequence[Atom]:
         """Returns the rows of an array, all from one equation.
 
-        A slice per row would make the segments of the iterations differ, so they couldn't share
-        executables.
+        If each row were a slice at another position, the segments of the iterations would differ
+        and couldn't share executables.
         """
         if isinstance(whole, compat.Literal):
             return self.emit_function(lambda x: _rows_of(x, length), whole)
@@ -160,7 +165,7 @@ class Flattener(Emitter):
     def _stack(self, rows: Sequence[Atom]) -> Atom:
         """Stacks rows to an array.
 
-        The rows are remembered in case a later loop goes over the array, e.g. the loop of the
+        We remember the rows, because a later loop may go over the same array, e.g. the loop of the
         gradient.
         """
         (whole,) = self.emit_function(
@@ -204,6 +209,8 @@ class Flattener(Emitter):
         """Returns the inputs, flat equations and results of a branch."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
+        # A branch may run on zeros, so all loops in it need a vote. The host can't choose inside a
+        # branch, and loops there aren't unrolled.
         walker = Flattener(
             self.axes,
             self.wire,

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 class Group:
     """The exchanges of one collective segment, and host operations between them (cut rule 4).
 
-    A unit that calls mpi4jax may hold any equations, all in the order in which they are written
-    (`as_written`). A group of carried exchanges (`carried`) also has host operations in `before`,
-    which compute the operands from the step's inputs. If anything else reads the results of these
-    operations, they are computed a second time elsewhere.
+    If the step calls mpi4jax, the group is the unit. It may contain any equations, in the order in
+    which they're written (`as_written`). A group of carried exchanges (`carried`) also contains the
+    host operations that compute their operands from the step's inputs (`before`). If other
+    equations read the results of these operations, the operations are computed a second time in
+    another segment.
     """
 
     levels: tuple[tuple[int, ...], ...]
@@ -66,10 +67,11 @@ class Graph:
         ordered: The equations in `wires` that must stay in the order in which they are written,
             whatever they depend on. These are mpi4jax's own calls, which a peer may answer one by
             one.
-        followers: Equation -> equations that must not come before it, although they read none of
-            its results. These are ordered callbacks.
-        level: Equation -> the number of exchanges that are made one after another before it. The
-            level is as low as dependences allow, except for exchanges that enlarge their operand.
+        followers: Equation -> ordered callbacks that must not come before it, although they read
+            none of its results.
+        level: Equation -> how many exchanges have to be made one after another before it. The level
+            is as low as the dependences allow, except for exchanges whose result is larger than
+            their operand, which are delayed.
     """
 
     traced: Traced
@@ -110,6 +112,8 @@ class Graph:
             for i in self.wires
             if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
         )
+        # The first pass computes the lowest possible levels. From these, `_late` works out how far
+        # each enlarging exchange can be delayed.
         self.level = self._levels({})
         self.level = self._levels(self._late())
 
@@ -132,7 +136,7 @@ class Graph:
             level = max((found[p] + (p in self.wires) for p in self.makers(i)), default=0)
             level = max(level, least.get(i, 0))
             if i in self.ordered:
-                # A loop is a separate segment, after everything else of its level.
+                # A loop is a segment of its own, after everything else of its level.
                 apart = last is not None and (i in self.opaque or last in self.opaque)
                 level = max(level, 0 if last is None else found[last] + apart)
                 last = i
@@ -142,12 +146,16 @@ class Graph:
     def _late(self) -> dict[int, int]:
         """Returns the last level at which each enlarging exchange still delays no other exchange.
 
-        A gather of weights depends on nothing. If the weights of all layers were gathered at the
-        first possible level, all results would be in memory before the first product needs one.
+        An exchange whose result is larger than its operand should be made as late as possible. For
+        example, a gather of weights depends on nothing, so all layers' weights could be gathered at
+        the first level. But then all results would be in memory before the first matrix product
+        needs one.
         """
         late: dict[int, int] = {}
         # Equation -> the lowest level of an exchange that depends on it.
         next_wire: dict[int, int] = {}
+        # Go backwards. An exchange must be at least one level before the first exchange that
+        # depends on it.
         for i in reversed(range(len(self.eqns))):
             after = [r for v in self.eqns[i].outvars for r in self.readers.get(v, ())]
             levels = [
@@ -202,6 +210,8 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
     if not any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
         return ()
     calls_once = eqn.primitive.name in INLINED
+    # The ranks compare exchanges by their parameters, so these also say which kind of loop the
+    # exchange is in, and the loop's length.
     loop = [] if calls_once else [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
     until = traced.until.get(eqn.outvars[0]) if eqn.outvars else None
     if until:

@@ -24,10 +24,10 @@ def on_accelerator() -> bool:
 def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
     """Returns the pinned host memory of the accelerator that a program uses.
 
-    Returns None if there's no such memory, or several accelerators. An accelerator's copy engine
-    only reaches pinned memory of the host, which the CPU device can then read in place. On an H100
-    this copy runs at 41 GB/s, whereas a copy to the CPU device's own memory runs at 2 GB/s
-    (`benchmarks/results/gpu_transfers.json`).
+    An accelerator's copy engine can only reach host memory that is pinned, and the CPU device can
+    then read this memory in place. On an H100, such a copy runs at 41 GB/s, whereas a copy to the
+    CPU device's own memory runs at 2 GB/s (`benchmarks/results/gpu_transfers.json`). Returns None
+    if there's no pinned memory, or if the program uses several accelerators.
 
     Args:
         places: Where the arguments of a segment are; empty if JAX may place them.
@@ -58,7 +58,7 @@ def on_device(memory: Sharding) -> Sharding:
 def can_be_pinned(aval: Aval) -> bool:
     """Whether an array can go to the host through pinned memory.
 
-    Keys, scalars and empty arrays can't.
+    Random keys, scalars and empty arrays can't.
     """
     return aval.shape != () and aval.nbytes > 0 and not aval.dtype.startswith("key<")
 
@@ -71,7 +71,7 @@ def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]
     Args:
         values: Arrays on any devices.
         host: The CPU device.
-        through: The pinned memory through which each value goes, None if it goes directly.
+        through: The pinned memory through which each value is copied, or None for a direct copy.
     """
     moved = list(values)
     away = []
@@ -93,8 +93,8 @@ def from_host(values: Sequence[Any], shardings: Sequence[Sharding | None]) -> li
     Doesn't wait for the copies.
     """
     moved = list(values)
-    # Pass the device itself if the sharding says no more than that: JAX took twice as long for the
-    # sharding.
+    # If a sharding only names a device, pass the device itself: with the sharding, JAX took twice
+    # as long.
     places = [
         next(iter(s.device_set)) if isinstance(s, SingleDeviceSharding) else s for s in shardings
     ]

@@ -1,19 +1,21 @@
 """Decides which work between two exchanges stays on an accelerator's host (cut rule 4).
 
-On the accelerator, this work would have to wait for two transfers, and for whatever other jobs have
-queued there. On the host, it takes up time of the exchange lane, so it must not take longer than
-the exchanges themselves. Both costs follow from shapes:
+If some work between two exchanges runs on the accelerator, it has to wait for two transfers, and
+for whatever other jobs have queued there. If it runs on the host, it occupies the exchange lane, so
+it must not take longer than the exchanges themselves. We estimate both costs from shapes:
 
-- A pass over memory costs its bytes. XLA fuses elementwise operations with their readers, so only
-  reductions, dot products, gathers and the operands of exchanges cost anything. Matrix products go
-  to the accelerator.
-- Arrays that the accelerator would have to transfer for this work alone cost their bytes, too.
+- A pass over memory costs as many bytes as it touches. XLA fuses elementwise operations with their
+  readers, so only reductions, dot products, gathers and the operands of exchanges cost anything.
+  Matrix products run on the accelerator.
+- If the accelerator would have to transfer an array for this work alone, the array's bytes count as
+  well.
 - Constants are free: the host has a copy of each constant that it reads, made once
   (`stages.compile`).
-- Exchanges pay for `MOST_TOUCHED` bytes per byte that they move. We assume that a host touches 6
-  GB/s; no result file measures this number. The work then ends before the exchanges do on networks
-  of up to 6 Gbit/s.
-- `ROUND_TRIP_BYTES` are free, because transferring even one small array each way takes longer.
+- For each byte that's exchanged, the host may touch `MOST_TOUCHED` bytes. We assume that a host
+  touches 6 GB/s; no result file measures this number. On networks of up to 6 Gbit/s, the work then
+  ends before the exchanges do.
+- The first `ROUND_TRIP_BYTES` are free, because transferring even one small array each way takes
+  longer.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, EXACT, FREE, HOST_OPS, MOST_TOUCHED, RESHAPED
 
 ROUND_TRIP_BYTES = 5_000_000
-"""What a host that touches 6 GB/s touches in 0.8 ms.
+"""How many bytes a host touches in 0.8 ms, at 6 GB/s.
 
-In that time an H100 transfers 1 MB and back (gpu_transfers.json).
+In that time, an H100 transfers 1 MB in each direction (gpu_transfers.json).
 """
 _SHIFTS = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})
 _PASSES = frozenset(
@@ -55,7 +57,7 @@ _PASSES = frozenset(
     }
 )
 _ALLOWED = HOST_OPS | _SHIFTS | _PASSES
-# For these the operands' shapes determine the result's shape, but not the other way round.
+# For these operations, the operands' shapes determine the result's shape, but not vice versa.
 _FORWARDS = (RESHAPED | _PASSES) - {"stack"}
 
 
@@ -92,17 +94,17 @@ class HostWork:
         known: set[Any],
         moved: int,
     ) -> bool:
-        """Whether the host does this work faster than the accelerator would, transfers included.
+        """Whether the host does this work faster than the accelerator, transfers included.
 
-        The result is identical across ranks, because only shapes that follow from the exchanges
-        count.
+        The result is identical across ranks, because it depends only on shapes that follow from the
+        exchanges.
 
         Args:
             between: The equations of the work.
             exchanges: The exchanges that need the work.
             inside: Equations whose results are already on the host.
-            known: Arrays whose shapes follow from the exchanges. This function adds those of the
-                work.
+            known: Arrays whose shapes follow from the exchanges. This function adds further arrays
+                for which it finds that they do.
             moved: Bytes of the exchanges before and after the work.
         """
         eqns = [self._graph.eqns[i] for i in sorted(between)]
@@ -111,6 +113,8 @@ class HostWork:
             op.name not in _ALLOWED or _reuses(op) for op in ops
         ):
             return False
+        # The shape of a gather's result depends on its index. We accept constant indices, although
+        # they may differ between ranks (`_made_of_constants`).
         known |= {
             v for op in ops if op.name == "gather" for v in variables(op.gets[1:])
         } & self._constant
@@ -121,14 +125,16 @@ class HostWork:
         # The accelerator would have to transfer the remaining operands for this work alone.
         brought = {v for op in ops for v in variables(op.gets)} - made - self._constant
         brought = {v for v in brought if self._graph.maker.get(v) not in inside}
+        # An operand of an exchange must be written to memory, even if the operation that makes it
+        # would otherwise be fused.
         touched = sum(map(_touched, ops)) + sum(map(nbytes, (made & sent) | brought))
         return touched <= max(MOST_TOUCHED * moved, ROUND_TRIP_BYTES)
 
     def repeated(self, between: Collection[int]) -> frozenset[int]:
         """Returns the operations on constants alone whose results this work reads.
 
-        These make e.g. indices, masks or the rank's number. The host repeats them, so that the
-        accelerator needn't transfer their results in every step.
+        Operations on constants make e.g. indices, masks or the rank's number. The host runs them
+        again, because otherwise the accelerator would have to transfer their results on every step.
         """
         found: set[int] = set()
         stack = [p for i in between for p in self._graph.makers(i)]
@@ -145,11 +151,11 @@ class HostWork:
 
 
 def _made_of_constants(graph: Graph) -> set[Any]:
-    """Returns the step's constants, and everything that's made of them in the same bits anywhere.
+    """Returns the step's constants, and what's computed from them alone and exactly.
 
-    A step could derive a constant from the shape of its batch, which may differ between ranks. If
-    such a constant is an index between two exchanges, ranks may decide differently. They find out
-    before their first step.
+    A step may derive a constant from the shape of its batch, which can differ between ranks. If it
+    uses such a constant as an index between two exchanges, ranks may make different decisions about
+    this work. They find out before their first step, because they compare their exchanges.
     """
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     found = set(inner.invars[: len(graph.traced.consts)])
@@ -216,6 +222,7 @@ def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bo
     while len(known) != before:
         before = len(known)
         for op, (gets, makes) in zip(ops, arrays, strict=True):
+            # If a broadcast enlarges its operand, nothing says which shape its result has.
             enlarges = op.name in FREE and sum(map(nbytes, makes)) != sum(map(nbytes, gets))
             if op.name in _FORWARDS or (op.name in FREE and not enlarges):
                 known.update(makes if known.issuperset(gets) else ())
@@ -234,9 +241,10 @@ def _touched(op: _Op) -> int:
 
 
 def _reuses(op: _Op) -> bool:
-    """Whether an operation's cost doesn't follow from its bytes, as in a matrix product.
+    """Whether an operation uses its operands' elements several times, like a matrix product.
 
-    Such an operation makes more multiplications than its operands have elements.
+    The cost of such an operation doesn't follow from its bytes, because it makes more
+    multiplications than its operands have elements.
     """
     if op.name != "dot_general":
         return False

@@ -1,9 +1,9 @@
 """Defines the IR: a program is a list of segments and the values that flow between them.
 
 A program can be printed (`str(program)`), parsed (`text.parse`) and checked (`verify.verify`). It
-has two hashes. `digest.program_digest` tells whether two programs of one rank share executables.
-`exchange_signature` must be equal on all ranks before the first step. This module is plain data and
-doesn't depend on any pass.
+has two hashes. Two programs of one rank share executables if their `digest.program_digest` is the
+same. `exchange_signature` must be the same on all ranks before the first step. This module contains
+only plain data, and doesn't depend on any pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal["compute", "collective"]
 
 
 LAYOUT = "exchanges of each segment: "
-"""The beginning of a signature's last line."""
+"""How the last line of a signature begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class Exchange:
     def times(self) -> int:
         """The number of times that one step makes the exchange.
 
-        This is the product of the lengths of the loops around it. A `while` counts as one
-        iteration, because its number of iterations isn't known.
+        If the exchange is inside loops, this is the product of their lengths. A `while` loop counts
+        as a single iteration, because the number of its iterations isn't known in advance.
         """
         # A loop's parameter is text such as `scan 8`, because signatures are compared and parsed as
         # text.
@@ -96,7 +96,7 @@ class Aval:
 
 
 class RankDecision(Protocol):
-    """A decision that each rank makes by its own values.
+    """A decision that each rank makes based on its own values.
 
     Alongside an exchange, the ranks count how many of them decided which way.
     """
@@ -116,14 +116,14 @@ class Segment:
 
     Attributes:
         index: Its position in the program. Segments are listed in an order in which they may run.
-        kind: `compute` runs on the accelerator, `collective` on the host's CPU device, together
-            with its exchanges.
+        kind: A `compute` segment runs on the accelerator, if there is one. A `collective` segment
+            runs on the host's CPU device, together with its exchanges.
         inputs: The ids of the values it reads.
         outputs: The ids of the values it defines.
         last_uses: Values that no later segment of the list reads. A value is dropped once all its
             readers have run, and donated if no order of the segments could read it later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
-        decisions: Decisions for which a collective segment counts the ranks that took each branch.
+        decisions: Decisions for which a collective segment counts how many ranks decided which way.
         jaxpr: Its computation as a closed jaxpr, with `len(inputs)` invars and `len(outputs)`
             outvars; None in a parsed program. It holds the named-axis collective equations
             themselves. A collective segment returns more than its outputs: first, each exchanged
@@ -143,7 +143,7 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its exchanges pass to the wire on one rank."""
+        """How many bytes its exchanges pass to the wire on one rank."""
         return sum(x.nbytes * x.times for x in self.exchanges)
 
     @property
@@ -154,7 +154,7 @@ class Segment:
 
 
 class Wire(Protocol):
-    """The means of exchange: recognises exchanges in a jaxpr, and compiles them for execution."""
+    """Recognises exchanges in a jaxpr, and makes them when a collective segment runs."""
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         """Returns one `Exchange` per operand if `eqn` moves data over one of `axes`, else None."""
@@ -297,8 +297,8 @@ class Program:
                 f"axes {self._axes_text()}\ncalls of mpi4jax "
                 f"{self.calls or 'that are not agreed yet'}"
             )
-        # Two cuts may make the same exchanges in the same order and still pack them into different
-        # messages.
+        # Two different cuts may make the same exchanges in the same order, and still pack them into
+        # different messages.
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
         lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
         return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)
@@ -312,9 +312,9 @@ class Program:
 
 
 def hash_62(text: str) -> int:
-    """Hashes a text to 62 bits, so that it can be negated in int64.
+    """Hashes a text to 62 bits, so that the hash and its negative fit into int64.
 
-    Ranks compare hashes by a single minimum over `(h, -h)`.
+    The ranks compare hashes with a single exchange: a minimum over `(h, -h)`.
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 

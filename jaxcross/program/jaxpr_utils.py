@@ -44,7 +44,7 @@ def forward(
 ) -> list[V]:
     """Propagates a property of values from a jaxpr's inputs to its results.
 
-    Also goes through the functions that the jaxpr calls.
+    This includes the functions that the jaxpr calls.
 
     Args:
         jaxpr: Open or closed.
@@ -88,8 +88,9 @@ def rewritten(
             equation are changed, too.
         enters: Whether to change equations inside an equation.
     """
-    # By identity, so that a jaxpr shared by several equations stays shared. The key's jaxpr is kept
-    # alive, so that its id isn't reused.
+    # The keys are ids, so a jaxpr that several equations share is rewritten once and stays shared.
+    # The original jaxpr is stored as well, because once it's freed, Python may reuse its id for
+    # another jaxpr.
     done: dict[int, tuple[compat.Jaxpr, compat.Jaxpr]] = {}
 
     def changed(eqn: compat.Equation) -> compat.Equation:
@@ -151,7 +152,7 @@ def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> boo
     for jaxpr in compat.sub_jaxprs(eqn):
         inner, _ = compat.open_jaxpr(jaxpr)
         # Only a `scan` passes its operands to the body in the same order.
-        handed = {inner.invars[n] for n in here} if eqn.primitive.name == "scan" else ()
-        if not all(ends_on_zeros(e, handed) for e in inner.eqns):
+        passed = {inner.invars[n] for n in here} if eqn.primitive.name == "scan" else ()
+        if not all(ends_on_zeros(e, passed) for e in inner.eqns):
             return False
     return True

@@ -1,26 +1,38 @@
-"""Rewrites loops that exchange, so that all ranks make the same number of iterations.
+"""Rewrites loops that contain exchanges, so that all ranks make the same number of iterations.
 
-Otherwise, a rank that needs fewer iterations would leave the loop early, and the other ranks would
-wait for it in their remaining exchanges.
+**Problem.** A rank may need fewer iterations of a loop than the others. If it left the loop early,
+the other ranks would wait for it forever in their next exchange.
 
-The results are those of `jax.vmap` over ranks: it runs the body until the predicate is false for
-every element, and keeps the carry of the elements that have finished. Here each rank is an element.
-Before each iteration, the ranks vote on whether any of them needs to continue. The vote is a
-maximum of four bytes over the axes that the loop exchanges over. A rank that has finished still
-runs the body on its last carry and takes part in the exchanges with the outcome, but discards the
-results. There's no vote if `jaxcross.program.equality` proves that the predicate is equal on all
-these ranks.
+**Idea.** `jax.vmap` has a similar problem with the elements of a batch. It runs the loop's body
+until the predicate is false for every element, and keeps the carry of elements that have finished.
+We give the results of `vmap` over ranks: each rank is an element, and before each iteration, the
+ranks vote on whether any of them needs to continue. The vote is a maximum of four bytes over the
+axes that the loop exchanges over. A rank that has finished still runs the body on its last carry,
+so that it takes part in the exchanges, but discards the results. We leave out the vote if
+`jaxcross.program.equality` proves that the predicate is equal on all these ranks.
 
-Nested loops are the hard part. A rank that has finished the outer loop still enters the inner loop,
-on a carry for which the inner loop need not end. We call such a rank *inactive*. It leaves an inner
-loop
+**Nested loops.** These are the hard part. A rank that has finished the outer loop still runs its
+body, and with it the inner loop, although the inner loop might never end on this rank's values. We
+call such a rank *inactive*. It leaves an inner loop
 
-- together with the other ranks, if they decide together, or if the loop has no vote because the
-  ranks' decisions are equal;
+- together with the other ranks, if they decide together, or if the loop has no vote because all
+  ranks decide the same;
 - at once, if nothing that is exchanged depends on the inner loop's results;
 - after `FROZEN` or `FROZEN_LOCAL` iterations, if something does. The rank then has to exchange a
-  value that differs from what `vmap` gives. So it also counts itself in a sum
-  (`decision.EarlyExit`), and because of this count the step fails on every rank.
+  value that `vmap` wouldn't give. To make sure that nobody uses this value, the rank also counts
+  itself in a sum (`decision.EarlyExit`), and if the count isn't zero, the step fails on every rank.
+
+**Side effects.** Discarding a result isn't enough if an inactive rank has done something that can't
+be undone. So an inactive rank doesn't call back, and if it would write to a mutable array from
+outside of the loop, tracing the step raises a `CutError`.
+
+**Ranks that take no part.** A rank that has failed, or that doesn't take the branch around the
+loop, runs the loop on zeros. Among the loop's operands is a flag that's 1 on all other ranks, so
+the rank can tell. It votes 2, which is greater than any other vote, so the loop ends on all ranks
+at once (`_vote`).
+
+**Alternative.** We could raise an error if ranks need different numbers of iterations. But to
+detect this, they would need the same vote.
 """
 
 from __future__ import annotations
@@ -44,17 +56,17 @@ from jaxcross.program.equality import Equality, Known, fingerprint
 from jaxcross.program.jaxpr_utils import holds_exchange
 
 FROZEN = 2_000
-"""Iterations after which an inactive rank stops voting to continue an inner loop.
+"""After how many iterations an inactive rank stops voting to continue an inner loop.
 
-This is for inner loops on whose results an exchange depends. The inner loop might never end on the
-carry with which the rank left the outer loop; under `vmap` it wouldn't end either. The rank still
-continues as long as other ranks do. For comparison, halving a float64 until it's zero takes 1,075
-iterations.
+The limit applies if an exchange depends on the inner loop's results. On the carry with which the
+rank left the outer loop, the inner loop might never end, and under `vmap` it wouldn't either. Even
+after the limit, the rank stays in the loop for as long as other ranks need it. For comparison,
+halving a float64 until it's zero takes 1,075 iterations.
 """
 FROZEN_LOCAL = 1_000_000
-"""Iterations after which an inactive rank leaves an inner loop that exchanges nothing.
+"""After how many iterations an inactive rank leaves an inner loop that exchanges nothing.
 
-This limit is much higher than `FROZEN`, because no other rank waits for it in that loop.
+This limit is much higher than `FROZEN`, because no other rank waits for this rank in such a loop.
 """
 
 
@@ -68,7 +80,7 @@ the predicate.
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What happens to this rank's results in a jaxpr.
+    """How a jaxpr is traced, given what happens to this rank's results.
 
     Attributes:
         active: Whether the results are kept. None if they always are, which is the case outside of
@@ -91,11 +103,13 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     known = flat.known(args)
     equality.results(eqn, known)
     named = any(x.axes for x in equality.exchanges(eqn))
+    # A loop that all ranks end together can stay as it is, unless it may run on zeros. Then it
+    # needs a vote to be certain to end.
     if not (equality.diverges or (named and flat.always_vote and _holds_while(eqn))):
         outs = flat.keep(eqn, args)
-        # The proof of equality assumes that the ranks traced the same code. A Python number in the
-        # code may differ by rank, so the ranks compare a hash of everything that the number of
-        # iterations follows from.
+        # The proof that there's no need to vote assumes that all ranks have traced the same code.
+        # But a Python number in the code may differ between ranks, so they compare a hash of
+        # everything that the number of iterations follows from.
         if equality.basis:
             flat.until[outs[0]] = fingerprint(equality.basis)
         return outs
@@ -107,6 +121,7 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
         outs = rewriter.equation(eqn, list(values), known, role)
         return [*outs, rewriter.take_exited()] if rewriter.early_exits else outs
 
+    # The first operand is 0 on a rank that takes no part in the step, and 1 on all others.
     atoms = [flat.presence(), *args]
     before = len(flat.eqns)
     types = [
@@ -116,6 +131,8 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     closed = jax.make_jaxpr(rewritten, axis_env=list(flat.axes.items()))(*types)
     outs = flat.inline(closed, atoms, flat.keep)
     if rewriter.early_exits:
+        # Tie the count to the loop's exchanges, so that it's kept whenever one of their results is
+        # read.
         *outs, exited = outs
         counted = [v for e in flat.eqns[before:] if flat.exchanges(e) for v in e.outvars]
         axes, _ = rewriter.voters(eqn)
@@ -137,6 +154,7 @@ def _calls_back(eqn: Equation) -> bool:
 
     Computing, exchanging and writing to a mutable array don't count.
     """
+    # mpi4jax's primitives have effects like a callback, but they only exchange.
     if eqn.primitive.name.endswith("_mpi") or any(
         isinstance(a.aval, AbstractRef) for a in eqn.invars
     ):
@@ -149,11 +167,12 @@ def _calls_back(eqn: Equation) -> bool:
 
 @dataclass(slots=True)
 class _Rewriter:
-    """Traces equations again, with a vote in the loops that need one.
+    """Traces equations again, adding a vote to the loops that need one.
 
-    JAX traces the body of a loop or branch as a separate jaxpr, and a flag can only leave that
-    jaxpr as a result. Therefore the flag `exited` is an additional result of everything traced by
-    `_inside`, and an additional carry of loops.
+    We need a flag `exited` that says whether a loop was left early. JAX traces the body of a loop
+    or branch as a separate jaxpr, so a flag that's set inside can only leave the body as a result.
+    Therefore everything traced by `_inside` returns the flag as an additional result, and loops
+    have it as an additional carry.
 
     Attributes:
         equality: Proves values equal on all ranks.
@@ -180,8 +199,8 @@ class _Rewriter:
         self, jaxpr: Jaxpr, args: Sequence[Array], known: Sequence[Known], role: Role
     ) -> list[Array]:
         """Traces a jaxpr inside an equation; returns its results, followed by its `exited` flag."""
-        # The flags of the enclosing jaxpr are tracers of another trace. They mustn't mix with those
-        # of this jaxpr.
+        # The flags of the enclosing jaxpr are tracers of another trace, so they mustn't be combined
+        # with the flags of this one.
         outer = self._exited
         self._exited = []
         outs = self.jaxpr(jaxpr, args, known, role)
@@ -218,12 +237,12 @@ class _Rewriter:
     def _exchanged(self, inner: Jaxpr, role: Role) -> set[Atom]:
         """Returns the variables on which an exchange depends.
 
-        If this rank's results are always kept, nobody asks whether they feed an exchange, so the
-        result is empty.
+        Returns an empty set if this rank's results are always kept, because then it doesn't matter.
         """
         if role.active is None:
             return set()
-        # Walk backwards. The jaxpr's own results count if the equation around it feeds an exchange.
+        # Go backwards through the equations. If the equation around this jaxpr feeds an exchange,
+        # so do the jaxpr's own results.
         found = {
             a for a in inner.outvars if role.feeds_exchange and not isinstance(a, compat.Literal)
         }
@@ -237,8 +256,9 @@ class _Rewriter:
     ) -> Sequence[Array]:
         """Traces one equation.
 
-        The equation is rewritten if it exchanges, or if this rank may be inactive and the equation
-        calls back or may not end.
+        An equation is rewritten if it contains exchanges. If this rank may be inactive, an equation
+        is also rewritten if it calls back, or if it contains a `while` loop, which might never end
+        on this rank's values.
         """
         name = eqn.primitive.name
         inside = list(compat.sub_jaxprs(eqn))
@@ -263,7 +283,7 @@ class _Rewriter:
     def _while(
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
-        """Traces a `while`, with a vote if ranks may diverge.
+        """Traces a `while` loop, adding a vote if ranks may diverge.
 
         Also adds an early exit if this rank may be inactive.
         """
@@ -275,23 +295,25 @@ class _Rewriter:
         made = equality.exchanges(eqn)
         needed = equality.exchange_axes(eqn)
         votes = any(x.axes for x in made) and (role.always_vote or not needed <= more.axes)
-        # The next iteration reads what this one computes. So if the loop exchanges, its results
-        # feed an exchange.
+        # Each iteration reads what the one before has computed. So if the loop contains exchanges,
+        # its results feed an exchange.
         feeds = role.active is not None and (role.feeds_exchange or bool(made))
-        # A rank that takes no part ends the outermost vote at once. So loops inside don't need its
-        # presence, or a vote because of it.
+        # If a rank takes no part in the step, it ends the outermost loop that has a vote right
+        # away. So the loops inside of that loop don't have to check for such a rank, and don't need
+        # a vote just because of it.
         inner = replace(
             role, present=None, always_vote=role.always_vote and not votes, feeds_exchange=feeds
         )
-        # An inactive rank mustn't leave a loop while others continue, if the ranks decide together,
-        # or if peers wait for its messages. How many mpi4jax calls each rank makes is up to the
-        # step.
+        # There are two reasons why an inactive rank mustn't leave a loop while others continue: all
+        # ranks decide together when the loop ends, or other ranks wait for this rank's messages.
+        # Messages include mpi4jax calls. How many of these each rank makes is up to the step, so we
+        # can't leave any out.
         peers_wait = needed or any(not x.axes for x in made)
         may_leave = role.active is not None and (
             votes or not (peers_wait or equality.decided_together(eqn, more))
         )
-        # If the predicate exchanges, it depends on the carries of all ranks, so a rank that has
-        # finished may resume.
+        # If the predicate contains exchanges, it depends on the carries of all ranks, so a rank
+        # that has finished may have to resume later.
         may_resume = holds_exchange(params["cond_jaxpr"], equality.sizes, equality.wire)
         limit = None
         if may_leave and (role.feeds_exchange or may_resume):
@@ -299,9 +321,10 @@ class _Rewriter:
         if votes:
             _check_no_refs(eqn)
 
-        def goes_on(carry: Sequence[Array], active: Array | None) -> list[Array]:
-            # The predicate is evaluated together with the body and carried along, so that the
-            # loop's own `cond` only holds the vote.
+        def evaluate_predicate(carry: Sequence[Array], active: Array | None) -> list[Array]:
+            # JAX lets a loop's `cond` return nothing but the predicate, so there's no way to return
+            # the `exited` flag from there. That's why we evaluate the predicate in the body and
+            # carry its value along. The loop's own `cond` then only contains the vote.
             facts = [*known[:n], *carried]
             decides = replace(inner, active=active, feeds_exchange=True)
             return self._inside(params["cond_jaxpr"], [*values[:n], *carry], facts, decides)
@@ -310,6 +333,8 @@ class _Rewriter:
             _, count, _, going = state
             going = _any(going)
             if may_leave and role.active is not None:
+                # An inactive rank leaves at once if nobody needs its result. Otherwise, it
+                # continues up to the limit, in case the loop ends by itself before that.
                 kept = role.active
                 if limit is not None:
                     kept = lax.bitwise_or(kept, lax.lt(count, jnp.int32(limit)))
@@ -326,14 +351,14 @@ class _Rewriter:
             *new, within = self._inside(
                 params["body_jaxpr"], args, facts, replace(inner, active=active)
             )
-            # Once a rank has finished, it keeps its carry, as `vmap` does for an element. Values
-            # that the body returns unchanged need no select.
+            # A rank that has finished keeps its carry, like an element under `vmap`. If the body
+            # returns a value unchanged, there's nothing to select.
             if votes or jnp.ndim(going):
                 new = [
                     x if y is x else lax.select_n(_like(x, going), x, y)
                     for x, y in zip(carry, new, strict=True)
                 ]
-            going, decided = goes_on(new, active)
+            going, decided = evaluate_predicate(new, active)
             return (
                 new,
                 lax.add(count, jnp.int32(1)),
@@ -342,13 +367,13 @@ class _Rewriter:
             )
 
         init = [jnp.asarray(v) for v in values[m:]]
-        going, exited = goes_on(init, role.active)
+        going, exited = evaluate_predicate(init, role.active)
         carry, count, exited, going = lax.while_loop(
             cond, body, (init, jnp.int32(0), exited, going)
         )
         if limit is not None and role.active is not None:
-            # If an inactive rank reached the limit and its predicate was still true, it left the
-            # loop early.
+            # An inactive rank left the loop early if it reached the limit while its predicate was
+            # still true.
             self.early_exits[compat.source_of(eqn)] = None
             left = lax.bitwise_and(_any(going), lax.bitwise_not(role.active))
             left = lax.bitwise_and(left, lax.ge(count, jnp.int32(limit)))
@@ -359,8 +384,9 @@ class _Rewriter:
     def _vote(self, eqn: Equation, going: Array, role: Role) -> Array:
         """Returns whether the loop continues.
 
-        It does if some rank needs to and every rank takes part in the step. A rank that takes no
-        part votes 2, which outvotes every 1. In that case the step has failed on all ranks.
+        The loop continues if some rank needs to continue and every rank takes part in the step. A
+        rank that takes no part votes 2. Because the vote is a maximum, this outvotes every 1, so
+        the loop ends on all ranks. The step has then failed on all of them anyway.
         """
         going = lax.convert_element_type(going, jnp.int32)
         if role.present is not None:
@@ -380,17 +406,18 @@ class _Rewriter:
             for x in made
             if not needed or needed & set(x.axes)
         }
+        # If all exchanges are within the same groups of ranks, each group can vote by itself.
         if len(over) == 1:
             return next(iter(over))
-        # The exchanges go over different sets of ranks. Only a vote of all ranks along all these
-        # axes can keep them in lockstep.
+        # The exchanges in this loop go over different sets of ranks. To keep all of these ranks in
+        # lockstep, we need a single vote over all axes that occur.
         named = {a for x in made for a in x.axes}
         return tuple(a for a in self.equality.sizes if a in (needed or named)), None
 
     def _scan(
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
-        """Traces a `scan` for the loops inside it; all ranks end the `scan` itself together."""
+        """Traces a `scan`, in case there are loops inside; the `scan` itself has a fixed length."""
         params = eqn.params
         n_consts, n_carry = compat.scan_counts(eqn)
         carried, _ = self.equality.scan_carry(eqn, known)
@@ -432,9 +459,10 @@ class _Rewriter:
     ) -> Sequence[Array]:
         """Traces a conditional that ranks may decide differently.
 
-        Under `vmap`, every branch runs for every element. Here, all ranks run an exchanging branch
-        if any of them takes it, which they find out by another maximum. A rank that doesn't take
-        the branch is inactive in it.
+        Under `vmap`, every branch runs for every element. Here, a branch that contains exchanges
+        runs on all ranks if any of them takes it. The ranks find this out with another maximum, in
+        addition to the votes of loops. A rank that doesn't take the branch runs it as an inactive
+        rank and discards the results.
 
         Raises:
             CutError: The conditional also calls mpi4jax, or uses a mutable array.
@@ -446,12 +474,14 @@ class _Rewriter:
         takers = [
             n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)
         ]
+        # If one rank takes a branch with exchanges, all ranks run it. That isn't possible with an
+        # mpi4jax call, which only the ranks that take the branch may make.
         if any(not x.axes for x in equality.exchanges(eqn)):
             raise CutError(
                 f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over "
-                "named axes, and ranks may decide it differently: their exchanges would be taken "
-                "for one another's. Let all ranks decide alike, as by `jax.lax.pmax(predicate, "
-                "axis)`, or move the calls or the exchanges out of it."
+                "named axes, and ranks may decide it differently: their exchanges would be mixed "
+                "up. Let all ranks decide the same, e.g. by `jax.lax.pmax(predicate, axis)`, or "
+                "move the calls or the exchanges out of it."
             )
         _check_no_refs(eqn)
         types = [*map(compat.array_type, eqn.outvars), jax.ShapeDtypeStruct((), jnp.int32)]
@@ -461,8 +491,8 @@ class _Rewriter:
         anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(
             1
         )
-        # First the branches without exchanges, because each rank may take one of these by itself.
-        # Then the others, one by one.
+        # Trace the branches without exchanges first: each rank runs the one that it takes, if any,
+        # by itself. Then come the branches with exchanges, one by one.
         without = [
             zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)
         ]
@@ -476,10 +506,10 @@ class _Rewriter:
 
 
 def _check_no_refs(eqn: Equation) -> None:
-    """Refuses a mutable array in a loop or conditional that an inactive rank runs as well.
+    """Raises if an inactive rank would write to a mutable array in this loop or conditional.
 
-    Results are selected afterwards, so the results of an inactive rank are dropped. What it has
-    written to the array can't be undone.
+    An inactive rank runs the same equations as the other ranks, and we discard its results
+    afterwards. But if it has written to a mutable array in the meantime, we can't undo that.
     """
     if not any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
         return
@@ -488,13 +518,14 @@ def _check_no_refs(eqn: Equation) -> None:
             f"the conditional at {compat.source_of(eqn)} exchanges in a branch, uses a mutable "
             "array from outside of it, and ranks may decide it differently. A rank that does not "
             "take the branch runs it as well, for the sake of the exchange, and would write to the "
-            "array. Let the branch return the array as a value, or let all ranks decide alike, "
-            "e.g. by `jax.lax.pmax(predicate, axis)`."
+            "array. Let the branch return the array as a value, or let all ranks decide the "
+            "same, e.g. by `jax.lax.pmax(predicate, axis)`."
         )
     raise CutError(
         f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of "
-        "it, and may make another number of iterations on each rank: a rank that is through would "
-        "go on writing. Carry the array through the loop as a value."
+        "it, and may make a different number of iterations on each rank: a rank that has finished "
+        "still runs it with the others, and would write to the array. Carry the array through the "
+        "loop as a value."
     )
 
 
@@ -506,7 +537,7 @@ def _index(eqn: Equation, values: Sequence[Array]) -> Array:
 def _any(going: Array) -> Array:
     """Returns whether a loop continues for any element of an inner `vmap`.
 
-    With an inner `vmap` the predicate is an array.
+    If the step calls `vmap`, the predicate of a loop may be an array.
     """
     return lax.reduce_or(going, tuple(range(jnp.ndim(going)))) if jnp.ndim(going) else going
 
@@ -533,10 +564,10 @@ def _callback_if_active(eqn: Equation, values: list[Array], role: Role) -> Seque
     """
     if list(compat.sub_jaxprs(eqn)) or not all(isinstance(v, compat.DropVar) for v in eqn.outvars):
         raise CutError(
-            f"a callback that returns values cannot be made at {compat.source_of(eqn)}: it stands "
-            "in a loop that exchanges and may make another number of iterations on each rank, and "
-            "a rank that is through would call back. Move the callback out of the loop, or let all "
-            "ranks make as many iterations, as by `jax.lax.pmax(n, axis)`."
+            f"a callback that returns values cannot be made at {compat.source_of(eqn)}: it is "
+            "in a loop that exchanges and may make a different number of iterations on each rank, "
+            "so a rank that has finished would call back. Move the callback out of the loop, or "
+            "let all ranks make the same number of iterations, e.g. by `jax.lax.pmax(n, axis)`."
         )
     zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in map(compat.array_type, eqn.outvars)]  # noqa: E731
     called = lambda *args: compat.bind_equation(eqn, args, eqn.params)  # noqa: E731

@@ -1,7 +1,8 @@
 """What `Wire.lower` returns: a collective segment that is ready to be compiled for the host.
 
-`Lowered` is the interface. `Traceable` implements it for exchanges that are part of the executable.
-A wire that makes the exchanges itself may return results in its own memory instead.
+`Lowered` is the interface, and `Traceable` implements it for wires whose exchanges are part of the
+executable. Other wires make the exchanges themselves, outside of any executable. They have their
+own implementation, which may return results in the wire's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxcross import _jax_compat as compat
 
 
 class Lowered(Protocol):
-    """A jaxpr whose exchanges have been replaced by the wire's own operations."""
+    """A jaxpr in which the wire's own operations have replaced the exchanges."""
 
     @property
     def lent(self) -> Sequence[int]:
@@ -48,7 +49,7 @@ class Lowered(Protocol):
     frozen=True, slots=True, weakref_slot=True
 )  # `jax.jit` crashes on functions that don't support weak references
 class Traceable:
-    """A jaxpr turned back into a function: one executable computes it, exchanges included."""
+    """A jaxpr as a function, which is compiled to one executable, exchanges included."""
 
     function: Callable[..., Sequence[Any]]
 
@@ -104,8 +105,9 @@ def compile_with_arguments(
 ) -> Any:
     """Compiles a function for the host, passing the arrays that its trace closes over as arguments.
 
-    If they weren't arguments, XLA would embed their values in the code, so two kernels that differ
-    only in those values would be compiled separately. Waits for XLA.
+    If a function closes over an array, XLA embeds the array's values in the code. Two kernels that
+    only differ in these values would then be compiled separately, so we pass such arrays as
+    arguments instead. Waits for XLA.
 
     Args:
         function: Takes and returns flat arrays.

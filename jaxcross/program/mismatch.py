@@ -12,10 +12,11 @@ from itertools import zip_longest
 from jaxcross.program.ir import LAYOUT
 
 _UNTIL = re.compile(r" until='\w+'")
-# Each rank decides from its own calls whether its program is of this kind. So a rank without calls
-# wouldn't take part.
+# Each rank decides from its own calls whether its program is one that calls mpi4jax. A rank without
+# any calls would conclude that it isn't, and wouldn't take part when the others agree on their
+# calls.
 BARRIER_REMEDY = (
-    "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
+    "a rank without calls needs one to take part: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 )
 _WIDTH = re.compile(r"\b(u?int|float|complex)(32|64|128)\b")
 
@@ -68,7 +69,7 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
             "JAX's 64-bit types (`jax_enable_x64`) are probably enabled on some ranks only. Enable "
             "them on all ranks or none: look at the variable `JAX_ENABLE_X64` of each rank, and at "
             "`jax.config.update` and `jax.enable_x64` in the script. Otherwise, look for an "
-            "argument that has another type there."
+            "argument that has a different type on some ranks."
         )
     return (
         f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is\n    "
@@ -80,8 +81,7 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
 
 
 def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that make equal exchanges in different
-    calls.
+    """Returns an `ExchangeError`'s text for ranks that make equal exchanges in different calls.
 
     Args:
         name: The step, or its job.
@@ -106,8 +106,8 @@ def step_mismatch(name: str, steps: Sequence[str]) -> str:
     return (
         f"the ranks of {name} call different steps: {where}. Exchanges match by their order alone, "
         "so the steps would mix their values. All ranks must call the same steps in the same "
-        "order: decide which one comes next by what is equal on all ranks, such as the number of "
-        "steps, and not by a clock or by data of one rank."
+        "order: choose the next one by something that is equal on all ranks, such as the number "
+        "of steps, rather than by a clock or one rank's data."
     )
 
 
@@ -124,9 +124,9 @@ def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) 
     return (
         f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, "
         f"which would mix their values:{lines}\nAll ranks must trace the exchanges in the same "
-        "order. If a loop over names makes them, sort the names: a set of strings has another "
-        "order in each process, and a dict the order in which it was filled. A rank that means "
-        "another part of an array than the others selects it by an index that is an array."
+        "order. If a loop over names makes them, sort the names: a set of strings has a different "
+        "order in each process, and a dict has the order in which it was filled. If each rank "
+        "exchanges a different part of an array, select the part by an index that is an array."
     )
 
 

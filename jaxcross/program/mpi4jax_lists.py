@@ -1,18 +1,26 @@
 """Checks by simulation whether the ranks' lists of MPI calls fit together.
 
-A step may call mpi4jax directly, and these calls may legitimately differ by rank: one rank sends
-what another one receives. Comparing the lists for equality would refuse such steps. Instead, every
-rank's list is run against the others', which finds messages that nobody receives, calls that don't
-match, and deadlocks.
+**Problem.** A step may call mpi4jax directly, and these calls may legitimately differ between
+ranks: one rank sends what another one receives. If we only compared the ranks' lists of calls, we
+would refuse such steps. But if the ranks' calls don't fit together, the step can hang, so we can't
+leave out the check either.
 
-In the simulation, a send is buffered, so it never blocks. A receive blocks until there's a message
-with a matching communicator, source and tag. A collective blocks until all members of its
-communicator have reached it. In each round, every rank makes calls until one of them blocks. The
-simulation ends with a round in which no rank makes progress, and if a rank has calls left then,
-it's a deadlock. Because a receive that names its source can be matched in only one way, the outcome
-doesn't depend on which rank runs first.
+**Idea.** We run all lists against each other. This finds messages that nobody receives, calls that
+don't match, and deadlocks. A send never blocks in the simulation, as if it were buffered. A receive
+blocks until there's a message with a matching communicator, source and tag. A collective blocks
+until all members of its communicator have reached it. In each round, every rank makes calls until
+one of them blocks. The simulation ends with a round in which no rank makes progress. If a rank
+still has calls left then, it's a deadlock.
 
-Some lists can't be simulated, so they aren't checked: see `can_simulate`. This module is pure.
+**Why one simulation is enough.** A receive that names its source can be matched in only one way. So
+it doesn't matter which rank runs first: the outcome is always the same. If a receive accepts any
+source, that's no longer true, so such lists aren't checked. The function `can_simulate` lists the
+other cases in which we don't check.
+
+**Limits.** A step that relies on buffered sends passes the check, although MPI may not buffer a
+large message.
+
+This module is pure: it neither communicates nor depends on MPI.
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ def is_call(exchange: Exchange) -> bool:
 
 
 def encode(calls: Iterable[Exchange]) -> str:
-    """Writes one rank's calls as text, to send them to other ranks."""
+    """Writes one rank's calls as text that can be sent to other ranks."""
     return json.dumps([[x.op, x.axes, x.dtype, x.shape, x.params, x.source] for x in calls])
 
 
@@ -68,6 +76,8 @@ def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
         params = dict(x.params)
         ranks = params["ranks"]
         named = [params[end] for end in ("source", "dest") if end in params]
+        # A send or a receive has one peer; in a collective, all members of the communicator take
+        # part.
         if named:
             found.update(ranks[n] for n in named if isinstance(n, int))
         else:
@@ -110,10 +120,10 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 
 
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
-    """Whether the outcome follows from the lists alone.
+    """Whether the lists alone determine the outcome.
 
-    It doesn't if there's a receive from any source, a call in a loop or conditional, or if two
-    communicators can't be told apart.
+    We can't tell which messages match if a call receives from any source, if it's inside a loop or
+    conditional, or if two communicators can't be told apart.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -151,16 +161,18 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
 
 
 class _MisfitError(Exception):
-    """Two calls that are paired with one another don't match."""
+    """Two calls that belong together don't match."""
 
 
 @dataclass(slots=True)
 class _Simulation:
-    """The calls of all ranks, how far each rank has come, and the messages in flight."""
+    """The calls of all ranks, each rank's next call, and the messages in flight."""
 
     lists: Mapping[int, Sequence[Exchange]]
     at: dict[int, int] = field(init=False)
-    sent: set[int] = field(default_factory=set)  # ranks whose current `sendrecv` has sent already
+    sent: set[int] = field(
+        default_factory=set
+    )  # ranks whose current call has already sent its message
     mail: dict[tuple[Any, int, int], deque[Exchange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -173,6 +185,8 @@ class _Simulation:
             before = dict(self.at), set(self.sent)
             for rank in self.at:
                 self._advance(rank)
+        # If a rank is blocked, some messages may be left because it would have received them later.
+        # We then report the deadlock instead.
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
                 raise _MisfitError(
@@ -186,7 +200,9 @@ class _Simulation:
     def blocked_text(self, rank: int) -> str:
         call = self._call(rank)
         assert call is not None
-        return f"stands at its call {self.at[rank] + 1} of {len(self.lists[rank])}: {_text(call)}"
+        return (
+            f"is blocked in its call {self.at[rank] + 1} of {len(self.lists[rank])}: {_text(call)}"
+        )
 
     def _call(self, rank: int) -> Exchange | None:
         calls = self.lists.get(rank, ())
@@ -203,6 +219,8 @@ class _Simulation:
             return self._collective(call)
         params = dict(call.params)
         comm = _comm(call)
+        # We may come here several times until a `sendrecv` has received its message, but it must
+        # send only once.
         if params.get("dest") is not None and rank not in self.sent:
             dest = _member(call, rank, "dest")
             self.mail.setdefault((comm, rank, dest), deque()).append(call)
@@ -211,6 +229,8 @@ class _Simulation:
             source = _member(call, rank, "source")
             mail = self.mail.get((comm, source, rank), deque())
             tag = params["recv_tag"]
+            # In MPI, messages between two ranks don't overtake each other, so the first one with a
+            # matching tag is received.
             found = next((m for m in mail if tag in ("any", dict(m.params)["send_tag"])), None)
             if found is None:
                 return False
@@ -224,6 +244,7 @@ class _Simulation:
         ranks = dict(call.params)["ranks"]
         comm = _comm(call)
         calls = [self._call(rank) for rank in ranks]
+        # Wait until every member's next call is a collective on this communicator.
         if any(c is None or _comm(c) != comm or _dest(c, named=True) for c in calls):
             return False
         first = calls[0]
@@ -243,6 +264,7 @@ class _Simulation:
 
 def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
     """Returns what all members of the communicator must have in common in a collective call."""
+    # An exchange over named axes must be the same on all members.
     if not is_call(call):
         return (call.line(),)
     params = dict(call.params)
@@ -251,6 +273,7 @@ def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
         return (kind,)
     count: float = call.count
     ranks = params["ranks"]
+    # The root of a scatter passes one block for each member.
     if kind == "scatter" and ranks[params["root"]] == rank:
         count /= len(ranks)
     return (

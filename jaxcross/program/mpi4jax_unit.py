@@ -1,7 +1,8 @@
-"""Programs that call mpi4jax: all calls and the work between them form one segment, the unit.
+"""Handles programs that call mpi4jax, whose calls form a single segment, the unit.
 
-The calls may differ by rank, so the ranks couldn't agree on the order of several parts. In a single
-collective segment, the calls are made in the order in which they're written, as under `jit`.
+The unit contains all mpi4jax calls and the work between them. The calls may differ between ranks,
+so if they were in several segments, the ranks couldn't agree on an order for these. In a single
+collective segment, each rank makes its calls in the order in which they're written, as under `jit`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def unit_of(graph: Graph) -> Group:
 def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
     """Adds the equations before and those after the unit to it if they're cheap.
 
-    The step is then one executable, as under `jit`. Callbacks stay outside the unit, because a rank
-    that fails in a callback must still make its calls. If the step has a commit flag, the equations
-    after the unit stay outside as well.
+    If the equations before and after the unit are cheap, the step becomes a single executable, as
+    under `jit`. Equations with callbacks stay outside of the unit, because a rank that fails in a
+    callback must still make its calls. If the step has a commit flag, the equations after the unit
+    also stay outside.
     """
     joined = set(unit.between)
     for here in (0, 2):
@@ -57,11 +59,12 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
 
 
 def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
-    """Compiles the stand-in for a unit on a rank that has failed: the same calls, but on zeros.
+    """Compiles what a failed rank runs in place of its unit: the same calls, but on zeros.
 
-    The calls are made in the same order. Nothing is computed between them, because a loop that ends
-    depending on its values might never end on zeros. The returned function waits for the peers, and
-    returns zeros instead of the segment's results.
+    The peers of a failed rank wait for its calls, so the rank makes all of them, in the same order.
+    It skips the computation in between, because a loop that ends depending on its values might
+    never end on zeros. The returned function waits for the peers, and returns zeros instead of the
+    segment's results.
     """
 
     def calls() -> list[Any]:

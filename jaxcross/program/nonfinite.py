@@ -1,13 +1,18 @@
-"""Exchanged values that aren't finite: finds them, and says what follows by a job's policy.
+"""Finds exchanged values that aren't finite, and applies a job's policy to them.
 
-The results of each collective segment are checked on the host (`FiniteCheck`). A result may have
-been computed from exchanged values, in which case `_exchange_behind` follows it back to the
-exchange. It may also be finite although an exchanged value is not, e.g. after a division by a norm.
-`masked_by` finds the values that could be hidden that way, so that they're checked as well.
+**Problem.** An exchange spreads a NaN from one rank to all others, so we check the results of each
+collective segment on the host (`FiniteCheck`). But a segment may compute with the exchanged values
+before it returns a result. If the result isn't finite, we want to name the exchange that it came
+from, and `_exchange_behind` follows it back. Conversely, the result may be finite although an
+exchanged value isn't: if a gradient's norm is infinite, dividing by it gives 0.
 
-With `nonfinite="skip"`, ranks vote at the end of a step on whether all exchanged values were finite
-(`interleave/vote`). If some weren't, the step keeps its old state, for which it has a commit flag
-(`step/commit_flag`).
+**Idea.** `masked_by` finds the exchanged values that an operation in the segment might hide. The
+segment returns these in addition to its own results, so that they can be checked as well.
+
+With `nonfinite="skip"`, the ranks vote at the end of a step on whether all exchanged values were
+finite (`interleave/vote`). If some of them weren't, the step keeps its old state. A step under this
+policy therefore has a commit flag (`step/commit_flag`), which decides whether it returns its new
+state or its old one.
 """
 
 from __future__ import annotations
@@ -26,12 +31,12 @@ from jaxcross.program.graph import Graph, Group, exchanges_of, variables
 from jaxcross.program.ir import Exchange, Program, Segment
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
-"""What a job does about a step whose exchanged values aren't all finite."""
+"""What a job does if a step's exchanged values aren't all finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFiniteOutcome:
-    """What follows for a step from exchanged values that aren't finite.
+    """What happens to a step whose exchanged values aren't all finite.
 
     Attributes:
         error: Why the step fails; None if it doesn't.
@@ -45,9 +50,9 @@ class NonFiniteOutcome:
 
     @classmethod
     def by_policy(cls, policy: NonFinite, what: str, *, skippable: bool) -> NonFiniteOutcome:
-        """Returns the outcome of `what`, the description of the values, by a job's policy.
+        """Returns the outcome under a job's policy; `what` describes the non-finite values.
 
-        A call that can't be skipped, such as an evaluation, ignores the values under `skip`.
+        Under `skip`, a call that can't be skipped, such as an evaluation, ignores the values.
         """
         if policy == "skip":
             return cls(skips=skippable)
@@ -56,7 +61,7 @@ class NonFiniteOutcome:
 
 @final
 class FiniteCheck:
-    """Checks the exchanged values of one step in flight, by a job's policy."""
+    """Checks the exchanged values of one step in flight, under a job's policy."""
 
     __slots__ = ("_arrived", "_policy", "_program")
 
@@ -92,13 +97,13 @@ def refuse_to_skip(program: Program) -> None:
             f"`{program.name}` cannot skip a step: none of its results has the structure, shapes "
             "and types of its first argument, and it donates none. With "
             '`nonfinite="skip"` the first function with exchanges that a job calls is its step: '
-            "name by `donate_argnums` the arguments that are its state, and return what becomes of "
-            "them. Evaluate after the first step."
+            "pass the positions of its state as `donate_argnums`, and return the new state. "
+            "Evaluate after the first step."
         )
 
 
-# Operations whose result we take to be non-finite if an operand is non-finite; for `div`, if the
-# numerator is.
+# If an operand of one of these operations isn't finite, we assume that the result isn't finite
+# either. For a division (`div`), this holds for the numerator only.
 _CARRY = frozenset(
     {
         "abs",
@@ -138,10 +143,11 @@ _CARRY = frozenset(
 
 
 def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """Returns exchanged values that can be non-finite although their segment's outputs are finite.
+    """Returns exchanged values that may be non-finite although the segment's outputs are finite.
 
-    These values don't leave the segment, and an operation that can hide a NaN reads them, e.g.
-    because the gradients are divided by their norm.
+    An exchanged value may stay inside its segment, and an operation there may hide a NaN in it,
+    e.g. because it divides the gradients by their norm. For such a value, it isn't enough to check
+    the segment's outputs.
     """
     exchanged = {
         v
@@ -153,6 +159,8 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
         group.as_written
     ):  # its outputs may be anything that the step computes, so only exchanged values are checked
         return [v for e in body for v in e.outvars if v in exchanged and v not in outs]
+    # Go backwards through the segment. A value is masked if it may be non-finite while everything
+    # that leaves the segment is finite.
     masked: set[Any] = set()
     leaving = set(outs)
     for e in reversed(body):
@@ -162,6 +170,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
         lost = not masked.isdisjoint(e.outvars) and not exchanges_of(
             e, graph.traced
         )  # an exchange's results are checked themselves
+        # The operation itself may hide a non-finite operand, or its result may be hidden later on.
         if lost or not carries:
             masked.update(variables(e.invars))
         elif e.primitive.name == "div":
@@ -181,6 +190,7 @@ def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) ->
         segment: A collective segment.
         results: The segment's results, on the host.
     """
+    # The other results of a unit may be anything that the step computes.
     bad = [
         place
         for place, value in enumerate(results)
@@ -197,7 +207,8 @@ def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) ->
 def is_finite(value: jax.Array | np.ndarray) -> bool:
     """Whether an array contains neither infinities nor NaNs.
 
-    Usually takes one pass over the array, because a sum can be finite only if all its terms are.
+    The check usually takes a single pass over the array, because a sum can only be finite if all of
+    its terms are.
     """
     if not isinstance(value.dtype, np.dtype):
         return True  # random keys
@@ -221,9 +232,10 @@ def _is_exchanged(program: Program, segment: Segment, place: int) -> bool:
 
 
 def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[int, Exchange]:
-    """Returns the nearest exchange behind a result, and the position of its equation."""
+    """Returns the nearest exchange that a result was computed from, and its equation's position."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
     maker = {v: (at, eqn) for at, eqn in enumerate(inner.eqns) for v in eqn.outvars}
+    # Search breadth-first from the result back to the exchanges.
     queue = [inner.outvars[place]]
     for var in queue:  # grows during the loop
         if isinstance(var, compat.Literal) or var not in maker:

@@ -9,7 +9,8 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import Var
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
-# Bitwise identical wherever they're compiled, because they only move, compare or convert values.
+# These give bitwise identical results wherever they're compiled, because they only move, compare or
+# convert values.
 EXACT = frozenset(
     {
         "abs",
@@ -46,12 +47,12 @@ EXACT = frozenset(
         "xor",
     }
 )
-# Elementwise arithmetic. If XLA fuses a multiplication with its reader, it may contract the two,
-# which can change the last bit.
+# Elementwise arithmetic. If XLA fuses a multiplication with the operation that reads its result, it
+# may contract the two, which can change the last bit.
 ARITHMETIC = frozenset(
     {"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"}
 )
-# May stay on the host between two exchanges if they touch few enough bytes.
+# These may stay on the host between two exchanges, provided that they touch few enough bytes.
 HOST_OPS = frozenset(
     {
         *EXACT,
@@ -74,11 +75,11 @@ HOST_OPS = frozenset(
     }
 )
 MOST_TOUCHED = 8
-"""Bytes that host operations may touch per exchanged byte.
+"""How many bytes host operations may touch per exchanged byte.
 
-Beyond this, they would take more time than can be hidden.
+If they touched more, they would take longer than we can hide.
 """
-# Work that takes long enough to hide an exchange. All other operations only pass over memory.
+# These take long enough to hide an exchange. All other operations only pass over memory.
 _COSTLY = frozenset(
     {
         "cholesky",
@@ -140,14 +141,15 @@ def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:
 def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) -> bool:
     """Whether all shapes in these equations follow from the shapes of exchanged arrays.
 
-    Those are the same on every rank, whereas other shapes may follow from this rank's batch. In an
-    elementwise equation, one known shape determines all others.
+    The shapes of exchanged arrays are the same on every rank, whereas other shapes may depend on
+    the rank's batch. We start from the exchanged arrays and go from one array to the next: in an
+    elementwise equation, for example, one known shape determines all others.
 
     Args:
         graph: The step's graph.
         between: Numbers of the equations.
-        known: Arrays whose shapes follow from the exchanges. The arrays of these equations that do
-            so are added to it.
+        known: Arrays whose shapes follow from the exchanges. This function adds those arrays of the
+            equations whose shapes do as well.
     """
     eqns = [graph.eqns[i] for i in sorted(between)]
     before = -1
@@ -169,13 +171,13 @@ def _arrays(atoms: Sequence[Any]) -> set[Any]:
 
 
 def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[int, set[int]]:
-    """Chooses the equations that a compute position reruns rather than read their results (cut rule
-    2).
+    """Chooses equations that a compute position runs again, to save memory (cut rule 2).
 
-    Reading a value from an earlier position keeps it alive until then. Recomputing it keeps the
-    inputs of the recomputation alive instead. A value is recomputed if that adds no bytes to those
-    which are kept in any case, or at most half of the value's own bytes. With `exact`, only
-    operations that give the same bits wherever they run are recomputed, otherwise elementwise
+    If a position reads a value that an earlier position has computed, the value has to stay in
+    memory until then. If the position recomputes the value instead, the inputs of that computation
+    have to stay in memory. So a value is recomputed if its inputs are kept in any case, or if those
+    that aren't have at most half of the value's own bytes. With `exact`, we only recompute
+    operations that give the same bits wherever they run; otherwise, we recompute elementwise
     arithmetic as well.
 
     Returns:
@@ -198,9 +200,11 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
             continue
         reads = {v for i in members for v in variables(graph.eqns[i].invars)}
         foreign = {v for v in reads if v in graph.maker and place[graph.maker[v]] < here}
-        # Kept in any case: what's read here and can't be recomputed.
+        # What's read here and can't be recomputed is kept in any case.
         kept: set[Any] = {v for v in foreign if not recomputable(graph.maker[v])}
         mine: set[int] = set()
+        # The inputs that we keep to recompute one value make others cheaper to recompute, so the
+        # order matters. We use the order of the equations.
         for var in sorted(foreign - kept, key=lambda v: graph.maker[v]):
             chain, leaves = _chain(graph, var, recomputable, kept)
             extra = sum(nbytes(v) for v in leaves if v in graph.maker and v not in kept)
@@ -217,7 +221,7 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
 def _chain(
     graph: Graph, var: Var, recomputable: Callable[[int], bool], kept: set[Any]
 ) -> tuple[set[int], set[Any]]:
-    """Returns the recomputable equations behind `var`, and the values that they start from."""
+    """Returns the recomputable equations that lead to `var`, and the values they start from."""
     chain: set[int] = set()
     leaves: set[Any] = set()
     stack = [var]

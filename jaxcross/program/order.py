@@ -1,9 +1,9 @@
 """The order of a program's segments: what each must run after, and what it may therefore overwrite.
 
-Only exchanges follow the order of the program's list. Compute segments run in any order that their
-dependences allow, interleaved with other jobs' segments. So what a segment may overwrite depends on
-which segments are certain to have run before it, which this module works out without looking inside
-a segment.
+Exchanges follow the order of the program's list, but compute segments don't. They run in any order
+that their dependences allow, interleaved with segments of other jobs. So before a segment may
+overwrite a value, all other segments that read this value must be certain to have run. This module
+works out which ones are, from the values that the segments read and return.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Order:
     """The order of the segments of one program.
 
     Attributes:
-        after_commit: Segments that may run only once every rank is known to have made the step's
-            last exchange, i.e. the optimizer's. Once one of them has overwritten the state, the
-            step can no longer return the old state.
+        after_commit: Segments, e.g. those of the optimizer, that may run only once every rank is
+            known to have made the step's last exchange. Once one of them has overwritten the state,
+            the step can no longer return the old state.
         readers: The segments that read each value.
-        needs: For each segment, the segments whose results it reads, or that read what it may
-            overwrite. An update overwrites the step's donated arguments, so whatever reads these
-            must run first, even if nothing else orders it. This costs no time, because one device
-            runs both anyway.
+        needs: For each segment, the segments whose results it reads, and those that read what it
+            may overwrite. An update overwrites the step's donated arguments, so everything that
+            reads these must run first, even if nothing else requires it. This costs no time,
+            because one device runs both anyway.
         after: For each segment, a bit set of the segments that must have run before it, by `needs`
             or by the commit. Empty if the segments can't run in the order of the list (`verify`
             refuses such a program, and prints it).
@@ -37,10 +37,10 @@ class Order:
             enough that a value's other readers come earlier in the list: this segment must depend
             on them. Empty if `after` is.
         carried: The leading collective segments that depend only on one another, provided that some
-            compute segment doesn't depend on them. They exchange what the previous step left
-            behind, so they can run while this step computes. They must be leading because each rank
-            makes exchanges in the program's order, even if ranks compute different things. Segments
-            that exchange with no other rank are skipped.
+            compute segment doesn't depend on them. They exchange values from the step's inputs, so
+            they can run while this step computes. Only leading segments qualify, because each rank
+            makes exchanges in the program's order, even if ranks compute different things. We skip
+            segments that exchange with no other rank.
     """
 
     after_commit: frozenset[int]
@@ -77,16 +77,20 @@ def order_of(
     needs = [{maker[v] for v in s.inputs if v in maker} for s in segments]
     after: list[int] = []
     donates: list[frozenset[int]] = []
+    # If this isn't the case, the program is ill-formed. `verify` then raises, and needs to print
+    # it.
     runs_in_order = all(
         s.index == n and max(needs[n], default=-1) < n for n, s in enumerate(segments)
     )
     for n, segment in enumerate(segments if runs_in_order else ()):
         late = n in after_commit
         before = 0
-        # Transitive: a segment's set includes the sets of the segments that it depends on, which
-        # come earlier in the list.
+        # If a segment depends on others, whatever must run before those must also run before this
+        # segment. They come earlier in the list, so their own sets are already complete.
         for m in needs[n] | collectives if late else needs[n]:
             before |= after[m] | 1 << m
+        # If this segment overwrites donated arguments, everything else that reads them must have
+        # run.
         for m in (
             m for v in donated.intersection(segment.last_uses) for m in readers.get(v, ()) if late
         ):
@@ -98,8 +102,8 @@ def order_of(
             frozenset(
                 v
                 for v in segment.last_uses
-                # The step's inputs survive until its last exchange, because a step whose exchange
-                # fails returns what it was given.
+                # The step's inputs must survive until its last exchange. If an exchange fails, the
+                # step returns what it was given.
                 if segment.kind == "compute"
                 and (v not in inputs or (v in donated and n > last))
                 and all(reader == n or before >> reader & 1 for reader in readers.get(v, ()))
@@ -121,6 +125,8 @@ def _carried(
     computes = [n for n in range(len(after)) if n not in collectives]
     found: list[int] = []
     for n in sorted(collectives - without_peers) if after else ():
+        # Exchanges are made in the program's order. So stop at the first collective segment that
+        # isn't carried, because it needs something else or leaves no computation to overlap with.
         needs_more = after[n] & ~sum(1 << m for m in found)
         if needs_more or all(after[c] >> n & 1 for c in computes):
             break

@@ -1,9 +1,10 @@
 """Traces a step that is a `jax.shard_map`, written for one process's devices, for one rank of many.
 
-JAX expects such a step to get global arrays, but here it gets its rank's shards. So we first read
-the specs from the step, then compute the global types from them and the shards' types, and trace
-the step with those. Flattening later takes out the `shard_map`'s body, which is what one rank
-computes. With `check_vma=True`, the body includes the exchanges that JAX inserts for gradients.
+Such a step expects global arrays, but here it gets only its rank's shards. So we first find out the
+specs of its `shard_map`. From these and the types of the shards, we compute the types of the global
+arrays, and trace the step with them. Later, flattening takes out the body of the `shard_map`, which
+is what a single rank computes. With `check_vma=True`, the body includes the exchanges that JAX
+inserts for gradients.
 
 No device is used.
 """
@@ -25,7 +26,7 @@ from jaxcross.errors import CutError
 Specs = Sequence[tuple[int | None, Any]]
 """Pairs of a step argument's number and the spec that shards it.
 
-The number is None for an array that isn't an argument.
+The number is None for an array that isn't an argument of the step.
 """
 _JITS = ("jit", "pjit")
 
@@ -48,6 +49,7 @@ def trace_shards(
             shard one argument differently.
     """
     context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    # Try the mesh that the step has first. If this fails, the step may expect one from its context.
     for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
         with enter():
             asked = _ask(step, avals, axes)
@@ -65,7 +67,7 @@ def trace_shards(
 def check_no_vmap(
     step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
 ) -> None:
-    """Checks that a flat step which `trace_shards` can't trace isn't a `jax.vmap` of a `shard_map`.
+    """Checks that a flat step isn't a `jax.vmap` of a `shard_map`, which can't be traced.
 
     Raises:
         CutError: It is.
@@ -73,7 +75,7 @@ def check_no_vmap(
     if begins_under_vmap(step, _divisible(avals, axes)):
         raise CutError(
             f"`{name}` is a `jax.vmap` of a `shard_map`, whose specs are those of one element of "
-            "the `vmap`: how a rank's arguments are cut cannot be told. Put the `vmap` inside, "
+            "the `vmap`: they do not say how a rank's arguments are split. Put the `vmap` inside, "
             "`jax.shard_map(jax.vmap(f), in_specs=..., out_specs=...)`, with a `None` in each spec "
             "for the dimension that it maps, such as `P(None, 'data')`."
         )
@@ -90,7 +92,7 @@ def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
 
 
 def _over_ranks(mesh: Any, axes: Mapping[str, int]) -> bool:
-    """Whether a mesh stands for the ranks, rather than for this rank's local devices."""
+    """Whether a mesh is over ranks rather than this rank's local devices."""
     return isinstance(mesh, jax.sharding.AbstractMesh) or any(a in axes for a in mesh.axis_names)
 
 
@@ -106,7 +108,7 @@ def _ask(
 def _divisible(avals: Sequence[Any], axes: Mapping[str, int]) -> list[tuple[tuple[int, ...], Any]]:
     """Returns shapes that any specs can shard, with the element types.
 
-    Each length is multiplied by the number of ranks.
+    To make every dimension divisible, its length is multiplied by the number of ranks.
     """
     ranks = math.prod(axes.values())
     return [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
@@ -119,15 +121,15 @@ def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
         if n is None:
             if any(axes is not None for axes in spec):
                 raise CutError(
-                    f"the `shard_map` of `{name}` cuts by {spec} an array that is not an argument "
-                    "of the step: a rank would cut its own copy of it again. Pass it to the step, "
-                    "each rank its shard, or give it the spec P()."
+                    f"the `shard_map` of `{name}` splits by {spec} an array that is not an "
+                    "argument of the step: a rank would split its own copy of it again. Pass it to "
+                    "the step, its own shard on each rank, or give it the spec P()."
                 )
         elif _plain(found.setdefault(n, spec)) != _plain(spec):
             raise CutError(
-                f"the `shard_map` of `{name}` takes one argument of the step twice, cut by "
-                f"{found[n]} and by {spec}: a rank has one shard of it. Pass it to the step once "
-                "for each."
+                f"the `shard_map` of `{name}` takes one argument of the step twice, split by "
+                f"{found[n]} and by {spec}, but a rank has one shard of it. Pass it to the step "
+                "once for each."
             )
     return found
 

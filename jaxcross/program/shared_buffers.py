@@ -1,12 +1,14 @@
 """Packs many arrays into one flat buffer and takes them out again.
 
-`packed` and `unpacked` are what a program contains. XLA compiles these equations in linear time.
+A program packs small exchanges with `packed`, and takes them out of the buffer with `unpacked`. XLA
+compiles these equations in linear time.
 
-`split` is what a wire makes of `unpacked`: slices at constant positions, which
-`compile_with_arguments` turns into arguments. XLA's CPU backend compiles only one kernel for
-identical operations, but slices at different literal positions aren't identical. Each one takes 5
-ms to compile, and the 1,500 small gradients of a shared buffer take 8 s. If the position is an
-argument, all slices of the same size share a kernel. An argument costs 0.3 us per call.
+A wire replaces `unpacked` by `split`, which makes slices at constant positions;
+`compile_with_arguments` then turns the positions into arguments. We do this because XLA's CPU
+backend compiles only one kernel for identical operations, but slices at different literal positions
+aren't identical. Each one takes 5 ms to compile, so the 1,500 small gradients of a shared buffer
+take 8 s. If the position is an argument, all slices of the same size share a kernel, and the
+argument costs only 0.3 us per call.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import numpy as np
 from jax import lax
 
 OPERANDS = 64
-"""The most operands of one concatenation. XLA's CPU backend takes quadratic time (1.4 s for 1,500).
+"""The most operands of one concatenation.
+
+XLA's CPU backend takes quadratic time to compile a concatenation (1.4 s for 1,500 operands).
 """
 
 
@@ -37,18 +41,18 @@ def packed(values: Sequence[jax.Array]) -> jax.Array:
 
 def unpacked(flat: jax.Array, shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
     """Splits a vector that `packed` made into arrays of these shapes."""
-    pieces = lax.split(flat, [math.prod(shape) for shape in shapes])
-    return [lax.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    parts = lax.split(flat, [math.prod(shape) for shape in shapes])
+    return [lax.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 _LARGEST = np.iinfo(np.uint32).max
 
 
 def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Splits a vector into consecutive pieces of these sizes.
+    """Splits a vector into consecutive parts of these sizes.
 
-    Pieces whose size occurs only once are sliced at literal positions, because they have no kernel
-    to share.
+    If a size occurs only once, we slice at a literal position, because there's no other slice with
+    which it could share a kernel.
     """
     times = Counter(sizes)
     starts = itertools.accumulate(sizes, initial=0)
@@ -61,7 +65,7 @@ def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
 
 
 def _at_constant(flat: jax.Array, start: int, size: int) -> jax.Array:
-    # An array of one element rather than a scalar: JAX would write a scalar into the equation as a
-    # literal.
+    # The position must be an array of one element, because JAX would write a scalar into the
+    # equation as a literal.
     position = np.asarray([start], np.uint32)
     return lax.dynamic_slice(flat, (lax.reshape(position, ()),), (size,))

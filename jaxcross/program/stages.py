@@ -1,12 +1,12 @@
 """The stages of a step as users see them.
 
-    traced = crossover(step).trace(*args)    a flat jaxpr
-    program = traced.cut(2)                  segments and the values between them, verified
-    compiled = stages.compile(program)       XLA executables
-    compiled.execution(leaves)               one step in flight
+A step goes through four stages. `crossover(step).trace(*args)` traces it to a flat jaxpr.
+`traced.cut(2)` cuts the jaxpr into a program, which consists of segments and the values between
+them, and verifies it. `stages.compile(program)` compiles the segments to XLA executables. Finally,
+`compiled.execution(leaves)` starts a single step.
 
-Each result is plain data that the next stage reads. Nothing here depends on MPI, because the traced
-step brings its wire along.
+The result of each stage is plain data that the next stage reads. None of the stages depends on MPI,
+because the traced step contains the wire that makes its exchanges.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         program: A verified program that was cut from a traced step.
         inputs: The flat arguments, or anything with a shape, a dtype and, if it matters, a
             sharding. Defaults to the traced types.
-        cache: Share one cache between all programs that may have equal segments. Defaults to a new
-            one.
+        cache: Use the same cache for all programs that may have equal segments. Defaults to a new
+            cache.
         host_device: CPU device for collective segments. Defaults to the first one.
         notify: Called with each segment before it's compiled.
 
@@ -62,7 +62,7 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         host=host,
         notify=notify,
     )
-    # Computed once here, so that a step in flight only has to look things up.
+    # Compute these once, so that a step in flight only has to look them up.
     awaited, overlaps = collectives_to_await(program)
     carried = program.order.carried
     passthroughs = _passthroughs(program)
@@ -86,9 +86,10 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
 def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
     """Returns the positions of results that aren't a segment's own, and whether each may be moved.
 
-    These results are constants, inputs that are returned, and values that are also an earlier
-    result. A donated input may be moved, once. The others must be copied, because the caller may
-    donate every result that it gets.
+    Some results of a step aren't computed by a segment: constants, inputs that the step returns
+    unchanged, and values that are already returned as an earlier result. Such a result usually has
+    to be copied, because the caller may donate every result that it gets. Only a donated input may
+    be moved, and only once.
     """
     inputs = frozenset(program.inputs)
     taken = set(program.inputs) - program.donated
@@ -104,8 +105,9 @@ def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
 def _constants_on_host(program: Program, host: Any) -> dict[int, Any]:
     """Returns host copies of the constants that collective segments read but that live elsewhere.
 
-    The copies are made once. Compute segments may read the same constant, so it must stay on its
-    device as well; without a separate copy, it would be transferred to the host in every step.
+    A collective segment may read a constant that the step has on the accelerator. Without a copy on
+    the host, the constant would be transferred on every step. It can't move to the host altogether,
+    because compute segments may read it as well. The copies are made only once.
     """
     read = {v for segment in program.collectives for v in segment.inputs}
     constants = zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True)

@@ -1,12 +1,12 @@
 """Checks what is passed to `crossover` and to a step.
 
-The exchanges of a step must be over ranks, not local devices. `jax.pmap`, and arrays laid out along
-a mesh axis that has the name of an axis over ranks, would both reach only this process's devices,
-so they're refused.
+A step must exchange over ranks, rather than over the local devices of one process. `jax.pmap` only
+reaches local devices, and so do arrays that are sharded along a mesh axis with the same name as an
+axis over ranks. We raise an error for both, because otherwise each rank would train by itself.
 
-Arguments may share a buffer, as in `{"params": p, "ema": p}`. XLA refuses to take the same buffer
-twice in one call if the call may overwrite it. So `copy_shared` copies such arrays before a step,
-and `find_shared` names them for an error text.
+Several arguments may share one buffer, as in `{"params": p, "ema": p}`. But XLA doesn't accept the
+same buffer twice in one call if the call may overwrite it. So `copy_shared` copies such arrays
+before a step. If XLA still finds one, `find_shared` names the arrays for the error text.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def check_step(step: object, name: str) -> None:
 def check_mesh_axes(jaxpr: compat.Jaxpr, args: PyTree, axes: Collection[str], name: str) -> None:
     """Checks that no sharding in a step uses the name of an axis over ranks.
 
-    A local mesh may have axes of any other name. But a program for one global array, with a mesh
-    axis instead of `psum`, would run without an error: XLA exchanges only between the devices of
-    the mesh, so each rank would train alone.
+    Meshes over local devices are fine as long as their axes have other names. But suppose a step is
+    written for one global array, with a mesh axis instead of `psum`. It would run without an error,
+    although XLA only exchanges between the devices of the mesh, so each rank would train by itself.
 
     Args:
         jaxpr: The step; not a `shard_map` over ranks.
@@ -81,8 +81,8 @@ def _check_equations(jaxpr: compat.Jaxpr, axes: Collection[str], name: str) -> N
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sharding in compat.shardings_of(eqn):
             axis = _axis_in_spec(sharding, axes)
-            # If a user writes `reshard(grads, P())`, that means a sum over the mesh. Literals are
-            # exempt, because JAX itself reshards constants.
+            # A user who writes `reshard(grads, P())` wants a sum over the mesh, which wouldn't
+            # reach other ranks. We ignore literals, because JAX itself reshards constants.
             if eqn.primitive.name in _LAYS_OUT and not all(
                 isinstance(a, compat.Literal) for a in eqn.invars
             ):
@@ -137,7 +137,7 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
         raise CutError(
             f"`{name}` was called with an array where its `jax.jit` has a static argument: name "
             "the static ones by `static_argnums` or `static_argnames` of `crossover` as well, or "
-            "leave the `jit` away."
+            "leave out the `jit`."
         ) from error
 
 
@@ -152,8 +152,9 @@ def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> No
 def _named(function: Callable[..., Any]) -> Iterator[Any]:
     """Yields the values of the globals and nonlocals that a function refers to.
 
-    We search these for a `pmap` because JAX removes its own frames from the tracebacks of its
-    errors, so a `pmap` doesn't show up there.
+    If tracing fails because the step calls a `pmap`, the traceback doesn't show it, because JAX
+    removes its own frames from the tracebacks of its errors. So we search the values that the
+    function refers to for a `pmap` instead.
     """
     code = getattr(function, "__code__", None)
     if code is not None:
@@ -225,15 +226,16 @@ def argument_path(path: tuple[Any, ...]) -> str:
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
     """Replaces donated arrays that occur more than once in `leaves` by copies.
 
-    Each buffer is then donated once. If an argument that isn't donated shares the buffer, every
-    donated array that uses it is copied.
+    The copies make sure that each buffer is donated at most once. If only donated arrays share a
+    buffer, all except the first are copied. If an argument that isn't donated uses the same buffer,
+    all of them are copied.
 
     Args:
         leaves: Flat arguments; changed in place.
         donated: Positions in `leaves` of the arguments that the step may overwrite.
         new_types: Whether to compare buffers rather than Python objects. Different arrays can share
             a buffer, e.g. after `jax.device_put`. Comparing buffers takes 0.2 us per array, so
-            callers do it on the first call with these types only.
+            callers only do it on the first call with these types.
     """
     if not donated or not (new_types or len(set(map(id, leaves))) < len(leaves)):
         return

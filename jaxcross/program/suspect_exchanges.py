@@ -1,24 +1,24 @@
-"""Finds exchanges that are legal but probably mistakes. `step/advice` words the warnings.
+"""Finds exchanges that are legal but probably mistakes. `step/advice` writes the warnings.
 
-`means_of_means`: losses that are divided by a rank-local count and then averaged with equal
-weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples.
-`pmean` of that loss, or of its gradient, is therefore a mean of means: a rank with few examples
-weighs as much as a rank with many. We make one forward pass over the flat jaxpr. It tracks which
-values are counts (`reduce_sum` of something derived from the arguments by comparisons, casts and
-the like) and which values were divided by a count on the way. If such a value reaches a `psum`
-whose result is divided by the number of ranks, the line of the division is reported. Multiplying by
-a count again clears the suspicion.
+`means_of_means` finds losses that are divided by a rank-local count and then averaged with equal
+weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples. If a
+step calls `pmean` on that loss or its gradient, the result is a mean of means: a rank with few
+examples weighs as much as a rank with many. To find such losses, we make one forward pass over the
+flat jaxpr. It tracks which values are counts (`reduce_sum` of something derived from the arguments
+by comparisons, casts and the like), and which values have been divided by a count. If such a value
+reaches a `psum` whose result is divided by the number of ranks, we report the line of the division,
+unless the value has been multiplied by a count again.
 
-`repeated_sums`: gradients that are exchanged once per micro-batch, although one exchange would do.
-A forward pass over the flat jaxpr tracks which values are sums of exchange results, up to constant
-factors. If the results of one source line are only ever added up, adding first and exchanging the
-sum gives the same total, to rounding.
+`repeated_sums` finds gradients that are exchanged once per micro-batch, although one exchange would
+be enough. A forward pass over the flat jaxpr tracks which values are sums of exchange results, up
+to constant factors. If the results of one source line are only ever added up, the step could add
+first and exchange the sum. It would get the same total, up to rounding.
 
-`repeated_exchanges`: exchanges in every mini-step of `optax.MultiSteps`, which only uses the last
-result.
+`repeated_exchanges` finds exchanges in every mini-step of `optax.MultiSteps`, which only uses the
+last result.
 
-`own_derivatives`: optimizers that differentiate the loss themselves and don't exchange the
-derivatives. `optax.lbfgs` evaluates the loss and its gradient in a line search,
+`own_derivatives` finds optimizers that differentiate the loss themselves, but don't exchange the
+derivatives. For example, `optax.lbfgs` evaluates the loss and its gradient in a line search, and
 `optax.contrib.sophia` evaluates its curvature. By the rules of `pmap`, the gradient of a loss is
 rank-local even if the loss is averaged over ranks. So each rank takes a different step, and the
 replicas drift apart.
@@ -72,7 +72,7 @@ class _CountFacts(NamedTuple):
         plain: Whether it's computed from the arguments and constants by `_COUNTING` equations only.
         constant: Whether it's computed from constants only.
         counted: Whether it's a scalar that was summed up from an argument, or derived from one.
-        divided: Source lines of the divisions by such a count that the value has been through.
+        divided: Source lines at which the value has been divided by such a count.
     """
 
     plain: bool = False
@@ -87,8 +87,9 @@ _INPUT = _CountFacts(plain=True)
 
 
 def means_of_means(traced: Traced) -> Iterator[str]:
-    """Yields the user's lines that divide a loss by a count before it, or its gradient, is
-    averaged.
+    """Yields the user's lines that divide a loss by a count.
+
+    A line only counts if the loss, or its gradient, is averaged over ranks afterwards.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     averaged = {id(eqn) for eqn in _averaged(traced)}
@@ -104,9 +105,11 @@ def means_of_means(traced: Traced) -> Iterator[str]:
             return [_CountFacts()] * len(eqn.outvars)
         plain = name in _COUNTING and all(o.plain for o in operands)
         counted = plain and any(o.counted for o in operands)
+        # Summing e.g. a mask to a scalar gives a count.
         if plain and name == "reduce_sum":
             counted |= not compat.array_type(eqn.outvars[0]).shape
-        # In the backward pass the numerator is a constant: the cotangent starts as the number 1.
+        # In the backward pass, the numerator is a constant, because the cotangent of the loss
+        # starts as the number 1.
         if (
             name == "div"
             and operands[1].counted
@@ -152,7 +155,7 @@ class RepeatedSum(NamedTuple):
     Attributes:
         source: The user's line.
         times: How often each array is exchanged.
-        nbytes: Bytes that exchanging every array once hands to the wire.
+        nbytes: How many bytes the exchange would take if every array were exchanged once.
     """
 
     source: str
@@ -175,20 +178,20 @@ class _SumFacts(NamedTuple):
 def repeated_sums(traced: Traced) -> list[RepeatedSum]:
     """Returns the lines that exchange a gradient more than once per step and add up the results.
 
-    A sum of exchange results counts under three conditions:
+    A sum of exchange results only counts if
 
-    - None of its terms depends on another term. If each micro-batch updates the parameters, they
-      do.
-    - No term is also used separately, e.g. to compute the gradients' noise scale.
-    - It has the shape of an argument that the step returns, as gradients have.
+    - no term depends on another term. This rules out loops in which each micro-batch already
+      updates the parameters, because the next gradient then depends on the previous one;
+    - no term is used by itself as well, e.g. to compute the noise scale of the gradients;
+    - the sum has the shape of an argument that the step returns, as gradients do.
 
-    A line is returned only if it accounts for most of the bytes that the step sends.
+    A line is only returned if it accounts for most of the bytes that the step exchanges.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     lines: list[str] = []
     sizes: list[int] = []
     needs: list[int] = []
-    alone: set[int] = set()  # exchanges whose result isn't only used in a sum
+    outside_sums: set[int] = set()  # exchanges whose result is also used outside of sums
     sums: dict[
         str, dict[int, frozenset[int]]
     ] = {}  # line -> (a sum's first exchange -> all its terms)
@@ -211,13 +214,16 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
                 )
             return made
         terms = _terms(eqn, operands)
+        # The result of an exchange is used in something other than a sum, so exchanging only the
+        # sum wouldn't be enough.
         if not terms:
-            alone.update(*(o.terms for o in operands if len(o.terms) == 1))
+            outside_sums.update(*(o.terms for o in operands if len(o.terms) == 1))
         if (
             len(operands) == 2
             and all(o.terms for o in operands)
             and compat.array_type(eqn.outvars[0]).shape in state
         ):
+            # All terms must be exchanged by the same line, and none may depend on another.
             bits = sum(1 << n for n in terms)
             if len({lines[n] for n in terms}) == 1 and not any(needs[n] & bits for n in terms):
                 mine = sums.setdefault(lines[min(terms)], {})
@@ -230,10 +236,10 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
         rule,
         constant=_SumFacts(),
     )
-    alone.update(*(r.terms for r in results if len(r.terms) == 1))
+    outside_sums.update(*(r.terms for r in results if len(r.terms) == 1))
     found = []
     for line, every in sums.items():
-        groups = {n: group for n, group in every.items() if not group & alone}
+        groups = {n: group for n, group in every.items() if not group & outside_sums}
         if not groups:
             continue
         times = max(map(len, groups.values()))
@@ -267,8 +273,9 @@ def _is_literal(atom: compat.Atom) -> bool:
     return isinstance(atom, compat.Literal)
 
 
-# `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch
-# contains nothing of the step but the optimizer, so an exchange in it is made by the optimizer.
+# In optax, `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second
+# branch contains nothing of the step except the optimizer. So if there's an exchange in this
+# branch, it's the optimizer that makes it.
 _UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*\(MultiSteps\.update\)$")
 _DO_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*_do_update\)$")
 _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
@@ -283,8 +290,8 @@ def repeated_exchanges(
         jaxpr: Open or closed, not flat.
         axes: Axis name -> size.
         wire: Recognises exchanges.
-        outer: The equations that contain `jaxpr`, the outermost first. An inner equation's stack
-            may lack the lines that called it, so the user's line may be found only in theirs.
+        outer: The equations that contain `jaxpr`, the outermost first. We need them because an
+            inner equation's stack may lack the lines that called it, and with them the user's line.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inside = list(compat.sub_jaxprs(eqn))
@@ -314,7 +321,7 @@ def _is_one_step(branch: compat.Jaxpr) -> bool:
     )
 
 
-# The line search's loop, and the branch taken on every k-th step. They contain the derivative.
+# The derivative is in the line search's loop, or in a branch that's taken on every k-th step.
 _OPTIMIZERS = {
     "optax.lbfgs": re.compile(r"optax[/\\]_src[/\\]linesearch\.py:.*zoom_linesearch"),
     "optax.contrib.sophia": re.compile(r"optax[/\\]contrib[/\\]_sophia\.py:.*scale_by_sophia"),
@@ -325,8 +332,7 @@ _OPTAX = re.compile(r"[/\\]optax[/\\]")
 def own_derivatives(
     jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire
 ) -> Iterator[tuple[str, str]]:
-    """Yields the optimizers that differentiate the loss but exchange no array, with the user's
-    line.
+    """Yields optimizers that differentiate the loss but exchange no array, and the user's lines.
 
     Args:
         jaxpr: Open or closed, not flat.

@@ -12,8 +12,8 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment, itemsize
 def parse(text: str) -> Program:
     """Parses the text of `Program.text()`, so that `parse(p.text()).text() == p.text()`.
 
-    Equations aren't part of the text. Line lengths and numbers are limited, so that a damaged text
-    can't make us allocate huge amounts of memory.
+    The text doesn't contain the program's equations. Its numbers and the lengths of its lines are
+    limited, because a damaged text could otherwise make us allocate huge amounts of memory.
 
     Raises:
         ValueError: A line can't be parsed; the message quotes it.
@@ -67,8 +67,8 @@ def parse(text: str) -> Program:
     )
 
 
-# Far more than any program has. A text's numbers and line lengths are checked against these limits
-# before anything of that size is allocated.
+# No program comes close to these limits. We check the numbers and line lengths of a text against
+# them before we allocate anything of that size.
 _MOST_VALUES = 1_000_000
 _LONGEST_LINE = 1_000_000
 _NOT_UNDERSTOOD = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -106,8 +106,8 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
 
 
 _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-# A quoted name must match in only one way. Otherwise the regex would backtrack through all
-# combinations on a line with many of them.
+# The regex must be able to match a quoted name in only one way. Otherwise, it would try all
+# combinations if a line contains many quoted names.
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(

@@ -51,7 +51,7 @@ class Traced:
         in_tree, out_tree: How the arguments `(args, kwargs)` and the results flatten.
         in_avals: Abstract values of the flat arguments.
         donated: Positions of the flat arguments that the user donates.
-        wire: Recognises and executes exchanges.
+        wire: Recognises and makes exchanges.
         commit_flag_inputs: Positions of the flat arguments whose values become known only after the
             step's exchanges.
         undecided: A `cond` around an exchange, which the host decides in each step. None once all
@@ -64,7 +64,7 @@ class Traced:
         choices: The branches chosen by the host so far, in order.
         unflattened: The jaxpr before flattening, from which `decide` makes the variants.
         paths: The tree paths of the flat arguments and of the flat results, for messages.
-        memo: Results of passes that are computed only once, such as `exchange_labels.labelled`.
+        memo: Results of passes that run only once per step, such as `exchange_labels.labelled`.
     """
 
     name: str
@@ -103,8 +103,8 @@ class Traced:
     def own_consts(self) -> tuple[Any, ...]:
         """Returns copies of `consts`, made once for all cuts and variants. Waits for them.
 
-        We need copies because JAX may alias a NumPy array, or may not have read it yet, while the
-        user may write to its memory.
+        If a constant is a NumPy array, the user may write to its memory at any time. JAX may use
+        the same memory, or may not have read it yet, so we make copies.
         """
         for x in self.consts:
             if id(x) not in self._own:
@@ -130,7 +130,7 @@ def trace(
     donate_argnames: Sequence[str] = (),
     commit_flag_argnums: Sequence[int] = (),
 ) -> Traced:
-    """Traces `step` once with `axes` bound. Does not wait or communicate.
+    """Traces `step` once with `axes` bound. Doesn't wait or communicate.
 
     Args:
         step: Any function that JAX can trace, jitted or not.
@@ -154,6 +154,7 @@ def trace(
     names = sorted(kwargs)  # in the order in which JAX flattens them
     counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    # Translate arguments into the positions of their flat leaves.
     donate = (*donate_argnums, *(len(args) + names.index(name) for name in donate_argnames))
     donated = frozenset(p for n in donate for p in range(starts[n], starts[n + 1]))
     flags = frozenset(p for n in commit_flag_argnums for p in range(starts[n], starts[n + 1]))
@@ -174,6 +175,7 @@ def trace(
     def named_step(*a: Any, **k: Any) -> list[Any]:
         return flat_step(*jax.tree.leaves((a, k)))
 
+    # JAX's errors should name the user's function and arguments rather than our wrapper.
     copy_signature(named_step, step)
     try:
         with tracing(axes):
@@ -222,7 +224,8 @@ def _trace_whole(
             "jaxcross.crossover, or rename it."
         ) from error
     except Exception as error:
-        # A `shard_map` may refuse a rank's shards, because it wants global arrays and maybe a mesh.
+        # A `shard_map` may not accept a rank's shards, because it expects global arrays and maybe a
+        # mesh.
         shards = trace_shards(flat_step, avals, axes, name)
         if shards is not None:
             return shards
@@ -246,9 +249,9 @@ def _trace_whole(
     if shards is None:
         check_no_vmap(flat_step, avals, axes, name)
         raise CutError(
-            f"how the arguments of the `shard_map` of `{name}` are cut cannot be told: it has no "
+            f"it is not known how the `shard_map` of `{name}` splits its arguments: it has no "
             "`in_specs`, or takes what the step computes before it. Pass it the step's own "
-            "arguments, and for each a PartitionSpec."
+            "arguments, and a PartitionSpec for each."
         )
     return shards
 
@@ -281,6 +284,8 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
 
 
 def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
+    # Repeat the choices that have been made so far. The first conditional after these is the
+    # undecided one.
     remaining = list(choices)
     found = []
 
@@ -326,9 +331,10 @@ _SOLVER = "custom_linear_solve"
 def _call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
     """Replaces linear solvers whose operator exchanges by plain calls, even inside loops.
 
-    `cg`, `gmres` and `bicgstab` use `custom_linear_solve`, an equation that holds the operator, its
-    transpose and two solvers. JAX needs all of them only to differentiate, which has already
-    happened when we get the jaxpr. Only the solver runs, so a call of the solver is enough.
+    JAX's solvers `cg`, `gmres` and `bicgstab` use `custom_linear_solve`, an equation that contains
+    the operator, its transpose and two solvers. All of these are needed only to differentiate the
+    equation, and by the time we get the jaxpr, that has already happened. What runs in a step is
+    just the solver, so we replace the equation by a call of it.
 
     Args:
         jaxpr: Closed or open.

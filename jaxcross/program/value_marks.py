@@ -1,14 +1,15 @@
 """Marks each value of a traced step by what it's computed from and what reads it.
 
-`exchange_labels` uses the marks to identify exchanges across ranks. Two exchanges of the same shape
-and type look alike, and their position in the jaxpr doesn't distinguish them either: ranks may
-trace independent equations in different orders, e.g. because they iterate over a set of names. So a
-mark must follow from the graph of equations alone.
+`exchange_labels` uses these marks to recognise the same exchange on different ranks. Shape and type
+aren't enough for that, because two exchanges may look alike. Their positions in the jaxpr don't
+help either: ranks may trace independent equations in different orders, e.g. because they iterate
+over a set of names. So a mark must depend on nothing but the graph of equations.
 
-Each variable gets two marks. A forward pass (`_origins`) marks it by the equations that it's
-computed from, and a backward pass (`_uses`) by those that read it. Both start at leaves, the first
-at those of the arguments, the second at those of the results. A leaf is represented by a hash of
-its tree path. From there, sets of hashes propagate:
+Each variable gets two marks. A forward pass (`_origins`) computes one from the equations that lead
+to the variable, and a backward pass (`_uses`) computes the other from the equations that read it.
+The passes start at leaves: the first at the leaves of the arguments, the second at those of the
+results. A leaf is represented by a hash of its tree path. From there, sets of hashes propagate by
+these rules:
 
 - A layout or elementwise equation passes on the union of its operands' sets, because each element
   of its result comes from single elements of the operands.
@@ -17,13 +18,13 @@ its tree path. From there, sets of hashes propagate:
 - An exchange ends the paths as well, but separately for each operand and its result.
 - A call is transparent, and a `cond` gives the union over its branches.
 
-In addition, `Mark.exact` is one hash of everything in that direction. Shapes and the values of
-constants don't enter into a mark, because they may differ on a rank whose batch is short. The
-exception is `Mark.placed`, since some exchanges differ only in the part of an array that they're
-for, or in a constant factor.
+In addition, each mark contains one hash of everything in its direction (`Mark.exact`). Shapes and
+the values of constants don't affect a mark, because they may differ on a rank whose batch is short.
+The exception is `Mark.placed`: some exchanges differ only in a constant factor, or in the part of
+an array that they're for.
 
-Each equation is visited twice, and sets have a bounded length, so the cost is linear in the number
-of equations. A function that is called several times counts each time.
+We visit each equation twice and limit the size of the sets, so the cost is linear in the number of
+equations. If a function is called several times, each call counts separately.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from jaxcross._pytree import TreeDef
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
-# Equations that only change the layout. As with elementwise ones, each element of their result
-# comes from single elements of their operands.
+# These equations only change the layout of an array. As in an elementwise equation, each element of
+# their result comes from single elements of their operands.
 _LAYOUT = frozenset(
     [
         "bitcast_convert_type",
@@ -94,8 +95,8 @@ _FUNCTIONS = frozenset(
 )
 _ELEMENTWISE = (EXACT - {"argmax", "iota"}) | ARITHMETIC | _LAYOUT | _FUNCTIONS
 
-# A longer set is represented by its smallest members, so the cost of a union doesn't grow with the
-# number of leaves.
+# If a set of hashes has more members than this, we keep only its smallest members. Otherwise, the
+# cost of a union would grow with the number of leaves.
 _KEPT = 32
 _BITS = 2**64 - 1
 
@@ -128,7 +129,7 @@ class Scope:
     """The equations of one jaxpr and its variables' marks. Each call of a jaxpr has its own scope.
 
     Attributes:
-        inputs, eqns, outputs: Of the jaxpr.
+        inputs, eqns, outputs: The jaxpr's inputs, equations and results.
         origins: Mark of each variable towards the inputs.
         uses: Mark of each variable towards the results.
         inside: Equation -> the jaxprs that it holds; see `_inside`.
@@ -153,8 +154,8 @@ class Scope:
 def marked(traced: Traced) -> Scope:
     """Marks all variables of a traced step. Doesn't wait or communicate.
 
-    The marks are identical on all ranks whose steps compute the same, whatever the order of tracing
-    and, except for `Mark.placed`, whatever the shapes.
+    If the steps of several ranks compute the same, their marks are identical, in whatever order the
+    ranks have traced their equations. Except for `Mark.placed`, their shapes don't matter either.
     """
     inputs = [_mark_of(leaf) for leaf in leaf_hashes(traced.in_tree)]
     scope = _origins(traced, traced.jaxpr, [*(_CONSTANT for _ in traced.consts), *inputs])
@@ -169,8 +170,9 @@ def _mark_of(leaf: int) -> Mark:
 def leaf_hashes(tree: TreeDef) -> list[int]:
     """Returns a hash of the path to each leaf.
 
-    An index in a sequence is hashed together with the sequence's length, because the same index may
-    mean something else in a sequence of a different length.
+    An index in a tuple or list is hashed together with the length of that tuple or list. Otherwise,
+    two leaves with the same index would have equal hashes, although the same index may mean
+    something else in a sequence of a different length.
     """
     return list(_leaf_hashes(tree, 0))
 
@@ -223,8 +225,9 @@ def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope
 def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
     """Yields the jaxprs inside an equation.
 
-    Each comes with the numbers of the operands that it takes, empty if they're unknown, and with
-    whether its results are those of the equation.
+    Each jaxpr inside the equation comes with the indices of the operands that it takes, or with an
+    empty sequence if we can't tell. A flag says whether its results are the results of the
+    equation.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -235,6 +238,8 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
         if name == "cond":
             given = given[1:]
         elif name == "while":
+            # The operands of a `while` are those of its predicate alone, those of its body alone,
+            # and then the carry, which both of them read.
             ahead = params["cond_nconsts"]
             both = ahead + params["body_nconsts"]
             returns = sub is not params["cond_jaxpr"]
@@ -275,6 +280,8 @@ def _made(
         ]
     if _is_parallel(traced, eqn):
         return [_exchanged(name, o) for o in operands]
+    # Paths end at any other equation. Its results are marked with a hash of its operands' marks,
+    # and of the marks inside it, if it contains jaxprs.
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
@@ -300,7 +307,7 @@ def _end(around: int, exact: int) -> Mark:
 
 
 def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...]:
-    """Merges what several ways lead to. `_ways_through` describes the ways."""
+    """Merges the `placed` sets at the end of several ways; see `_ways_through` for these."""
     found: tuple[int, ...] = ()
     for placed, way in ways:
         if way and placed:
@@ -318,6 +325,8 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
         if not isinstance(atom, compat.Literal):
             known = scope.uses.get(atom)
             if known is not None:
+                # Ranks may trace a value's readers in different orders, so combine their hashes by
+                # a sum, in which the order doesn't matter.
                 mark = _merged((known, mark), (known.exact + mark.exact) & _BITS)
             scope.uses[atom] = mark
 
@@ -415,8 +424,8 @@ def _smallest(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*one, *other})[:_KEPT]) if one else other
 
 
-# The rest describes which part of an array an equation reads or writes, and any constant factor.
-# The texts tell apart exchanges of different parts of one array.
+# The functions below describe, as text, which part of an array an equation reads or writes, and any
+# constant factor. We need these texts to distinguish exchanges of different parts of one array.
 _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 
 
@@ -487,8 +496,8 @@ def _slice(
 ) -> str:
     """Describes the dimensions that a slice cuts.
 
-    The other dimensions are left out, because their size may differ between ranks: a batch may be
-    short.
+    The other dimensions are left out, because their size may differ between ranks, e.g. if a batch
+    is short.
     """
     steps = strides or [1] * len(shape)
     cut = [

@@ -8,7 +8,7 @@ from jaxcross.program.jaxpr_utils import holds_exchange
 
 
 def verify(program: Program) -> Program:
-    """Checks all values that segments hand over, and returns the program.
+    """Checks all values that segments pass on, and returns the program.
 
     Doesn't wait or communicate.
 
@@ -27,7 +27,7 @@ def verify(program: Program) -> Program:
             )
 
         if segment.index != place:
-            fail(f"segment {segment.index} stands at place {place}")
+            fail(f"segment {segment.index} is at place {place}")
         for v in segment.inputs:
             if v not in defined:
                 fail(f"value {v} is read before it is defined")
@@ -63,6 +63,7 @@ def verify(program: Program) -> Program:
             raise InternalError(
                 f"program `{program.name}` is not well formed: result {v} is never defined"
             )
+    # The last reader must free each value, except for the step's inputs and results.
     unfreed = defined - dead - set(program.outputs) - set(program.inputs)
     if unfreed:
         raise InternalError(

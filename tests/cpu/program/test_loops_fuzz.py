@@ -196,7 +196,7 @@ def agrees(seed: int) -> set[str]:
         try:
             got = run_program(stages.cut(decide(traced, args[0])), [list(a) for a in args])
         except ExchangeError as error:
-            came.add("left" if "did not come to the end" in str(error) else "differently")
+            came.add("left" if "did not end within" in str(error) else "differently")
             continue
         came.add("equal")
         for rank, (mine, one) in enumerate(zip(got, want, strict=True)):

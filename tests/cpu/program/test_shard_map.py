@@ -114,7 +114,7 @@ def test_axes_of_either_type(mesh: Any) -> None:
 def test_specs_that_are_left_out_are_asked_for() -> None:
     step = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=MESHES[1], out_specs=P())
     with pytest.raises(
-        CutError, match="^how the arguments of the `shard_map` of `<lambda>` are cut cannot be told"
+        CutError, match="^it is not known how the `shard_map` of `<lambda>` splits its arguments"
     ):
         traced(step, jnp.ones((4, 2)))
 
@@ -243,7 +243,7 @@ def test_one_argument_may_be_passed_twice() -> None:
     )
     assert [float(out[0]) for out in told] == [16.0 * (0 + 4), 16.0 * (1 + 9)] * 2
     with pytest.raises(
-        CutError, match=r"takes one argument of the step twice, cut by P\('data',?\) and by P\(\)"
+        CutError, match=r"takes one argument of the step twice, split by P\('data',?\) and by P\(\)"
     ):
         traced(products(P()), jnp.ones((2, 2)))
 
@@ -260,7 +260,7 @@ def test_constants_lie_whole_on_every_rank() -> None:
 
     assert traced(scaled(P()), jnp.ones(2)).jaxpr.out_avals[0].shape == (2,)
     with pytest.raises(
-        CutError, match=r"cuts by P\('data',?\) an array that is not an argument of the step"
+        CutError, match=r"splits by P\('data',?\) an array that is not an argument of the step"
     ):
         traced(scaled(P("data")), jnp.ones(2))
 

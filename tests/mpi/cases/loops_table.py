@@ -207,7 +207,7 @@ def an_inner_loop_that_no_rank_ends():
     runner = jaxcross.Runner(WORLD)
     runner.add("slow", fn, {"slow": True})
     good = runner.add("good", fn, {"slow": False})
-    with pytest.raises(jaxcross.JobError, match="`slow`.* did not come to the end of an inner one"):
+    with pytest.raises(jaxcross.JobError, match="`slow`.* an inner loop, at .* did not end within"):
         runner.run()
     assert int(good.state) == 3 * 2 * 20 * P
 

@@ -26,7 +26,7 @@ def opposite_orders():
     def check(text):
         assert "would wait for each other forever" in text, text
         for r in range(4):
-            assert f"rank {r} stands at its call 1 of 2: `allreduce`" in text, text
+            assert f"rank {r} is blocked in its call 1 of 2: `allreduce`" in text, text
         assert text.count("mpi4jax_faults.py") == 4, text
 
     try:
@@ -262,7 +262,7 @@ def a_chain_through_all_ranks():
         crossed(jnp.zeros(2), True)
     except jaxcross.ExchangeError as error:
         assert (
-            "rank 1 stands at its call 1 of 2: `recv` of float32[2] from rank 0, receive tag 2"
+            "rank 1 is blocked in its call 1 of 2: `recv` of float32[2] from rank 0, receive tag 2"
             in str(error)
         )
     else:

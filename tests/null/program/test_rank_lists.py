@@ -142,7 +142,7 @@ def test_blocked_ranks_are_named_with_their_lines(name: str) -> None:
     calls, blocked = BLOCKING[name]
     text = mismatch("step", calls)
     assert text is not None and "forever" in text
-    assert [r for r in calls if f"rank {r} stands at its call" in text] == list(blocked)
+    assert [r for r in calls if f"rank {r} is blocked in its call" in text] == list(blocked)
     assert text.count("run.py:7") == len(blocked)
 
 

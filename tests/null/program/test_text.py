@@ -121,8 +121,8 @@ def test_parse_names_the_line_it_does_not_understand(line: int, wrong: str, mess
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (with_segment(0, index=1), "segment 1 stands at place 0"),
-        (with_segment(0, index=10**11), "segment 100000000000 stands at place 0"),
+        (with_segment(0, index=1), "segment 1 is at place 0"),
+        (with_segment(0, index=10**11), "segment 100000000000 is at place 0"),
         (with_segment(0, inputs=(0, 3)), "value 3 is read before it is defined"),
         (with_segment(2, inputs=(1, 3)), "value 1 is read after its last use"),
         (with_segment(2, outputs=(3,)), "value 3 is defined twice"),
