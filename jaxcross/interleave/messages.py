@@ -1,7 +1,7 @@
 """What goes into the interleaver (events) and what comes out of it (instructions), as plain data.
 
-Every message names its job by the job's number. Messages about a segment also have the number of
-the call, i.e. how many calls the job has made on this rank. Without it, an event that arrives late
+A message about a job has the job's number. A message about a segment also has the number of the
+call, i.e. how many calls the job has made on this rank. Without it, an event that arrives late
 could be attributed to the job's next call, which has segments with the same indices.
 """
 
