@@ -1,6 +1,6 @@
 """The MPI world: which rank this process is, its communicators, and how it starts and ends.
 
-start           `initialize`: starts MPI, the thread pool and the device, installs the hooks that
+start           `initialize`: starts MPI, thread pool and device, and installs the hooks that
                 terminate all ranks together
 wire_choice     chooses the library for the exchanges, which must be the same on every rank
 start_limit     a time limit for the start of MPI
