@@ -80,8 +80,9 @@ class Terminated(KeyboardInterrupt):
 def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = None) -> NoReturn:
     """Prints `message`, sends the reason to the other ranks, and terminates all ranks through MPI.
 
-    If MPI doesn't react, at least this process ends. That happens within about 4 s, even if stderr
-    is closed or blocked, another interrupt arrives, or the main thread ends in the meantime.
+    If MPI doesn't react to the abort, this process at least ends itself. That happens within about
+    4 s, even if stderr is closed or blocked, another interrupt arrives, or the main thread ends in
+    the meantime.
     """
     timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(reason.code or 1,))
     # The timer's thread must not be a daemon thread. If a daemon thread calls this function while
@@ -231,9 +232,9 @@ class ExceptionHooks:
                 trim(value)
             self._show(kind, value, value.__traceback__)
             return
-        # `Runner.run` raises the error of a failed job on every rank, with the same text. So its
-        # traceback would only repeat what the text says. What may be worth a traceback is the
-        # cause, i.e. the exception that this rank itself raised.
+        # `Runner.run` raises the error of a failed job on every rank, with the same text on all of
+        # them. The traceback of that error would only repeat what its text says. The traceback
+        # worth printing is that of the cause, i.e. the exception that this rank itself raised.
         if ends_run(value):
             self.report()
             # A job that failed has already printed its traceback at the time when it left the run.

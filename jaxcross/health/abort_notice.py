@@ -150,8 +150,8 @@ class AbortNotices:
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )
         self._answer(sender)  # once the sender has all receipts, it terminates all ranks
-        # The sender should terminate this rank within this time. If it can't, because it's stuck
-        # itself, this rank terminates all ranks on its own.
+        # The sender of the notice should terminate this rank within a few seconds. If it can't,
+        # because it's stuck itself, this rank terminates all ranks on its own.
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 

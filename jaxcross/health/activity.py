@@ -101,8 +101,8 @@ def missing_ranks(
 ) -> dict[int, str] | None:
     """Returns the ranks that haven't entered a wait, each with the reason, or None if all have.
 
-    Ranks that haven't answered don't count as missing. If the only missing ranks are excused ones,
-    the result is empty rather than None.
+    Ranks that haven't answered don't count as missing. If all missing ranks are excused, the result
+    is empty rather than None.
 
     Args:
         job: The job that waits, or "" for none.

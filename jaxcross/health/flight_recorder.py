@@ -174,9 +174,9 @@ class FlightRecorder:
     ) -> str:
         """Records why this rank exits, and returns what it was doing, as text.
 
-        After a failure, that's the activity in which the exception was raised. If this is called
-        several times, only the first reason is recorded, because later ones are usually
-        consequences of it.
+        After a failure, the returned text describes the activity in which the exception was raised.
+        If this method is called several times, only the first reason is recorded, because later
+        ones are usually consequences of it.
 
         Args:
             kind: How the rank exits.
@@ -228,15 +228,16 @@ class FlightRecorder:
             # encoding, and start a new file.
             text = line.encode()
             written = os.write(self._file, text)
-            # Don't combine this with the write in one statement. The old count would then be read
-            # before the write, and what other threads add to it during the write would be lost.
+            # Count the bytes in a separate statement, after the write. In a single statement,
+            # Python would read the old count before the write, and whatever other threads add to
+            # the count during the write would be lost.
             self._written_bytes += written
             if self._written_bytes > LIMIT_BYTES and self._rotating.acquire(blocking=False):
                 try:
-                    # If another thread has just started a new file, the count may still be that of
-                    # the previous file. If we then started yet another one, the previous file with
-                    # most of the history would be deleted. So we ask the kernel for the size of the
-                    # current file.
+                    # If another thread has just started a new file, our byte count may still be
+                    # that of the previous file. If we then started yet another one, the previous
+                    # file with most of the history would be deleted. So we ask the kernel for the
+                    # size of the current file.
                     self._written_bytes = os.fstat(self._file).st_size
                     if self._written_bytes > LIMIT_BYTES:
                         self._start_file()

@@ -25,8 +25,8 @@ _OUR_ERRORS = (CutError, ExchangeError, JobError, TypeError, ValueError)
 def trim(error: BaseException) -> None:
     """Removes from a traceback the frames that start a script, and our own frames at both ends.
 
-    Does the same with the exceptions that caused this one. A traceback of which nothing would be
-    left stays as it is. With `jax_traceback_filtering` set to `off`, does nothing.
+    Also trims the tracebacks of the exceptions that caused this one. If no frame would be left, a
+    traceback stays as it is. With `jax_traceback_filtering` set to `off`, nothing is trimmed.
     """
     import jax
 

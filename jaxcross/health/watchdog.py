@@ -92,8 +92,8 @@ class Watchdog:
     ) -> None:
         self._flight = flight
         self._sigterm = sigterm
-        # A call that takes as long as a missing heartbeat counts as stuck. The minimum keeps a very
-        # short timeout from making ordinary calls look stuck.
+        # An MPI call that takes as long as a missing heartbeat counts as stuck. The minimum keeps a
+        # very short timeout from making ordinary calls look stuck.
         self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
         self._comm = timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
         self._notices = AbortNotices(timed, flight)
@@ -384,8 +384,9 @@ class Watchdog:
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
-        # Count iterations rather than seconds. If this process is suspended while it's waiting for
-        # the answers, it still reads them when it continues, instead of running into a timeout.
+        # While waiting for the answers, count iterations rather than seconds. If this process is
+        # suspended during that time, it still reads the answers when it continues, instead of
+        # running into a timeout.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
             if None not in answers.values():
                 break
@@ -396,8 +397,8 @@ class Watchdog:
                 if number == self._questions:  # otherwise it's a late answer to an earlier question
                     answers[source] = answer
             self._stop.wait(_ASKING_INTERVAL_S)
-        # We may drop these requests even if a rank that didn't answer hasn't received its question
-        # yet, because the abort comes next.
+        # Some of the questions may not have been delivered to ranks that didn't answer. We can drop
+        # the requests anyway, because the abort comes next.
         del pending
         return answers
 
@@ -472,8 +473,8 @@ class Watchdog:
         ranks: Mapping[int, str] | None,
     ) -> NoReturn:
         late = late_ranks(wait, answers, ranks)
-        # The late ranks print their stacks themselves. We ask only for that, and wait for the
-        # answers because the abort would otherwise interrupt the printing.
+        # When they receive this question, the late ranks print their stacks themselves. We wait for
+        # their answers only because the abort would otherwise interrupt the printing.
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)

@@ -82,6 +82,7 @@ class Work:
 
     def _end(self, version: int) -> None:
         if version == self._version:
-            # Scheduled calls can't be cancelled. If the versions differ, the speed has changed
-            # since this call was scheduled, and a later call with the new end time replaces it.
+            # A scheduled call can't be cancelled. So when the speed changes, we schedule another
+            # call for the new end time and increase the version number. The old call finds an
+            # outdated number here, and does nothing.
             self._on_end()

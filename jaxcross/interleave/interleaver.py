@@ -37,8 +37,9 @@ one per slot. Two kinds wait for computation:
 - A comparison waits for a call that has already received everything it needs from the exchange
   lane.
 
-In both cases, the compute lane makes progress by itself: every segment on it ends, no policy passes
-over a job forever, and a call that has begun doesn't wait for a vote before it may use the lane.
+Neither wait can last forever, because the compute lane makes progress by itself: every segment on
+it ends, no policy passes over a job forever, and a call that has begun doesn't need another vote to
+use the lane.
 
 **Why it doesn't spin.** If ranks entered deferrable votes immediately whenever they liked, they
 would vote in a busy loop while all jobs are computing. So a rank enters such a vote immediately
@@ -123,8 +124,8 @@ class Interleaver:
     def announcement(self) -> str:
         """Returns the text that this rank contributes to a `GatherAnnouncements`.
 
-        Call this once per gathering, at its beginning: the call removes the submitted texts from
-        the list of pending ones, so calling it again would lose them.
+        Call this exactly once, at the beginning of a gathering. The call removes the submitted
+        texts from the list of pending ones, so they'd be lost if it was called again.
         """
         return self._ballot_writer.pending.announcement()
 
@@ -143,8 +144,8 @@ class Interleaver:
     def all_paused(self) -> list[int]:
         """Returns the unfinished jobs if all are paused and only a `resume` can change that.
 
-        Returns an empty list if any of them isn't paused, is in the middle of its exchanges, or has
-        a thread that's still running its own code on this rank.
+        Returns an empty list if any unfinished job isn't paused, is in the middle of its exchanges,
+        or has a thread that's still running its own code on this rank.
         """
         left = {number: job for number, job in self.shared.jobs.items() if not job.finished}
         if self.shared.stopping or not all(

@@ -1,7 +1,7 @@
 """The joint start: no job makes its first step before all initial jobs are ready to make theirs.
 
-Whether a job is held back is part of the state that must be identical across ranks. So this state
-changes only on events that all ranks process at the same place in the order of slots: vote
+All ranks must hold back the same jobs, so this is part of the state that's identical across ranks.
+It changes only on events that all ranks process at the same point between two exchanges: vote
 verdicts, and jobs that end, pause or resume.
 
 **Why it can't deadlock.** The other jobs wait for a job only as long as three conditions hold: the

@@ -61,9 +61,8 @@ class LocalCall:
     # For each segment, how many of the segments that it needs are still missing, i.e. neither
     # issued nor exchanged.
     _unmet: list[int] = field(init=False)
-    # Compute segments whose needs are all met and that haven't been issued yet, in order. They are
-    # in two lists, because the second list has to wait for the commit: its segments overwrite the
-    # step's input state.
+    # Compute segments that could run now and haven't been issued yet, in order. The segments in the
+    # second list overwrite the step's input state, so they also have to wait for the commit.
     _ready_before: list[int] = field(init=False)
     _ready_after: list[int] = field(init=False)
 
@@ -110,8 +109,8 @@ class LocalCall:
     def goes_on(self) -> bool:
         """Whether the call runs to completion even if its job has failed.
 
-        This is necessary once the call may have overwritten the state. Stopping it halfway would
-        leave a state that's neither the old nor the new one.
+        Once a call may have overwritten part of the state, it has to run to completion. Stopping it
+        halfway would leave a state that's neither the old nor the new one.
         """
         return not self.broken and (
             self.committed or (bool(self.issued) and not self.graph.collectives)
@@ -133,8 +132,8 @@ class LocalJob:
     """A job's rank-local state."""
 
     thread_started: bool = False
-    # Steps without exchanges since the last step that all ranks made together. Ranks may make
-    # different numbers of them before they get to the next exchange.
+    # Counts the steps without exchanges since the last step that all ranks made together. Ranks may
+    # make different numbers of such steps before they get to the next exchange.
     local_steps: int = 0
     other_calls: int = 0  # calls made like steps that don't count as steps, e.g. evaluations
     other_local_calls: int = 0  # how many of them are in `local_steps`
@@ -143,8 +142,9 @@ class LocalJob:
     is_waiting: bool = False  # the thread waits for an answer
     point: Point | None = None  # where the thread waits for the other ranks
     failed: str | None = None
-    # The first segment that failed. If it belonged to a call without a commit, a later failure of a
-    # call with a commit replaces it.
+    # The first segment that failed. If its call has no commit, a later failure in a call with a
+    # commit replaces it, because only the latter can cost this rank the results of a committed
+    # step.
     failed_segment: m.SegmentFailed | None = None
     ejects: bool = False  # the failure is one that ejects the job
     returned: bool = False  # its function returned

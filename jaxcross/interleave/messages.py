@@ -191,12 +191,13 @@ class SegmentCompleted(Event):
 class SegmentFailed(Event):
     """A segment raised, either at dispatch or later.
 
-    If a compute segment raises, it has left the compute lane. If an exchange raises, this rank
-    still takes part in it, with zeros, and reports that by an `ExchangeDone` as usual.
+    A compute segment that raises leaves the compute lane, so no `SegmentCompleted` follows. An
+    exchange, however, still takes place, because the other ranks are going to enter it: this rank
+    takes part with zeros, and reports the exchange's end as usual.
 
-    `commits` says whether the segment's call has a commit. `ejects` says that no exception was
-    raised, but the segment found values (e.g. values that aren't finite) for which the job has to
-    be ejected.
+    The `commits` flag says whether the segment's call has a commit. The `ejects` flag says that no
+    exception was raised, but that the segment found values (e.g. values that aren't finite) for
+    which the job has to be ejected.
     """
 
     job: int
@@ -379,8 +380,8 @@ class Finish(Instruction):
 class StepReturned(Instruction):
     """Answer to a job's thread: all segments of the step were dispatched, so the call can return.
 
-    `step` is the number of steps that the job has made, including this one. With `skipped`, this
-    step left the state unchanged.
+    The `step` field is the number of steps that the job has made, including this one. If the
+    `skipped` flag is set, this step left the state unchanged.
     """
 
     job: int
@@ -430,8 +431,9 @@ class Raised(Instruction):
 class JobFinished(Instruction):
     """The job has ended on every rank, after `step` committed steps.
 
-    `texts` are the ranks' texts, in rank order, if the job failed or was ejected. `stop_requested`
-    says that somebody requested a stop of this job in particular, rather than of the whole run.
+    If the job failed or was ejected, `texts` contains what each rank says about it, in rank order.
+    The `stop_requested` flag says that somebody requested a stop of this job in particular, rather
+    than of the whole run.
     """
 
     job: int

@@ -28,8 +28,8 @@ class Policy(Protocol):
     exchange independently of each other, and must get the same answer. Otherwise they'd run
     different exchanges and deadlock.
 
-    You can give a policy the attributes `depth` and `start`, with the same meaning as in
-    `RoundRobin`. If it doesn't have them, the run uses the defaults.
+    A policy class may also have the attributes `depth` and `start`, which have the same meaning as
+    for `RoundRobin`. Without them, the run uses the defaults.
     """
 
     @property
@@ -102,8 +102,8 @@ class Turns:
     def start_tag(self, job: int) -> float:
         """Returns the start tag that the job's next turn would have.
 
-        That's the job's finish tag, but at least the lane's virtual time. So a job that has been
-        idle can't save up its share and then occupy the lane until it has caught up.
+        The start tag is the job's finish tag, but at least the lane's virtual time. So a job that
+        has been idle can't save up its share, and then occupy the lane until it has caught up.
         """
         return max(self._virtual_time, self._finish_tags[job])
 
@@ -268,8 +268,8 @@ class Sequential:
         return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # `running` returns a single job, but there can be a second candidate after a pause: the job
-        # that ran until the pause still has to complete its call.
+        # This policy lets only one job run at a time, but there can be a second candidate after a
+        # pause: the job that ran until the pause still has to complete its call.
         return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:

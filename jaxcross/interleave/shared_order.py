@@ -53,9 +53,9 @@ OutcomeKind = Literal[
 class Slot:
     """One operation on the exchange lane, which all ranks perform together.
 
-    A vote is `deferrable` if no exchange is pending: nothing is delayed if a rank waits a little
-    before it enters such a vote. A rank doesn't wait if it has something to report about the slot's
-    `job`, which is -1 if all jobs are paused.
+    We mark a vote as `deferrable` if no exchange is pending, because it delays nothing if a rank
+    waits a little before it enters such a vote. A rank doesn't wait if it has something to report
+    about the vote's `job`, which is -1 if all jobs are paused.
     """
 
     kind: SlotKind
@@ -126,8 +126,8 @@ class SharedState:
         self.commit: int | None = None  # the job whose step has just made its last exchange
         self.voted = False  # whether there was a vote since the last exchange
         self.stopping = False
-        # How many more votes we spend on waiting until all jobs have called their first steps. Only
-        # used before the first exchange.
+        # The number of votes that may still be spent on waiting until all jobs have called their
+        # first steps. This happens only before the first exchange.
         self.opening = _OPENING_VOTES
         self.start = JointStart()
         # Comparisons, syncs and gatherings that are due. They take precedence over everything

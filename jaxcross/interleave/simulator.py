@@ -47,8 +47,8 @@ class Call:
 class Prepare:
     """Starts to prepare batch number `count` of a stream, which takes `seconds`. Doesn't wait.
 
-    With `last`, this is the stream's last batch. A stream is opened by its first batch. A job may
-    still read earlier streams whose end it hasn't reached.
+    The `last` flag says that the stream has no further batch. A stream is opened by its first
+    batch. The job may still read earlier streams whose end it hasn't reached.
     """
 
     seconds: float

@@ -18,8 +18,8 @@ VARIABLE = "JAXCROSS_CHAOS"
 class Chaos:
     """Random delays. Each thread draws its own, from its name, the seed and the rank.
 
-    If you use the same seed again, a thread's n-th call gets the same delay as before, so you can
-    repeat a failing test. Whatever the seed, the results of a run must be bitwise identical.
+    With the same seed, a thread's n-th call always gets the same delay, so a failing test can be
+    repeated. Whatever the seed, the results of a run must be bitwise identical.
 
     Args:
         seed: An arbitrary number.

@@ -116,9 +116,9 @@ class _ComparingControl:
             JobError: The ranks' states differ now or differed earlier, or a rank has failed.
         """
         if self._broken is None:
-            # All states are equal if their minimum and maximum are equal, and one minimum over the
-            # state and its negation gives both. `_FAILED` is the smallest state, so the minimum
-            # shows whether any rank has failed.
+            # One minimum, over the state and its negation, gives the smallest and the largest state
+            # of all ranks, so it shows whether all states are equal. A failure is the smallest
+            # state, so it's visible even if just one rank has failed.
             low, high = self._control.allreduce_min(np.array([mine, -mine], np.int64))
             if low == _FAILED:
                 texts = self._control.allgather_text(text)

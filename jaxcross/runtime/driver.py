@@ -191,8 +191,8 @@ class Driver:
         self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], object]) -> None:
-        # Don't wait without a timeout. Five times per second, this thread handles interrupts, and
-        # looks for jobs that have been waiting for too long.
+        # We can't wait without a timeout, because the main thread has to handle interrupts. Five
+        # times per second, it also looks for jobs that have been waiting for too long.
         while not over():
             wait(0.2)
             self._look_at_waits()
@@ -220,7 +220,7 @@ class Driver:
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
         # After the first interrupt, the run stops between two steps, which may take a while. If the
-        # user interrupts a second time, don't wait for that.
+        # user interrupts the run a second time, we don't wait for that.
         if self.interrupt is not None:
             self.world.abort(
                 "interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED
@@ -297,8 +297,8 @@ class Driver:
             The job's record, or None if the run has ended.
         """
         job = JobRecord(-1, name, thread, self.queue())
-        # Hold the lock from the check to the event. Otherwise the run could end in between, and the
-        # job would never join.
+        # Hold the lock while checking whether the run is in progress and posting the event.
+        # Otherwise the run could end in between, and the job would never join.
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
@@ -341,8 +341,8 @@ class Driver:
         Returns:
             The step's results. Some of them may not be computed yet.
         """
-        # Set `job.call` first. As soon as the event is posted, the lanes may run the call's first
-        # segment, for which they need it.
+        # Set the job's current call before posting the event. As soon as the event is posted, the
+        # lanes may run the first segment, and they look it up in that call.
         job.calls += 1
         job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), in_step)
         try:
@@ -402,8 +402,8 @@ class Driver:
             JobError, ExchangeError: The job has failed with this error.
         """
         self.post(event)
-        # If the run broke, `fail` has queued one last answer for each job. An earlier call may have
-        # taken it already, so don't wait for one.
+        # If the run broke, each job has been sent one last answer, but an earlier call may have
+        # taken it from the queue already. So don't wait for an answer.
         answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
@@ -450,8 +450,8 @@ class Driver:
 
     def release(self, job: JobRecord) -> None:
         """Drops a job's record. The job has ended on all ranks, and its thread is ending."""
-        # The job's thread gets here as soon as `done` is set, perhaps before `_finish`, which sets
-        # it, has returned. Taking the lock makes us wait for that.
+        # A job's thread gets here as soon as the job's `done` event is set, perhaps before the
+        # method that sets it has returned. Taking the lock makes the thread wait for that.
         with self._lock:
             if self.router.jobs.pop(job.number, None) is not None:
                 job.thread = None  # the job's context keeps the record alive
@@ -481,8 +481,8 @@ class Driver:
                     self.world.abort(f"a lane of the runner broke\n{text}")
                 self.router.break_off(error)
                 self.start_gate.open()
-                # Set this last. A job's thread may read `_fatal` without the lock, and then raises
-                # the error in its record, which must be there by then.
+                # Set this field last. A job's thread may read it without the lock, and then raises
+                # the error in the job's record, which must be there by then.
                 self._fatal = error
         self._over.set()
 

@@ -92,8 +92,8 @@ class LaneThread(threading.Thread):
         try:
             self._work()
         except BaseException as error:
-            # If a lane just ended, this rank's jobs and the other ranks would wait for it forever.
-            # So report it to the driver, which ends the run.
+            # If a lane's thread just ended, this rank's jobs and the other ranks would wait for it
+            # forever. So report the exception to the driver, which ends the run.
             if self._driver is None:
                 raise
             self._driver.fail(error)
@@ -152,9 +152,8 @@ class ComputeLane:
                 driver.world.flight.end(token, failed=True)
                 event = driver.router.segment_failed(d, call, error)
             else:
-                # Queue the segment for the other thread before posting the event. The event may
-                # lead to the next segment's dispatch, and the segments must arrive there in the
-                # order of their dispatch.
+                # Pass the segment to the waiting thread before posting the event, because this
+                # thread must have dropped its reference to the call by then.
                 self._on_device.put((d, call, dispatched_ns, token))
                 event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call

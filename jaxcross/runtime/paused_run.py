@@ -1,7 +1,7 @@
 """Handles the case that all unfinished jobs of a run are paused.
 
-Rank 0 then logs a warning. If nothing on any rank can resume a job any more, the run ends.
-Otherwise it would wait forever.
+If all unfinished jobs are paused, rank 0 logs a warning. If nothing on any rank can resume one of
+them any more, the run ends, because it would otherwise wait forever.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class PausedRun:
 def can_resume() -> bool:
     """Whether the script may still call `job.resume` in this process.
 
-    That's the case if there's a thread that isn't one of ours, or a handler for a signal other than
+    It can do so from any thread that isn't one of ours, or from a handler for a signal other than
     SIGINT and SIGTERM. The calling thread doesn't count, because it's waiting for the run.
     """
     if any(

@@ -113,9 +113,9 @@ class Router:
                 name = self.jobs[number].name
                 text = note_at_start(arrival, [self.jobs[n].name for n in awaited])
                 self._listeners.note(job=name, kind="status", value=text)
-                # Warn about it here, because this code runs on all ranks, so rank 0 can do it. The
-                # job may have been late on any rank, and if each of those ranks printed a warning,
-                # there could be several.
+                # Log the warning here, where all ranks know about the late job, so rank 0 can do
+                # it. The job may have been late on any rank, and on several of them, so a warning
+                # from the ranks themselves could be printed several times.
                 if arrival == "late" and self._rank == 0:
                     _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
@@ -135,9 +135,9 @@ class Router:
             job.error.__cause__ = job.cause
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
-        # Write this note before setting `done`. The job's thread may write the job's final note as
-        # soon as `done` is set, and no other note may come after that one. If the job has ended
-        # normally, its thread writes the status itself, after the last metrics.
+        # Write this note before setting the `done` event. The job's thread may write the job's
+        # final note as soon as the event is set, and no other note may come after that one. If the
+        # job has ended normally, its thread writes the status itself, after the last metrics.
         if end.status != JobStatus.ENDED:
             self._listeners.note(
                 job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
@@ -166,8 +166,8 @@ class Router:
     ) -> m.SegmentFailed:
         """Returns the event for a segment that raised an exception.
 
-        The job's function doesn't get the exception now. It gets an error once all ranks have
-        agreed on how the job ends.
+        When a segment fails, the job's function doesn't get the exception immediately. It gets an
+        error once all ranks have agreed on how the job ends.
         """
         segment = instruction.segment
         # The job may have ended already, because of another failure.

@@ -47,8 +47,8 @@ class JobWaits:
         same = {
             job for job, wait in waits.items() if job in before and before[job].point == wait.point
         }
-        # Monitor a wait only if it's still in progress on the second call. Most waits are over by
-        # then, so monitoring all of them would mostly be wasted work.
+        # Monitor a job's wait only if it's still in progress on the second call. Most waits are
+        # over by then, so monitoring all of them would mostly be wasted work.
         for job in self._watched.keys() - same:
             self._watched.pop(job).__exit__(None, None, None)
         for job in same:

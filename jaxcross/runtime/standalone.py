@@ -92,7 +92,7 @@ class Standalone:
         agreement.standalone()
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:  # noqa: ARG002
-        """Runs `work(control)` in this thread. Other ranks must make this call in the same order."""
+        """Runs `work(control)` in this thread. The ranks must make such calls in the same order."""
         return work(self.world.control)
 
     def compiling(self, name: str) -> AbstractContextManager[None]:
@@ -181,8 +181,8 @@ def run_execution(
             elif index in exchanges:
                 continue
             elif compiled.overlaps:
-                # The exchange's inputs have been dispatched by now, or they come from exchanges
-                # that are before it in the same queue. So it's safe to queue it.
+                # By now, the exchange's inputs have been dispatched, or they come from exchanges
+                # that are before it in the same queue. So it's safe to queue the exchange.
                 exchanges[index] = world.exchanger.submit(call.exchange, index)
             else:
                 call.exchange(index)

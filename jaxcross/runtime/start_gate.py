@@ -1,4 +1,4 @@
-"""The rank-local part of a joint start: a time limit, the gate that keeps jobs in order, and notes."""
+"""A joint start on one rank: a time limit, a gate that keeps the jobs in order, and notes."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class StartLimit:
 class StartGate:
     """Holds back a job's thread until all earlier jobs have reached their first steps on this rank.
 
-    So the jobs reach their first steps in a fixed order. Whatever they decide before that is
-    decided in this order as well, and doesn't depend on how long each of them compiles.
+    With this gate, the jobs reach their first steps in a fixed order. Whatever they decide before
+    that is decided in this order as well, and doesn't depend on how long each of them compiles.
 
     Args:
         lock: The driver's lock, which is held whenever a job reaches its first step.

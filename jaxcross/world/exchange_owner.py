@@ -97,9 +97,9 @@ class ExchangeOwner:
         if self.lane_threads:
             self._run.release()
             raise refusal
-        # A run sends its first messages before it has an exchange lane. So this must exclude any
-        # step outside the run, whether it has already begun or begins now. Otherwise the run's
-        # messages could be matched with that step's messages.
+        # A run starts to send messages before it has an exchange lane. At that time, no other
+        # thread may be in a step outside the run, or begin one. Otherwise the run's messages could
+        # be matched with that step's messages.
         if not self._step.acquire(blocking=False):
             theirs, other = self._in_step()
             self._run.release()
@@ -128,8 +128,8 @@ class ExchangeOwner:
                 "with the other's. Call steps from one thread, or make the threads' work jobs of a "
                 "`jaxcross.Runner`, which agrees on an order."
             )
-        # We have to hold the lock when we check this. A thread that still holds it may be about to
-        # fail in the middle of its exchanges.
+        # Check this only after acquiring the lock: as long as another thread holds it, that
+        # thread's step may still fail in the middle of its exchanges.
         if self.broken_step:
             self._step.release()
             raise ExchangeError(
@@ -149,9 +149,9 @@ class ExchangeOwner:
     def check_due(self) -> bool:
         """Counts a call outside a run. Returns whether the ranks have to compare what they call.
 
-        Call this when the call is about to communicate, rather than at the beginning of the call.
-        Otherwise a call that fails on one rank before it communicates would be counted there, and
-        the counts would no longer be identical across ranks.
+        Call this when the step is about to communicate, rather than when it begins. If a step fails
+        on one rank before it has communicated, it must not be counted there, because the counts
+        have to be identical across ranks.
         """
         self.unchecked += 1
         if self.unchecked < self.check_every:
@@ -177,9 +177,9 @@ class ExchangeOwner:
 
 
 def _releasing(*locks: threading.Lock) -> ExitStack:
-    # The context doesn't acquire the locks itself. The caller has done so already, so if one can't
-    # be acquired, the error comes from the caller's own frame, rather than from within
-    # `contextlib`. The locks are released in the order of the arguments.
+    # The returned context releases the locks but doesn't acquire them. The caller has done that
+    # already, so if a lock can't be acquired, the error is raised in the caller's own frame, rather
+    # than in a frame of `contextlib`. The locks are released in the order of the arguments.
     context = ExitStack()
     for lock in reversed(locks):
         context.callback(lock.release)

@@ -65,8 +65,9 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
         try:
             return _placed(values, leaf)
         except Exception as error:
-            # Don't raise yet, e.g. if this rank's device is out of memory. The other ranks are
-            # going to broadcast the remaining leaves, and would wait for this rank forever.
+            # If this rank can't store the leaf, e.g. because its device is out of memory, it
+            # doesn't raise yet. The other ranks are going to broadcast the remaining leaves, and
+            # would wait for this rank forever.
             failures.append(error)
             return leaf
 
@@ -93,8 +94,9 @@ def _gathered(
     try:
         mine = [(path, described(path, leaf)) for path, leaf in leaves_with_paths(state)]
     except Exception as error:
-        # Don't raise yet, e.g. if this rank is out of memory or the leaf was donated. The other
-        # ranks wait in the gathering below, so this rank first has to take part in it.
+        # If this rank can't read a leaf, e.g. because it's out of memory or the leaf was donated,
+        # it doesn't raise yet. The other ranks wait in the gathering below, so this rank first has
+        # to take part in it.
         trouble = f"{type(error).__name__}: {error}"
         failure = error
     every = comm.allgather((mine, trouble))
@@ -174,8 +176,9 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
 def _placed(values: np.ndarray, leaf: Any) -> Any:
     """Returns rank 0's values with the type and on the device of this rank's leaf."""
     if isinstance(leaf, jax.Array):
-        # Take type and device from the leaf. This may run in the exchange lane's thread, where the
-        # contexts that the job has entered (`enable_x64`, `default_device`) aren't in effect.
+        # Take type and device from the leaf rather than from JAX's current settings. This code may
+        # run in the exchange lane's thread, where the contexts that the job has entered
+        # (`enable_x64`, `default_device`) aren't in effect.
         with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):
             return rebuild(leaf, forms_of(leaf), {"": values})
     return type(leaf)(values) if isinstance(leaf, bool | int | float | complex) else values

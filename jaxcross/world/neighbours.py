@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Each round has its own tag. A partner may already be in the next round, and a rank that receives
-# from any sender must not mistake that partner's message for one of this round.
+# Each round of a gathering has its own tag. A partner may already be one round ahead, and a rank
+# that receives from any sender must not mistake that partner's message for one of its own round.
 _FIRST_TAG = 1000
 
 Known = dict[int, tuple[str, frozenset[int]]]

@@ -2,9 +2,9 @@
 
 Usage: `python -m jaxcross.world.probe [exchange | versions]`.
 
-`jaxcross doctor` runs this file in a separate process, because a broken MPI may kill the process
-that loads it. With `--hosts`, it sends the file to Python on other hosts, where jaxcross may not be
-installed. So only the functions that need jaxcross import it.
+The `jaxcross doctor` command runs this file in a separate process, because a broken MPI may kill
+the process that loads it. With `--hosts`, the command sends the file to Python on other hosts,
+where jaxcross may not be installed. So only the functions that need jaxcross import it.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ from jaxcross.world.world import World
 
 _log = logging.getLogger(__name__)
 
-# The world of this process, if there is one yet. There can't be a second one, because MPI starts
-# only once per process. Scripts decorate steps before they call `initialize`, so a step looks up
-# the world here when it's called.
+# The MPI world of this process, if it has been created yet. There can't be a second one, because
+# MPI starts only once per process. Scripts decorate steps before they call `initialize`, so a step
+# looks up the world here when it's called.
 _CURRENT: list[World] = []
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -303,8 +303,8 @@ def _join(
         _base=base,
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
-        # Each check is a collective operation, so all ranks have to check on the same calls, even
-        # if their environments contain different numbers.
+        # Each of these comparisons is a collective operation. So all ranks have to make it on the
+        # same calls, even if their environments contain different numbers.
         exchange_owner=ExchangeOwner(world.allreduce(check_interval(os.environ), op=mpi.MAX)),
         _watchdog=watchdog,
     )

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-# Rank 0's guard acts first. `mpirun` then terminates the other ranks, so the message is printed
-# once rather than once per rank.
+# Rank 0's guard process acts first. `mpirun` then terminates the other ranks, so the message is
+# printed once rather than once per rank.
 _SPEAKER_FIRST_S = 2.0
 
 _GUARD = """

@@ -135,9 +135,9 @@ class Refusal:
             "other ranks"
         )
         if _imports_script() and self._notify(what):
-            # This worker is running the script again, so its `multiprocessing` pool would replace
-            # it by a new worker, which would fail in the same way, and so on forever. So the rank
-            # terminates the run, and reports the reason.
+            # This worker process is running the script again, so its `multiprocessing` pool would
+            # replace it by a new worker, which would fail in the same way, and so on forever. So
+            # the rank terminates the run, and reports the reason.
             raise SystemExit(1)
         raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
 

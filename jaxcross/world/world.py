@@ -148,9 +148,9 @@ class World:
             if group_comm.comm is None:
                 what = f"making a communicator of ranks {ranks}"
                 others = [r for r in ranks if r != self.rank]
-                # This may be called in a job's thread. The wait then happens at an arbitrary time
-                # relative to the lanes' waits, so it can't be part of the sequence that's the same
-                # on all ranks.
+                # A communicator may be created in a job's thread, i.e. at an arbitrary time
+                # relative to the lanes' waits. So this wait can't be part of the sequence of waits
+                # that's the same on all ranks.
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
                     # If several threads create communicators from the same parent at the same time,
@@ -184,8 +184,8 @@ class World:
     ) -> dict[int, str]:
         """Returns the texts of all ranks that exchange with this one in step `name`, by rank.
 
-        This includes ranks with which this rank exchanges only indirectly, through other ranks.
-        Waits for exactly these ranks, all of which must make this call. See
+        The result includes ranks with which this rank exchanges only indirectly, through other
+        ranks. The call waits for exactly these ranks, all of which must make it. See
         `jaxcross.world.neighbours`.
         """
         partners = set(partners)

@@ -1,7 +1,7 @@
 """Size of XLA's CPU thread pool.
 
-An exchange that waits for other ranks occupies a thread of this pool. If no other thread is left,
-computation stops until the exchange is over.
+An exchange that waits for other ranks occupies a thread of XLA's CPU pool. If no other thread is
+left, computation stops until the exchange is over.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def cores() -> int:
 def needed(core_count: int) -> int:
     """Returns how many threads the pool needs: one per core, and at least `MINIMUM`.
 
-    More threads would slow down computation. On 2 cores, a convolution took 26 ms with 2 threads,
-    40 ms with 3, and 50 ms with 4. They aren't needed for exchanges, either: an exchange waits in
-    its lane's own thread, and only takes a thread of the pool if its program contains other work as
-    well.
+    More threads than cores would slow down computation. On 2 cores, a convolution took 26 ms with 2
+    threads, 40 ms with 3, and 50 ms with 4. They aren't needed for exchanges, either: an exchange
+    waits in its lane's own thread, and only takes a thread of the pool if its program contains
+    other work as well.
     """
     return max(core_count, MINIMUM)
 
