@@ -260,8 +260,8 @@ class ExceptionHooks:
         # If one of our own threads dies, e.g. the exchange lane, nothing takes over its work, so
         # the run would wait for it forever. So its failure terminates all ranks even in an
         # interactive session or with a single rank.
-        goes_on = not own and (size == 1 or is_interactive())
-        if os.getpid() != self._pid or goes_on:
+        continues = not own and (size == 1 or is_interactive())
+        if os.getpid() != self._pid or continues:
             self._previous_of_threads(args)
             return
         # As usual in Python, `SystemExit` ends only its own thread.

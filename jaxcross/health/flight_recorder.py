@@ -67,7 +67,8 @@ class FlightRecorder:
         self._open: dict[int, Activity] = {}
         self._last: Activity | None = None  # the activity of a job that ended last
         self._saved: dict[str, str] = {}  # for each job, the line about its newest checkpoint
-        self._file = self._previous = -1
+        self._file = -1
+        self._previous = -1
         self._path = Path()
         self._written_bytes = 0
         self._rotating = threading.Lock()

@@ -95,7 +95,8 @@ class Watchdog:
         # An MPI call that takes as long as a missing heartbeat counts as stuck. The minimum keeps a
         # very short timeout from making ordinary calls look stuck.
         self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
-        self._comm = timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
+        timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
+        self._comm = timed
         self._notices = AbortNotices(timed, flight)
         self._heartbeat: Heartbeat | None = None
         if heartbeat_timeout_s > 0 and len(processes) > 1:

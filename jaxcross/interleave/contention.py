@@ -61,8 +61,9 @@ class Work:
         """Begins the work. It takes `factor` times as long as undisturbed, until `change_pace` is
         called.
         """
-        self.start_s = self._since_s = now_s
-        self._go_on(factor)
+        self.start_s = now_s
+        self._since_s = now_s
+        self._schedule_end(factor)
 
     def change_pace(self, now_s: float, factor: float) -> None:
         """From now on, the work takes `factor` times as long as undisturbed."""
@@ -72,9 +73,9 @@ class Work:
             return
         self._left_s = max(0.0, self._left_s - (now_s - self._since_s) / self._factor)
         self._since_s = now_s
-        self._go_on(factor)
+        self._schedule_end(factor)
 
-    def _go_on(self, factor: float) -> None:
+    def _schedule_end(self, factor: float) -> None:
         self._factor = factor
         self._version += 1
         version = self._version

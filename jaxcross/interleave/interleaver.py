@@ -386,8 +386,8 @@ class Interleaver:
         self._compute.set_ready(job, mine.ready(may_begin=may_begin))
 
     def _fill_compute_lane(self) -> None:
-        while (turn := self._compute.next()) is not None:
-            job, segment = turn
+        while (chosen := self._compute.next()) is not None:
+            job, segment = chosen
             call = self._jobs[job].call
             assert call is not None
             call.issue(segment)
@@ -434,7 +434,7 @@ class Interleaver:
             instruction = m.CastVote(self._ballot_writer.cast(self._jobs, self.shared.jobs))
         elif slot.kind == "compare":
             mine = self._jobs[slot.job]
-            if mine.goes_on() or self._compute.busy(slot.job, but=mine.open_call()):
+            if mine.must_complete() or self._compute.busy(slot.job, but=mine.open_call()):
                 return
             instruction = m.CompareTexts(slot.job, mine.text(), self.step(slot.job))
         elif slot.kind == "gather":
@@ -484,7 +484,8 @@ class Interleaver:
             # All ranks have made the same number of steps at this point, so the local steps become
             # part of the shared count.
             self.shared.jobs[job].step += self._jobs[job].local_steps
-            self._jobs[job].local_steps = self._jobs[job].other_local_calls = 0
+            self._jobs[job].local_steps = 0
+            self._jobs[job].other_local_calls = 0
         if outcome.kind == "admitted":
             assert call is not None
             call.admitted = True

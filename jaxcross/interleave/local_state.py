@@ -106,7 +106,7 @@ class LocalCall:
     def _ready_list(self, segment: int) -> list[int]:
         return self._ready_after if segment in self.graph.after_commit else self._ready_before
 
-    def goes_on(self) -> bool:
+    def must_complete(self) -> bool:
         """Whether the call runs to completion even if its job has failed.
 
         Once a call may have overwritten part of the state, it has to run to completion. Stopping it
@@ -223,7 +223,7 @@ class LocalJob:
         call = self.current(event.call)
         if call is not None:
             call.broken = True
-        self.fail(_told(event), ejects=event.ejects)
+        self.fail(_failure_text(event), ejects=event.ejects)
 
     def position(self, call: LocalCall, made: int) -> tuple[int, int]:
         """Returns the step that a call makes or follows, and the number of non-step calls by then.
@@ -284,11 +284,11 @@ class LocalJob:
         call = self.call
         if call is None or not (call.admitted or call.issued or may_begin):
             return None
-        return call.ready() if self.failed is None or call.goes_on() else None
+        return call.ready() if self.failed is None or call.must_complete() else None
 
-    def goes_on(self) -> bool:
+    def must_complete(self) -> bool:
         """Whether a call is in progress that runs to completion even if the job has failed."""
-        return self.call is not None and self.call.goes_on()
+        return self.call is not None and self.call.must_complete()
 
     def open_call(self) -> int:
         """Returns the number of the call in progress, unless it's committed; 0 if there's none."""
@@ -373,11 +373,13 @@ class LocalJob:
                 and of.commits
                 and (call is None or call.number != of.call or call.committed)
             ):
-                lost = _told(of, ", after the commit, so this rank lacks the step's results")
-                text = lost if text == _told(of) else f"{clause(text)}; then {lost}"
+                lost = _failure_text(
+                    of, ", after the commit, so this rank lacks the step's results"
+                )
+                text = lost if text == _failure_text(of) else f"{clause(text)}; then {lost}"
             return f"{JobStatus.EJECTED if self.ejects else JobStatus.FAILED}\n{text}"
         return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""
 
 
-def _told(failed: m.SegmentFailed, when: str = "") -> str:
+def _failure_text(failed: m.SegmentFailed, when: str = "") -> str:
     return f"{failed.where}{when}: {failed.error}"

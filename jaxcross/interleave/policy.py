@@ -81,7 +81,9 @@ class Turns:
     """
 
     def __init__(self, policy: Policy, jobs: int) -> None:
-        self.policy, self.jobs, self.last = policy, list(range(jobs)), -1
+        self.policy = policy
+        self.jobs = list(range(jobs))
+        self.last = -1
         self._virtual_time = 0.0  # start tag of the latest turn
         self._finish_tags = dict.fromkeys(self.jobs, 0.0)
 

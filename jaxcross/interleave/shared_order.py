@@ -341,7 +341,8 @@ class SharedState:
             job = self.jobs[number]
             request = verdict.job(job.row).request
             if request is JobRequest.STOP:
-                job.stop = stops = True
+                job.stop = True
+                stops = True
             if not job.finished and request is (
                 JobRequest.RESUME if job.paused else JobRequest.PAUSE
             ):

@@ -38,13 +38,13 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     """
     parts = _parts(texts)
     for how, verb in ((JobStatus.FAILED, "failed"), (JobStatus.EJECTED, "was ejected")):
-        guilty = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]
-        if guilty:
+        responsible = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]
+        if responsible:
             alike: dict[str, list[str]] = {}
-            for rank, body in guilty:
+            for rank, body in responsible:
                 alike.setdefault(clause(body), []).append(str(rank))
             together = f"after step {step}: {ExchangeError.__name__}: "
-            body = guilty[0][1]
+            body = responsible[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
                 # Between two steps, the ranks have compared their exchanges or their replicas of a
@@ -55,7 +55,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
                 if others:
                     why = (
                         f"{clause(why)} (found on rank "
-                        f"{', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
+                        f"{', '.join(str(rank) for rank, _ in responsible)}; others were busy)"
                     )
                 if not why.startswith(f"Job `{job}`"):
                     why = f"Job `{job}`, step {step + 1}: {why}"

@@ -16,7 +16,7 @@ from jaxcross.errors import JobError, quoted
 
 _log = logging.getLogger("jaxcross")
 
-_SAID_AFTER_S = 3.0  # no warning if all jobs are paused just for a moment
+_WARN_AFTER_S = 3.0  # no warning if all jobs are paused just for a moment
 _MARK = "nobody resumes"  # can't be mistaken for a submitted job, whose text is JSON
 
 
@@ -50,7 +50,8 @@ class PausedRun:
         self._since: tuple[int, float] | None = None
         # The values of `changes` when this rank last logged the warning, and when it last submitted
         # its text.
-        self._said = self._voted = -1
+        self._warned = -1
+        self._submitted = -1
         self._without: set[tuple[int, int]] = set()
         self._ends = False
 
@@ -72,17 +73,17 @@ class PausedRun:
             return None
         if (
             self._rank == 0
-            and self._said != self.changes
-            and now_s - self._since[1] >= _SAID_AFTER_S
+            and self._warned != self.changes
+            and now_s - self._since[1] >= _WARN_AFTER_S
         ):
-            self._said = self.changes
+            self._warned = self.changes
             _log.warning(
                 "All jobs that are left are paused: %s. The run waits for `resume()`.",
                 _named(paused),
             )
-        if self._voted == self.changes or can_resume():
+        if self._submitted == self.changes or can_resume():
             return None
-        self._voted = self.changes
+        self._submitted = self.changes
         return f"{_MARK} {self.changes} {self._rank}"
 
     def take(self, text: str) -> bool:
@@ -98,7 +99,8 @@ class PausedRun:
                 (changes, rank),
                 *(each for each in self._without if each[0] == changes),
             }
-            self.is_over = self._ends = len(self._without) == self._ranks
+            self.is_over = len(self._without) == self._ranks
+            self._ends = self.is_over
         return True
 
     def take_end(self) -> bool:
