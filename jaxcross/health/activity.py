@@ -122,7 +122,7 @@ def missing_ranks(
     if not late:
         return None
     return {
-        r: "it has not come so far"
+        r: "it has not reached that point"
         for r, status in late.items()
         if not (excuse_local and status.may_be_late())
     }
@@ -171,8 +171,8 @@ def stall_report(
         lines += [f"  rank {r} waits in {other}." for r, other in different]
         lines.append(
             "  The ranks wait for different things. Did shapes or types of a step's arguments "
-            "change on some ranks only, as in a shorter last batch? There the step is agreed on "
-            "again, while the others go on with it."
+            "change on some ranks only, as in a shorter last batch? Those ranks then have to agree "
+            "on the step again, while the others continue with it."
         )
     elif not late and not unanswered:
         lines.append(

@@ -246,7 +246,7 @@ class FlightRecorder:
                     self._rotating.release()
         except OSError as error:
             self._file = -1
-            _log.warning("rank %d records its events no longer: %s", self._rank, error)
+            _log.warning("rank %d no longer records its events: %s", self._rank, error)
 
     def _start_file(self) -> None:
         """Starts a new file with the activities in progress. Keeps the previous file."""

@@ -42,7 +42,7 @@ class LostPeer:
     def __str__(self) -> str:
         process = f"its process {self.process.pid} on host `{self.process.host}`"
         activity = f", {self.activity}" if self.activity else ""
-        last_beat = f"It was last heard {self.since_beat_s:.0f} s ago{activity}."
+        last_beat = f"Its last heartbeat was {self.since_beat_s:.0f} s ago{activity}."
         if self.found == "gone":
             reason = "ended without a word (killed, crashed, out of memory)"
             return f"rank {self.rank} is gone: {process} {reason}. {last_beat}"

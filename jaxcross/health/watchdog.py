@@ -181,7 +181,7 @@ class Watchdog:
         if local and waiting_for is None:
             # No other rank can be late for a local wait, so if it's too long, the report names this
             # rank.
-            itself = {self._rank: f"own {what} is its own affair"}
+            itself = {self._rank: f"its own {what} takes this long"}
             waiting_for = lambda _: itself  # noqa: E731
         with self._lock:
             if waiting_for is None:
@@ -314,8 +314,7 @@ class Watchdog:
             # that the second barrier takes too long.
             if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
                 self._report(
-                    "MPI does not let it leave after all scripts: a rank, its host or a link is "
-                    "gone"
+                    "the barrier after all scripts does not end: a rank, its host or a link is gone"
                 )
         elif self._heartbeat is not None:
             lost = self._heartbeat.poll()
@@ -345,8 +344,7 @@ class Watchdog:
         if rank is None or self._heartbeat is None:
             whom = "any rank" if rank is None else f"rank {rank}"
             self._report(
-                f"MPI does not come back from a message to {whom}: a rank, its host or a link is "
-                "gone"
+                f"an MPI call to {whom} does not return: a rank, its host or a link is gone"
             )
         else:
             self._report(
@@ -366,7 +364,7 @@ class Watchdog:
         for rank, entered in self._heartbeat.exited().items():
             if entered < wait.number:
                 done = f"its script ended after {entered} of {wait.number} exchanges"
-                self._report(f"rank {rank} does not come to {wait}: {done}", rank)
+                self._report(f"rank {rank} will not enter {wait}: {done}", rank)
 
     def _report(self, text: str, *lost: int) -> NoReturn:
         message = (

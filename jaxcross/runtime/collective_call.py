@@ -125,14 +125,14 @@ class _ComparingControl:
                 which = "; ".join(
                     f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text
                 )
-                self._broken = JobError(f"Ranks did something together, in which {which}")
+                self._broken = JobError(f"In work that all ranks do together, {which}")
             elif low != -high:
                 does = {_DONE: "is done", _GATHERS: "gathers texts"}.get(
                     mine, f"reduces {mine - _REDUCES} values"
                 )
                 self._broken = JobError(
-                    "Ranks did something together, but not all of them talk alike: rank "
-                    f"{self.rank} {does}."
+                    "In work that all ranks do together, they communicate differently: rank "
+                    f"{self.rank} {does}. Every rank must make the same calls in the same order."
                 )
         if self._broken is not None:
             raise self._broken

@@ -66,7 +66,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             )
             return JobError(
                 f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the "
-                "last one that all of them committed; other jobs go on."
+                "last one that all of them committed; other jobs continue."
             )
     kinds = {kind for kind, _ in parts}
     heads, signatures = zip(*(body.partition("\n")[::2] for _, body in parts), strict=True)

@@ -394,8 +394,8 @@ class ExchangeLane:
                 with world.monitor(job=job, step=step, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
             case m.GatherAnnouncements():
-                label = "news"
-                with world.monitor(job="", step=0, segment=-1, what="news of jobs"):
+                label = "announcements"
+                with world.monitor(job="", step=0, segment=-1, what="announcements"):
                     event = m.AnnouncementsGathered(
                         tuple(world.control.allgather_text(driver.announcement()))
                     )

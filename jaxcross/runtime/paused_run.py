@@ -78,7 +78,7 @@ class PausedRun:
         ):
             self._warned = self.changes
             _log.warning(
-                "All jobs that are left are paused: %s. The run waits for `resume()`.",
+                "All remaining jobs are paused: %s. The run waits for `resume()`.",
                 _named(paused),
             )
         if self._submitted == self.changes or can_resume():
@@ -134,7 +134,7 @@ def nobody_resumes(jobs: Sequence[str]) -> JobError:
     Identical across ranks.
     """
     return JobError(
-        f"All jobs that were left are paused ({_named(jobs)}), and no rank has a thread or a "
+        f"All remaining jobs are paused ({_named(jobs)}), and no rank has a thread or a "
         "signal handler that could call `resume()`: the run has ended. Resume a job from one that "
         "is not paused, or from a thread that you start before `run()`. With checkpoints, these "
         "jobs stay paused in the next run."

@@ -107,7 +107,7 @@ class Router:
                 self.paused_run.changes += 1
                 job.on_pause(paused)
                 self._listeners.note(
-                    job=job.name, kind="status", value="paused" if paused else "goes on"
+                    job=job.name, kind="status", value="paused" if paused else "resumed"
                 )
             case m.JobAtStart(number, arrival, awaited):
                 name = self.jobs[number].name
@@ -191,7 +191,7 @@ class Router:
         for job in (*self.jobs.values(), *self.joining.values()):
             if job.status is None:
                 job.status = JobStatus.FAILED
-                job.error = JobError(f"Job `{job.name}` cannot go on: the run broke.")
+                job.error = JobError(f"Job `{job.name}` cannot continue, because the run broke.")
                 job.error.__cause__ = error
             job.answers.put(m.Raised(job.number))
             job.done.set()

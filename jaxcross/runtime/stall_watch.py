@@ -95,7 +95,7 @@ def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dic
         if status is not None and not status.may_be_late(job):
             waits = [wait for wait in status.waits if wait.job == job]
             if not waits:
-                found[other] = f"its job {job!r} has not come so far"
+                found[other] = f"its job {job!r} has not reached that point"
             elif all(wait.what != what for wait in waits):
                 found[other] = f"it waits for its {waits[-1].what}"
     return found

@@ -113,7 +113,7 @@ def note_at_start(arrival: Arrival, awaited: Sequence[str]) -> str:
 def late_warning(job: str) -> str:
     """Returns the warning about a job that has exceeded the limit on some rank."""
     return (
-        f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on other work than compiling its "
-        "first step: the other jobs begin without it. If it waits for them, a policy with "
+        f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on something other than compiling "
+        "its first step, so the other jobs begin without it. If it waits for them, a policy with "
         '`start="as_ready"` saves that time.'
     )

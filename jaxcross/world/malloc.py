@@ -26,8 +26,9 @@ def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str |
     if accelerators or libc != "glibc" or environ.get("GLIBC_TUNABLES"):
         return None
     return (
-        "Steps on CPUs take their memory from the kernel each time, a quarter of ResNet-50's time "
-        "on a virtual machine. Start ranks by `jaxcross launch`, which has it kept, or with "
+        "On CPUs, each step gets its memory from the kernel again, which takes a quarter of "
+        "ResNet-50's time on a virtual machine. To keep the memory, start the ranks by `jaxcross "
+        "launch`, or with "
         f"GLIBC_TUNABLES={_TUNABLES}"
     )
 

@@ -426,8 +426,8 @@ def _take_device(
     choice = device_of(settings, local_rank=local_rank, accelerators=accelerators)
     if local_rank == 0 and not any(settings) and 0 < accelerators < len(settings):
         _log.warning(
-            "%d ranks of this node share %d accelerator%s. Start one rank an accelerator, unless "
-            "this is meant.",
+            "%d ranks of this node share %d accelerator%s. Start one rank per accelerator, unless "
+            "this is intended.",
             len(settings),
             accelerators,
             "s" * (accelerators > 1),

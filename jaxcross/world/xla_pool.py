@@ -58,9 +58,9 @@ def plan_pool(
         return {}
     raise ExchangeError(
         f"JAX started before `jaxcross.initialize()`, with a CPU pool of {size} threads where "
-        f"{MINIMUM} are needed. A waiting exchange holds a thread, and the ranks would stop for "
-        "ever. Call `jaxcross.initialize()` before the first JAX array or `jax.devices()`, or set "
-        f"`{variable or 'PJRT_NPROC'}={wanted}`."
+        f"{MINIMUM} are needed. A waiting exchange holds a thread, and the ranks would "
+        "deadlock. Call `jaxcross.initialize()` before the first JAX array or `jax.devices()`, or "
+        f"set `{variable or 'PJRT_NPROC'}={wanted}`."
     )
 
 

@@ -147,7 +147,7 @@ def test_report_is_left_to_another_rank_that_asks(
 
 
 @pytest.mark.parametrize(
-    "awaited", [{}, {0: "its data has not given it"}, {1: "its job has not come so far"}]
+    "awaited", [{}, {0: "its data has not given it"}, {1: "its job has not reached that point"}]
 )
 def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     """With no rank to wait for, the wait continues, since its cause is watched elsewhere."""
@@ -294,7 +294,7 @@ def test_waits_of_its_own_are_told_for_as_long_again(clock):
             and dog._status().entered == 0
         )
         ((_, awaited),) = dog._waits.values()
-        assert awaited({1: None}) == {0: "own evaluation is its own affair"}
+        assert awaited({1: None}) == {0: "its own evaluation takes this long"}
     with dog.monitor(job="b", step=3, segment=1, what="psum"):
         assert dog._status().may_be_late("a") and not dog._status().may_be_late("b")
     clock[0] += 0.25

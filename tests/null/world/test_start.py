@@ -123,7 +123,10 @@ def test_ranks_sharing_an_accelerator_are_warned_once(caplog, monkeypatch, accel
     for local_rank in range(4):
         start._take_device([{}] * 4, local_rank=local_rank, accelerators=accelerators)
     assert [record.getMessage() for record in caplog.records] == (
-        [f"4 ranks of this node share {said} Start one rank an accelerator, unless this is meant."]
+        [
+            f"4 ranks of this node share {said} Start one rank per accelerator, unless this is "
+            "intended."
+        ]
         if said
         else []
     )
