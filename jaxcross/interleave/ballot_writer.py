@@ -1,4 +1,17 @@
-"""Writes a rank's ballot: its votes on the jobs, on jobs that may join, and on pending texts."""
+"""Writes a rank's ballot: its votes on the jobs, on jobs that may join, and on pending texts.
+
+If we wrote all rows before each vote, the cost of a vote would grow with the number of jobs. So the
+ballot is kept from vote to vote. Whatever changes a job's local state calls `touch`, and `cast`
+rewrites the rows of these jobs only.
+
+Two kinds of entries must not stay in the ballot, because they are valid for a single vote: requests
+about jobs, and the bit that says that a job was added. They are removed after they have been cast.
+
+The name of a job that's to join, or a text for all ranks, doesn't fit into a vector of numbers
+whose length is the same on all ranks. So the ballot only contains bits that say whether there is
+anything to announce. If the vote finds that there is, the ranks gather their announcements as
+texts, in a slot of their own.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +74,8 @@ class BallotWriter:
         for job in self._touched:
             mine = jobs[job]
             self._ballot.set_job(shared[job].row, mine.ballot())
+            # If a request to pause stayed in the ballot, it would pause the job again as soon as
+            # another rank has resumed it.
             if mine.request is not JobRequest.NONE:
                 mine.request = JobRequest.NONE
                 requesting.add(job)

@@ -175,6 +175,7 @@ class Interleaver:
             self._apply_to_absent_job(event)
         if job in self._jobs:
             self._update_job(job)
+        # If the joint start has just ended, any of the jobs may have become ready.
         if self._starting and not self.shared.start:
             self._starting = False
             for each in self._jobs:
@@ -283,8 +284,11 @@ class Interleaver:
     def _apply_to_absent_job(self, event: m.Event) -> None:
         """Applies an event of a job that has already left or hasn't joined yet."""
         match event:
+            # A job's segments may still be on the device when the job leaves. Each of them frees
+            # its place on the lane now.
             case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
+            # The job has ended on all ranks, but its thread didn't know that yet.
             case m.StepCalled(job) | m.BatchWanted(job) | m.SyncWanted(job):
                 self._out.append(m.Raised(job))
             case m.JobRequested(_, name, request):
@@ -342,7 +346,8 @@ class Interleaver:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        # Report the number of steps that all ranks have made.
+        # Report the number of steps that all ranks have made. The shared count includes calls that
+        # aren't steps, so subtract these, except for the local ones, which it doesn't include.
         step = shared.step - (mine.other_calls - mine.other_local_calls)
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:
@@ -417,6 +422,8 @@ class Interleaver:
             if call is None:
                 raise InternalError(f"job {slot.job} has an admitted step but no call")
             zero = mine.failed is not None
+            # Some of the inputs haven't been dispatched here yet. Each later event leads back to
+            # this point.
             if not zero and not call.may_exchange(slot.segment):
                 return
             step, other_calls = mine.position(call, self.step(slot.job))
@@ -426,6 +433,7 @@ class Interleaver:
         elif slot.kind == "vote":
             urgent = not slot.deferrable or self._ballot_writer.urgent
             urgent = urgent or (slot.job >= 0 and self._jobs[slot.job].has_update())
+            # Nothing to report on this rank. Ask the driver for a backoff, but only once per slot.
             if not (urgent or backoff_over):
                 if not self._backing_off:
                     self._backing_off = True
@@ -459,6 +467,7 @@ class Interleaver:
     def _vote_done(self, verdict: Verdict) -> None:
         running = self.shared.running
         outcomes = self.shared.apply(verdict, lambda job: self._jobs[job].called())
+        # As long as votes change nothing, the backoff grows.
         self._idle_votes = 0 if outcomes else min(self._idle_votes + 1, _MAX_BACKOFF_LEVEL)
         self._moves += bool(outcomes)
         for outcome in outcomes:
@@ -473,6 +482,8 @@ class Interleaver:
     def _apply_outcome(self, outcome: Outcome) -> None:
         job = outcome.job
         call = self._jobs[outcome.job].call
+        # The shared count of steps goes up with every commit, even that of a call that isn't a
+        # step. `step` subtracts such calls again.
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
             self._jobs[job].other_calls += 1
         if outcome.kind in (

@@ -4,7 +4,8 @@ A rank's work is divided between two lanes. The compute lane dispatches computat
 and the exchange lane makes exchanges, votes and everything else in which all ranks take part. What
 each lane does next isn't decided here: the interleaver decides it, the driver queues the resulting
 instructions, and each thread carries out its own queue, one instruction after the other, and posts
-an event for each. So these threads contain no policy, and don't look at each other's state.
+an event for each. So these threads contain no policy, and the only state that they share is the
+times in `StepCall.ends_ns`.
 
 There are three threads:
 
