@@ -424,13 +424,13 @@ class Watchdog:
                 return
             hold_back = bool(self._asked) and not wait.local
             self._asking = not hold_back
-        answers = {} if hold_back else self._ask("standing", self._others)
+        answers = {} if hold_back else self._ask("status", self._others)
         if hold_back or (self._leaves_report(answers) and not wait.local):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
                 self._attend()
             if not self._stop.is_set():
-                answers = self._ask("standing", self._others)
+                answers = self._ask("status", self._others)
         # We spent up to several seconds on asking. In the meantime the wait may have ended. It may
         # also turn out that the process was suspended, and that the wait only seemed to be long.
         self._leave_out_stops()

@@ -143,7 +143,7 @@ def test_report_is_left_to_another_rank_that_asks(
     with dog.monitor(job="a", step=3, segment=0, what="psum"):
         clock[0] += 0.5
         dog._look_at_waits()
-    assert questions.count("standing") == 1 + holds_back  # after holding back, it asks again
+    assert questions.count("status") == 1 + holds_back  # after holding back, it asks again
 
 
 @pytest.mark.parametrize(
