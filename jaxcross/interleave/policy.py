@@ -17,7 +17,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jaxcross._arguments import check_choice, is_whole
 
 Start = Literal["together", "as_ready"]
-"""Whether jobs in crossover make their first steps once all of them are ready, or each at once."""
+"""Whether jobs in crossover make their first steps once all are ready, or each as soon as it can.
+"""
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ from jaxcross.program import branch_call_mismatch, signature_mismatch, step_mism
 
 _LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 
-# JAX adds a note with this word to many of its errors. It explains how to show JAX's own frames,
-# and isn't part of what went wrong.
+# To many of its errors, JAX adds a note that contains this word. The note explains how to show
+# JAX's own frames, and says nothing about what went wrong.
 _NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"
 
 
@@ -47,10 +47,10 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             body = responsible[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
-                # Between two steps, the ranks have compared their exchanges or their replicas of a
-                # state, and have found a difference. All ranks raise the same `ExchangeError` then.
-                # A rank whose thread was busy may not have reported it yet, so its text is empty.
-                # That doesn't make it a different kind of error, so keep the type.
+                # The ranks have compared their exchanges, or their replicas of a state, between two
+                # steps, and have found a difference. All ranks raise the same `ExchangeError` then.
+                # But if a rank's thread was busy, it may not have reported the error yet, and its
+                # text is empty. It's still the same kind of error, so keep the type.
                 why = body.removeprefix(together)
                 if others:
                     why = (

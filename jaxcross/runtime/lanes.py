@@ -183,7 +183,7 @@ class ComputeLane:
             # The exchange lane's thread may be reading this at the same time, without a lock.
             # That's harmless; see `StepCall.ready_ns`.
             call.ends_ns[d.segment] = end_ns
-            # A segment that was dispatched early has waited until the device was free, so it began
+            # A segment that was dispatched early had to wait until the device was free, so it began
             # at the later of the two times.
             start_ns = max(dispatched_ns, free_ns)
             # Report the span before posting the event. The event may end the run, and then another
@@ -262,8 +262,8 @@ class ExchangeLane:
         return self._todo.get(block=False)
 
     def _work(self) -> None:
-        # XLA's threads use all cores while they compute. With short time slices, this thread still
-        # gets to run soon after a message has arrived.
+        # XLA's threads use all cores while they compute. With short time slices, the exchange
+        # thread still gets to run soon after a message has arrived.
         ask_for_short_slices()
         backoff = None
         while True:
@@ -287,8 +287,8 @@ class ExchangeLane:
                     self._driver.finished()
                     return
                 case m.Backoff(level):
-                    # Nobody has anything to report at the moment. Voting right away would only keep
-                    # a core and the network busy. If something happens during the wait, the
+                    # This rank has nothing to report at the moment, so voting right away would only
+                    # keep a core and the network busy. If something happens during the wait, the
                     # resulting instruction ends it early.
                     backoff = backoff_s(level)
                     continue
@@ -313,8 +313,8 @@ class ExchangeLane:
                 execution.wait_inputs(segment)
             except Exception as error:
                 # The job has failed on this rank, but the other ranks don't know that yet and will
-                # enter this exchange. Without this rank, they'd wait in it forever. So take part
-                # with zeros. The failure is reported in the next vote, and the results aren't used.
+                # enter this exchange, where they'd wait for this rank forever. So take part with
+                # zeros. The failure is reported in the next vote, and the results aren't used.
                 driver.post(driver.router.segment_failed(x, call, error))
                 zero = True
         if zero:
