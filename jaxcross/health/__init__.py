@@ -2,17 +2,18 @@
 
 This folder depends on no other folder of the package.
 
-watchdog           reports ranks that have not arrived, with stacks, and terminates a run that
-                   hangs; ends MPI in order after the scripts
+watchdog           reports which ranks haven't arrived, with their stacks, and terminates runs that
+                   hang; ensures that ranks leave MPI only when no rank sends any more
 heartbeat          a small message to two neighbours about once a second
-activity           activities of a rank, and the report of a stuck wait
-flight_recorder    the activities of this rank, in a file that survives `kill -9`
-abort              terminates every rank if one fails; `abort_notice` sends the reason
-timed_comm         a communicator with a time limit on each call
+activity           what a rank is doing, and the report about a stuck wait
+flight_recorder    writes this rank's activities to a file that survives `kill -9`
+abort              terminates all ranks if one of them fails
+abort_notice       sends the other ranks the reason before they are terminated
+timed_comm         a communicator that detects calls which don't return
 process            identity and state of a rank's process
-signals            Ctrl-C and SIGTERM: none is lost, and during a run they wait until the main
-                   thread asks for them
-tracebacks         Python stacks of all threads as text, and tracebacks trimmed for users
+signals            Ctrl-C and SIGTERM: no signal is lost, and during a run, exceptions are stored
+                   until the main thread asks for them
+tracebacks         the stacks of all threads as text, and tracebacks without internal frames
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,19 @@
-"""Terminates every rank if one fails, whatever state MPI is in.
+"""Terminates all ranks when one of them fails, whatever state MPI is in.
 
-MPI has no way to continue without a rank, so when a rank fails, the others would wait for it
-forever. The failing rank therefore prints why, sends the reason to the other ranks, and calls
-`MPI_Abort`. Every part of this may hang or fail itself (a closed stderr, a broken link, a stuck
-MPI), so a timer ends the process in any case.
+MPI can't continue without a rank. If a rank raised an exception and exited, the other ranks would
+wait for it in their next exchange, without an error, until somebody notices that the run makes no
+progress. So the failing rank prints what went wrong, sends the reason to the other ranks, and calls
+`MPI_Abort`, which terminates all of them.
+
+We can't rely on any of these steps, because what made the rank fail may affect them as well: stderr
+may be closed or blocked, the link may be broken, or MPI may be stuck in a call of another thread.
+So before anything else, we start a timer that ends this process after 4 s in any case. When it's
+gone, `mpirun` or the other ranks' heartbeats notice that.
+
+We also want one traceback rather than one per rank. If all ranks run into the same bug, the lowest
+of them prints it, and each of the others prints a single line. If a job has failed, `Runner.run`
+raises the same error on every rank at the end of the run; that error is printed without its
+traceback, because the job's own traceback was already printed when the job left the run.
 """
 
 from __future__ import annotations
@@ -22,26 +32,30 @@ from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line, shortened
 from jaxcross.health.tracebacks import ends_run, trim
 
-# Normally mpirun terminates the other ranks at once. This limit is for an MPI that is itself stuck.
+# Normally, `MPI_Abort` makes mpirun terminate all ranks immediately. This limit applies if MPI
+# itself is stuck.
 ABORT_GRACE_S = 4.0
-# mpirun reads the ranks' output through pipes. When it has to terminate them, it drops whatever it
-# hasn't read yet, so we give it some time.
+# mpirun reads the ranks' output through pipes. When it terminates the ranks, it drops any output
+# that it hasn't read yet. So we wait a little before we abort. Otherwise the message that explains
+# the failure could be lost.
 _READ_S = 0.3
+# Exit codes, by the convention of shells: 128 plus the number of the signal.
 INTERRUPTED = 130
 TERMINATED = 143
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortReason:
-    """The reason why a rank terminates all others.
+    """Why a rank terminates all ranks.
 
     Attributes:
-        text: One sentence, which the other ranks repeat.
-        kind: How this rank ends: `FAILED`, `INTERRUPTED`, `TERMINATED`, or `REPORTED`.
-        code: The exit code of all ranks.
-        lost: The ranks that are reported.
-        script_raised: Whether the script raised an exception, so that a restarted run would raise
-            it as well. MPI's own exceptions don't count, because they may come from a lost rank.
+        text: The reason in one sentence. The other ranks print it, too.
+        kind: How this rank exits: `FAILED`, `INTERRUPTED`, `TERMINATED` or `REPORTED`.
+        code: The exit code for all ranks.
+        lost: The ranks that this rank reports as lost.
+        script_raised: Whether the script itself raised an exception. If so, restarting the run is
+            pointless, because it would raise again. MPI's own exceptions don't count, because they
+            may be caused by a lost rank.
     """
 
     text: str
@@ -52,26 +66,30 @@ class AbortReason:
 
 
 Notify = Callable[[AbortReason], None]
-"""Sends the other ranks the reason why they are terminated. May wait for about a second."""
+"""Sends the reason for an abort to the other ranks. May wait for about a second."""
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, with exit code 143.
+    """Raised on SIGTERM, for exit code 143.
 
-    It's a subclass so that code that cleans up after Ctrl-C also cleans up after SIGTERM.
+    It's a subclass of `KeyboardInterrupt`, so user code that cleans up after Ctrl-C also cleans up
+    after SIGTERM.
     """
 
 
 def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = None) -> NoReturn:
-    """Prints `message`, notifies the other ranks and terminates all of them through MPI.
+    """Prints `message`, sends the reason to the other ranks, and terminates all ranks through MPI.
 
-    If MPI doesn't react, only this process is terminated. In any case it ends within about 4 s,
-    even if stderr is closed or blocked, if another interrupt arrives, or if the main thread ends.
+    If MPI doesn't react to the abort, this process at least ends itself. That happens within about
+    4 s, even if stderr is closed or blocked, another interrupt arrives, or the main thread ends in
+    the meantime.
     """
     timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(reason.code or 1,))
-    # Otherwise, if a daemon thread aborts, the interpreter might exit first, with success.
+    # The timer's thread must not be a daemon thread. If a daemon thread calls this function while
+    # the main thread is ending, the interpreter could otherwise exit before the abort, with exit
+    # code 0.
     timer.daemon = False
-    with suppress(RuntimeError):  # the interpreter is shutting down and starts no more threads
+    with suppress(RuntimeError):  # raised if the interpreter is already shutting down
         timer.start()
     try:
         print_error(message)
@@ -84,9 +102,9 @@ def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = 
 
 
 def end_processes(code: int) -> NoReturn:
-    """Terminates all ranks through MPI, without a message.
+    """Terminates all ranks through MPI, without printing anything.
 
-    If MPI hasn't been loaded yet, this only ends this process, and `mpirun` terminates the others.
+    If MPI hasn't been loaded yet, this only ends this process. `mpirun` then terminates the others.
     """
     code = code or 1
     if "mpi4py.MPI" not in sys.modules:
@@ -101,21 +119,22 @@ def end_processes(code: int) -> NoReturn:
 
 
 def print_error(text: str) -> None:
-    """Prints on stderr. Never raises."""
+    """Prints a text on stderr. Never raises."""
     with suppress(Exception):
-        # A closed stream must not keep the other ranks waiting. We print in a single write, even if
-        # Python's output is unbuffered.
+        # If the stream is closed, printing raises, but we have to continue, because the other ranks
+        # are still waiting. The whole text, including the line break, is a single write, so another
+        # rank's output can't end up in the middle of it.
         print(f"{text}\n", end="", file=sys.stderr, flush=True)
         sys.stdout.flush()
 
 
 def is_interactive() -> bool:
-    """Whether a person types into this process: a prompt, `python -i`, IPython, or a notebook."""
+    """Whether a user types into this process: a prompt, `python -i`, IPython, or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def traceback_text(error: BaseException) -> str:
-    """Returns an error's traceback, trimmed for users. Never raises."""
+    """Returns an error's traceback, without internal frames. Never raises."""
     with suppress(Exception):
         trim(error)
         return "".join(traceback.format_exception(error)).rstrip()
@@ -124,21 +143,22 @@ def traceback_text(error: BaseException) -> str:
 
 @final
 class ExceptionHooks:
-    """Hooks with which an uncaught exception in any thread terminates all ranks.
+    """Exception hooks that terminate all ranks after an uncaught exception in any thread.
 
-    The traceback is printed once, with the rank. In some cases, the hooks that were installed
-    before are called instead: in a forked child process, whose end is not the rank's; in an
-    interactive session; and if there is only one rank, because no other rank waits for it.
+    The failing rank prints its number and the traceback. There are three situations in which an
+    exception doesn't concern other ranks, so we call the previously installed hooks instead: in a
+    forked child process, because the rank itself keeps running; in an interactive session, because
+    the user can just continue; and if there's only one rank.
 
     Args:
         rank: This rank.
         size: Number of ranks.
 
     Attributes:
-        notify: Sends the other ranks the reason, once there is a watchdog.
-        failed_alike: Whether another rank has failed in the same way and will terminate all ranks.
-            Waits for at most 1.5 s.
-        report: Notes that this rank prints its own reason.
+        notify: Sends the reason to the other ranks. None until there's a watchdog.
+        failed_alike: Returns whether another rank has failed in the same way and is going to
+            terminate all ranks. Waits for at most 1.5 s.
+        report: Records that this rank is going to print a reason of its own.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -157,19 +177,20 @@ class ExceptionHooks:
         threading.excepthook = self._on_thread_exception
 
     def _fails_alike(self, failure: AbortReason) -> bool:
-        """Whether another rank reports the same failure; if so, waits to be terminated by it."""
+        """Whether another rank reports this failure, and if so, waits to be terminated by it."""
         alike = False
-        with suppress(BaseException):  # after an interrupt, this rank reports its own failure
+        with suppress(BaseException):  # after an interrupt, this rank reports the failure itself
             alike = self.failed_alike is not None and self.failed_alike(failure)
         if alike:
-            with suppress(BaseException):  # Open MPI sends SIGTERM before it kills
+            with suppress(BaseException):  # Open MPI sends SIGTERM before SIGKILL
                 threading.Event().wait(ABORT_GRACE_S)
         return alike
 
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
         text = traceback_text(error)
-        # We print in a single write; otherwise the tracebacks of several ranks interleave.
+        # One write for heading and traceback. With several writes, the tracebacks of different
+        # ranks would be interleaved.
         if self._previous is sys.__excepthook__:
             print_error(f"{heading}\n{text}")
             return
@@ -180,7 +201,7 @@ class ExceptionHooks:
     def _show(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        """Shows an exception as Python would, but doesn't repeat the cause of a job's failure."""
+        """Shows an exception like Python, but if it's a job's failure, leaves out its cause."""
         if self._previous is sys.__excepthook__ and getattr(value, "cause_rank", None) is not None:
             print_error("".join(traceback.format_exception(value, chain=False)).rstrip())
         else:
@@ -197,6 +218,8 @@ class ExceptionHooks:
         if issubclass(kind, KeyboardInterrupt):
             stop = stop_reason(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {stop.text}; all {size} ranks end.", stop, self.notify)
+        # A restart can't help if the script itself raised. An exception of MPI, on the other hand,
+        # may just mean that another rank was lost.
         failure = AbortReason(
             text=f"rank {rank} failed with {_short(kind, value)}",
             script_raised=not _is_of_mpi(kind),
@@ -204,17 +227,18 @@ class ExceptionHooks:
         if size == 1:
             if self.notify is not None:
                 with suppress(Exception):
-                    self.notify(failure)  # writes it to the event file
+                    self.notify(failure)  # records the failure in the event file
             with suppress(Exception):
                 trim(value)
             self._show(kind, value, value.__traceback__)
             return
-        # This error is the same on every rank, so a traceback is only needed for an error that this
-        # rank raised itself.
+        # `Runner.run` raises the error of a failed job on every rank, with the same text on all of
+        # them. The traceback of that error would only repeat what its text says. The traceback
+        # worth printing is that of the cause, i.e. the exception that this rank itself raised.
         if ends_run(value):
             self.report()
-            # A failed job has already printed its traceback when it left the run. Only rank 0
-            # prints the notes.
+            # A job that failed has already printed its traceback at the time when it left the run.
+            # The notes are the same on all ranks, so only rank 0 prints them.
             if value.__cause__ is not None and getattr(value, "cause_rank", None) is None:
                 self._print(value.__cause__)
             notes = getattr(value, "__notes__", ()) if rank == 0 else ()
@@ -233,12 +257,14 @@ class ExceptionHooks:
         size = self._size
         error = args.exc_value
         own = args.thread is not None and args.thread.name.startswith("jaxcross-")
-        # If one of jaxcross's own threads died, a run would wait forever, so its failure always
-        # terminates all ranks.
-        goes_on = not own and (size == 1 or is_interactive())
-        if os.getpid() != self._pid or goes_on:
+        # If one of our own threads dies, e.g. the exchange lane, nothing takes over its work, so
+        # the run would wait for it forever. So its failure terminates all ranks even in an
+        # interactive session or with a single rank.
+        continues = not own and (size == 1 or is_interactive())
+        if os.getpid() != self._pid or continues:
             self._previous_of_threads(args)
             return
+        # As usual in Python, `SystemExit` ends only its own thread.
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else "?"
@@ -259,11 +285,11 @@ class ExceptionHooks:
 
 
 def _nothing() -> None:
-    """Stands in for the watchdog before there is one."""
+    """Default for `report`, until there's a watchdog."""
 
 
 def stop_reason(rank: int, *, terminated: bool) -> AbortReason:
-    """Returns the reason of a termination that a person or a batch system has requested."""
+    """Returns the reason for an abort that a user or a batch system has requested."""
     if terminated:
         return AbortReason(
             text=f"rank {rank} was told to end (SIGTERM)", kind=ExitKind.TERMINATED, code=TERMINATED

@@ -1,8 +1,9 @@
-"""Abort notices: the rank that terminates all others first sends them the reason, which they print.
+"""Abort notices: before a rank terminates all others, it tells them why, so that they can print it.
 
-Without a notice, a rank is terminated without a message. A rank that receives a notice prints one
-line with its own current activity, and returns a receipt. The sender waits for all receipts, but
-for a second at most, because a rank may be dead.
+Without a notice, the other ranks would be killed in the middle of their work, and their output
+wouldn't explain why. A rank that receives a notice prints one line with the reason and with what it
+was doing itself, and returns a receipt. The sender aborts as soon as it has all receipts. It waits
+for them for at most a second, because a rank that's dead or stuck never answers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxcross.health.abort import AbortReason, end_processes, print_error
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.timed_comm import TimedComm
 
+# MPI tags; see `watchdog` for the other ones.
 _NOTICE = 4
 _RECEIPT = 5
 _NOTIFY_S = 1.0
@@ -27,7 +29,7 @@ _LONGEST_ALIKE_S = 1.5
 
 @final
 class AbortNotices:
-    """Sends abort notices to all other ranks and receives theirs.
+    """Sends abort notices to the other ranks, and receives their notices.
 
     Args:
         comm: A communicator on which nothing else uses tags 4 and 5.
@@ -41,37 +43,39 @@ class AbortNotices:
         self._size: int = comm.Get_size()
         self._notifying = threading.Lock()
         self._notified = threading.Event()
-        # The sender of a notice that this rank obeys, and the sender's reason.
+        # The sender and the reason of the notice because of which this rank exits.
         self._obeyed: tuple[int, str] | None = None
-        self._reports = False  # this rank terminates all ranks itself, and prints its own reason
-        self._receipts: list[Any] = []  # MPI reads a message until its request is complete
+        self._reports = False  # whether this rank terminates all ranks itself, for its own reason
+        self._receipts: list[Any] = []  # kept, because MPI reads a message until it's sent
 
     def notify(self, reason: AbortReason) -> None:
-        """Records this rank's exit and notifies the others. Waits at most 1 s for receipts."""
+        """Records this rank's exit and notifies the other ranks. Waits at most 1 s for receipts."""
         activity = self._flight.record_exit(
             reason.kind, reason.text, reason.lost, script_raised=reason.script_raised
         )
         from mpi4py import MPI
 
         if MPI.Is_finalized():
-            return  # too late to send a message
+            return  # it's too late to send messages
         if not self._notifying.acquire(blocking=False):
-            # Another thread is notifying the ranks and must not be killed halfway.
+            # Another thread is already sending notices. Let it finish: if this thread aborted now,
+            # some ranks wouldn't get theirs.
             self._notified.wait(_NOTIFY_S)
             return
         status = MPI.Status()
-        # We leave out the lost ranks, because a send to a dead rank may never return.
+        # Don't notify lost ranks, because a send to a dead rank may never return.
         unnotified = set(range(self._size)) - {self._rank, *reason.lost}
         text = f"{reason.text}, {activity}" if reason.kind == ExitKind.FAILED else reason.text
         notice = (text, reason.code, reason.script_raised)
         pending = []
         for rank in sorted(unnotified):
-            with suppress(Exception):  # the link to this rank may be what is broken
+            with suppress(Exception):  # the failure may be a broken link to this rank
                 pending.append(self._comm.isend(notice, dest=rank, tag=_NOTICE))
         deadline = time.monotonic() + _NOTIFY_S
         while unnotified and time.monotonic() < deadline:
-            # Two ranks may notify each other at the same time. Each has to answer the other one,
-            # otherwise both would wait for the whole second.
+            # If two ranks fail at the same time, each of them waits here for the other's receipt.
+            # So we have to answer notices in this loop, too. Otherwise both ranks would wait for
+            # the full second.
             other = self._receive()
             if other is not None:
                 self._answer(other[0])
@@ -80,27 +84,29 @@ class AbortNotices:
                 unnotified.discard(status.Get_source())
             threading.Event().wait(0.01)
         self._notified.set()
-        del pending  # a rank that hasn't received the notice is terminated without a message
+        del pending  # ranks that haven't received it by now are terminated without a message
 
     def failed_alike(self, own: AbortReason) -> bool:
-        """Whether another rank has sent notice of the same failure. Waits at most 1.5 s.
+        """Whether another rank has sent a notice about the same failure. Waits at most 1.5 s.
 
-        If so, this rank obeys the notice: it has printed a single line, and the sender terminates
-        all ranks.
+        If so, this rank prints a single line instead of its traceback, and the sender terminates
+        it.
         """
         from mpi4py import MPI
 
         if MPI.Is_finalized():
             return False
-        # The higher the rank, the longer it waits, so that the lowest rank that failed reports
-        # without waiting for the others.
+        # If all ranks raise the same exception, only one of them should print it. So a rank waits
+        # before it reports, and higher ranks wait longer. The lowest failed rank reports first, and
+        # the others receive its notice while they are waiting.
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
         while self._obeyed is None:
             notice = self._receive()
             if notice is not None:
                 sender, reason, _, _ = notice
-                # If a check fails on one rank, the other ranks raise "On rank N: ...".
+                # If a check fails on rank N, the other ranks raise the same error with the prefix
+                # "On rank N: ". It's still the same failure, so ignore the prefix.
                 alike = reason.removeprefix(f"rank {sender} ").startswith(
                     what.replace(f"On rank {sender}: ", "", 1)
                 )
@@ -119,22 +125,22 @@ class AbortNotices:
                 self._reports = True
                 return False
             threading.Event().wait(0.01)
-        # Another thread obeyed the notice, and has printed this rank's line.
+        # Another thread has processed a notice in the meantime, and has printed this rank's line.
         sender, reason = self._obeyed
         self._reports = not reason.removeprefix(f"rank {sender} ").startswith(what)
         return not self._reports
 
     def report(self) -> None:
-        """Notes that this rank is about to print its own reason, and must not print another one."""
+        """Records that this rank prints a reason of its own, and no other rank's."""
         self._reports = True
 
     def check(self) -> None:
-        """Terminates this rank, with a message, if another rank's notice has arrived."""
+        """If another rank's notice has arrived, prints a message and terminates this rank."""
         notice = self._receive()
         if notice is None:
             return
         sender, reason, code, script_raised = notice
-        # This rank terminates all ranks, too, and prints its own reason.
+        # This rank is aborting as well, and prints its own reason.
         if self._reports or self._notifying.locked():
             self._answer(sender)
             return
@@ -143,19 +149,23 @@ class AbortNotices:
         print_error(
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )
-        self._answer(sender)  # the sender terminates all ranks once it has all receipts
+        self._answer(sender)  # once the sender has all receipts, it terminates all ranks
+        # The sender of the notice should terminate this rank within a few seconds. If it can't,
+        # because it's stuck itself, this rank terminates all ranks on its own.
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 
     def _receive(self) -> tuple[int, str, int, bool] | None:
-        """Returns a notice's sender, reason and exit code, and whether the sender's script raised
-        an exception; None if no notice has arrived.
+        """Returns a notice that has arrived, or None.
+
+        A notice consists of the sender, the reason, the exit code, and whether the sender's script
+        raised an exception.
         """
         from mpi4py import MPI
 
         status = MPI.Status()
-        # A matched probe: two threads may probe at the same time, but only one of them must receive
-        # the message.
+        # A matched probe removes the message from the queue. With a plain probe, two threads could
+        # find the same message, and the second one would then wait forever for another one.
         message = self._comm.improbe(source=MPI.ANY_SOURCE, tag=_NOTICE, status=status)
         return None if message is None else (status.Get_source(), *message.recv())
 

@@ -1,4 +1,4 @@
-"""A rank's activities, and the report of a stuck wait, which uses the statuses of several ranks."""
+"""What a rank is doing, and the report that several ranks' watchdogs produce about a stuck wait."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Something that a rank has begun: a wait for other ranks, a computation, a compilation.
+    """Something that a rank is doing: waiting for other ranks, computing, compiling, ...
 
     Attributes:
-        job: Name of the job, or "" if the activity belongs to no job.
-        step: Step of the job, from 1; 0 before the first one.
-        segment: Index of the segment in its program, -1 for none.
+        job: Name of the job, or "" for an activity that belongs to no job.
+        step: The job's step, counted from 1, or 0 before the first step.
+        segment: Index of the segment in its program, or -1 if there's none.
         what: `exchange`, `vote`, `compute`, `compile`, ...
-        number: Position in the sequence of waits that all ranks share; 0 if the activity isn't part
-            of that sequence.
-        since_s: The time at which it began, by this rank's `time.monotonic`.
-        local: Whether this rank alone determines when it ends, so that no other rank can be the
-            cause of a delay.
+        number: Position in the shared sequence, i.e. among the waits that all ranks enter in the
+            same order. 0 if the activity isn't part of it.
+        since_s: When it began, as measured by `time.monotonic` on this rank.
+        local: Whether it depends on this rank alone when the activity ends. If so, other ranks
+            can't be to blame if it takes too long.
     """
 
     job: str
@@ -43,7 +43,7 @@ class Activity:
         number: int = 0,
         local: bool = False,
     ) -> Self:
-        """Returns an activity that begins now."""
+        """Returns an activity that begins at this moment."""
         return cls(
             job=job,
             step=step,
@@ -62,19 +62,19 @@ class Activity:
 
     @property
     def label(self) -> str:
-        """The name of the kind of activity."""
+        """The kind of activity, as it appears in reports."""
         return f"own {self.what}" if self.local else self.what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """A rank's progress, as it reports it to a rank that asks.
+    """What a rank's watchdog answers when another rank's watchdog asks what it's doing.
 
     Attributes:
-        entered: Number of waits of the shared sequence that it has entered.
-        waits: All waits that it is currently in.
-        asking: Whether it is about to report a stuck wait.
-        recent_local: Jobs that had a local wait that ended a short while ago.
+        entered: How many waits of the shared sequence the rank has entered so far.
+        waits: All waits that the rank is currently in.
+        asking: Whether the rank is about to report a stuck wait itself.
+        recent_local: Jobs whose local wait ended a short while ago.
     """
 
     entered: int
@@ -83,9 +83,9 @@ class RankStatus:
     recent_local: frozenset[str] = frozenset()
 
     def may_be_late(self, job: str | None = None) -> bool:
-        """Whether the rank is in a local wait of this job, or was a short while ago.
+        """Whether the rank is in one of the job's local waits, or was until a short while ago.
 
-        With None, a local wait of any job counts.
+        With None, local waits of all jobs count.
         """
         local = self.recent_local.union(wait.job for wait in self.waits if wait.local)
         return bool(local) if job is None else job in local
@@ -99,17 +99,18 @@ def missing_ranks(
     *,
     excuse_local: bool,
 ) -> dict[int, str] | None:
-    """Returns the ranks that haven't entered a wait, each with the reason; None if none is missing.
+    """Returns the ranks that haven't entered a wait, each with the reason, or None if all have.
 
-    Ranks that haven't answered don't count as missing. The result is empty if all missing ranks are
-    excused.
+    Ranks that haven't answered don't count as missing. If all missing ranks are excused, the result
+    is empty rather than None.
 
     Args:
-        job: The job of the wait, "" for none.
+        job: The job that waits, or "" for none.
         what: The name of the wait.
         ranks: The ranks that must enter the wait.
-        answers: The status of each rank; None for a rank that didn't answer.
-        excuse_local: Whether to excuse ranks that are, or recently were, in a local wait.
+        answers: The status of each rank, or None for ranks that didn't answer.
+        excuse_local: Whether to excuse ranks that are, or were until a short while ago, in a local
+            wait.
     """
     late = {}
     for rank in ranks:
@@ -121,7 +122,7 @@ def missing_ranks(
     if not late:
         return None
     return {
-        r: "it has not come so far"
+        r: "it has not reached that point"
         for r, status in late.items()
         if not (excuse_local and status.may_be_late())
     }
@@ -134,15 +135,15 @@ def stall_report(
     answers: Mapping[int, RankStatus | None],
     waiting_for: Mapping[int, str] | None = None,
 ) -> str:
-    """Returns the report of a stuck wait. Pure.
+    """Returns the report about a stuck wait. Pure.
 
     Args:
         rank: The rank that reports.
         wait: The stuck wait.
-        waited_s: The length of the wait so far.
-        answers: The status of every other rank; None for a rank that didn't answer.
-        waiting_for: The ranks for which it waits, each with the reason, if the shared sequence of
-            waits doesn't determine them. This may include the reporting rank itself.
+        waited_s: How long it has taken so far.
+        answers: The status of every other rank, or None for ranks that didn't answer.
+        waiting_for: The ranks that hold up the wait, each with the reason. Needed if the wait isn't
+            part of the shared sequence. May contain the reporting rank.
     """
     lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
     late = late_ranks(wait, answers, waiting_for)
@@ -170,8 +171,8 @@ def stall_report(
         lines += [f"  rank {r} waits in {other}." for r, other in different]
         lines.append(
             "  The ranks wait for different things. Did shapes or types of a step's arguments "
-            "change on some ranks only, as in a shorter last batch? There the step is agreed on "
-            "again, while the others go on with it."
+            "change on some ranks only, as in a shorter last batch? Those ranks then have to agree "
+            "on the step again, while the others continue with it."
         )
     elif not late and not unanswered:
         lines.append(
@@ -190,11 +191,11 @@ def late_ranks(
     answers: Mapping[int, RankStatus | None],
     waiting_for: Mapping[int, str] | None = None,
 ) -> list[int]:
-    """Returns the ranks that prevent a wait from ending.
+    """Returns the ranks that hold up a wait.
 
-    With `waiting_for`, these are its ranks, except those that failed to answer. Without it, these
-    are the ranks that haven't entered the wait: all ranks enter the waits of the shared sequence in
-    the same order, so their numbers can be compared.
+    A wait in the shared sequence is held up by the ranks that haven't entered it yet. We can tell
+    by comparing numbers, because all ranks enter these waits in the same order. For any other wait,
+    the ranks come from `waiting_for`, except that ranks which didn't answer are left out.
     """
     if waiting_for is not None:
         return [r for r in sorted(waiting_for) if r not in answers or answers[r] is not None]
@@ -204,7 +205,7 @@ def late_ranks(
 def _different_waits(
     wait: Activity, answers: Mapping[int, RankStatus | None]
 ) -> list[tuple[int, Activity]]:
-    """Returns the ranks whose wait of the same number is for something else, with that wait."""
+    """Returns ranks that are in a different wait with the same number, together with that wait."""
     return [
         (rank, other)
         for rank, status in sorted(answers.items())

@@ -1,13 +1,16 @@
-"""The flight recorder writes this rank's activities to a file as they happen.
+"""The flight recorder, which writes this rank's activities to a file as they happen.
 
-The file is meant for the time after a failure, so it survives whatever ends the process, even `kill
--9`. A log that is kept in memory and written at the end wouldn't. So each event is a line that is
-written at once, by one unbuffered `write`. From then on, the kernel has the line, and because the
-file is opened for appending, threads don't overwrite each other's lines. We don't wait for the
-disk, since a loss of power isn't what a post-mortem explains.
+You read this file after a run has failed, so it must survive anything that can end a process, even
+`kill -9`. If we collected the events in memory and wrote them at the end, they'd be lost in exactly
+those cases. So each event becomes one line, which is written immediately by one unbuffered `write`.
+As soon as `write` returns, the line is in the kernel, and the death of the process can't affect it
+any more. The file is opened for appending, so threads don't overwrite each other's lines. We don't
+call `fsync`, because it would only protect against a power failure, and it would make the thread
+wait for the disk.
 
-The file must not fill the disk either. When it gets too large, a new file replaces it, which begins
-with the activities in progress, so it can be read without the old one.
+The file must not fill up the disk in a run that takes weeks. When it reaches its maximum size, we
+start a new file and keep only the previous one. The new file begins with the activities that are in
+progress, so you can understand it without the old one.
 """
 
 from __future__ import annotations
@@ -35,25 +38,25 @@ _quoted = lru_cache(4096)(json.dumps)
 
 VERSION = 1
 LIMIT_BYTES = 8 << 20
-"""Maximum size of each of the two files that we keep, so that a rank never fills a disk."""
+"""Maximum size of a file. A rank keeps two files, so it can't fill the disk."""
 
 _LONGEST_TEXT = 2000
 
 
 @final
 class FlightRecorder:
-    """This rank's current activities and, in a folder, one line per beginning and end. Thread-safe.
+    """This rank's current activities and, if there's a folder, its event file. Thread-safe.
 
-    Each line is written by one unbuffered write, so no line is lost however the process ends.
-    Nothing here waits for other ranks. If the disk fails, the recording stops, but the training
-    continues.
+    Every line is written by a single unbuffered write, so no line is lost when the process ends, in
+    whatever way. Recording never waits for other ranks. If writing fails, e.g. because the disk is
+    full, this rank stops recording, but the training continues.
 
     Args:
         processes: The process of every rank.
         rank: This rank.
 
     Attributes:
-        work_begun: Set once a run or a job's first activity begins.
+        work_begun: Set as soon as a job's first activity begins.
     """
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
@@ -62,25 +65,26 @@ class FlightRecorder:
         self.work_begun = threading.Event()
         self._tokens = itertools.count(1)
         self._open: dict[int, Activity] = {}
-        self._last: Activity | None = None  # the latest activity with a job that has ended
-        self._saved: dict[str, str] = {}  # each job's newest checkpoint, as a line of the file
-        self._file = self._previous = -1
+        self._last: Activity | None = None  # the activity of a job that ended last
+        self._saved: dict[str, str] = {}  # for each job, the line about its newest checkpoint
+        self._file = -1
+        self._previous = -1
         self._path = Path()
         self._written_bytes = 0
         self._rotating = threading.Lock()
         self._exit_recorded = False
-        self._left_by = threading.local()  # the activity that a thread's last exception left
+        self._left_by = threading.local()  # each thread's last activity that raised
 
     def record_to(self, folder: str | os.PathLike[str]) -> None:
-        """From now on, writes to `rank-K.jsonl` in `folder`, which is created if necessary.
+        """Starts to record to `rank-K.jsonl` in `folder`, which is created if it doesn't exist.
 
         Raises:
-            OSError: The file can't be created.
+            OSError: The folder or the file can't be created.
         """
         folder = Path(folder).absolute()  # the script may change its working directory later
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank}.jsonl"
-        with self._rotating:  # another thread may be rotating the current file
+        with self._rotating:  # another thread may be starting a new file right now
             if path != self._path:
                 self._path = path
                 self._start_file()
@@ -96,7 +100,7 @@ class FlightRecorder:
         return token
 
     def end(self, token: int, *, failed: bool = False) -> None:
-        """Records the end of an activity, or that it was left by an exception."""
+        """Records the end of an activity. With `failed`, it ended by an exception."""
         activity = self._open.pop(token)
         if failed:
             self._left_by.activity = activity
@@ -109,7 +113,7 @@ class FlightRecorder:
     def during(
         self, what: str, *, job: str = "", step: int = 0, segment: int = -1
     ) -> Iterator[None]:
-        """A context that is recorded as an activity."""
+        """Returns a context that's recorded as an activity."""
         token = self.begin(Activity.now(what, job=job, step=step, segment=segment))
         try:
             yield
@@ -124,14 +128,15 @@ class FlightRecorder:
 
     @property
     def run(self) -> str:
-        """Identifies this run. The same on every rank."""
+        """A name for this run. Identical across ranks."""
         first = self._processes[0]
         return f"{first.host} {first.pid} {first.started}"
 
     def replace_file(self, name: str, text: str) -> None:
         """Replaces a small file in the event file's folder.
 
-        The replacement is atomic: readers see either the old text or the new one.
+        The replacement is atomic, so readers see either the old text or the new one. If writing
+        fails, logs a warning.
         """
         if self._file < 0:
             return
@@ -142,23 +147,23 @@ class FlightRecorder:
             _log.warning("rank %d cannot write `%s`: %s", self._rank, path, error)
 
     def beat(self) -> None:
-        """Records that this rank is alive."""
+        """Records that this rank was alive at this time."""
         if self._file >= 0:
             self._write(f'{{"beat":1,"at":{time.monotonic_ns()}}}\n')
 
     def note(self, text: str, *, job: str = "", step: int = 0) -> None:
-        """Records a fact for the file's readers."""
+        """Records something that may be of interest after a failure."""
         self._record(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
 
     def checkpoint(self, name: str, *, job: str, any_ranks: bool) -> None:
-        """Records the newest checkpoint of which this rank's part is on disk.
+        """Records a job's newest checkpoint, of which this rank has written its part.
 
-        Each later file repeats it.
+        Every later file begins with it, too.
 
         Args:
             name: The checkpoint's name.
             job: The job's name.
-            any_ranks: Whether a different number of ranks can resume from it.
+            any_ranks: Whether you can resume from it on a different number of ranks.
         """
         facts = {"checkpoint": name, "job": job, "any_ranks": any_ranks, "at": time.monotonic_ns()}
         self._saved[job] = json.dumps(facts) + "\n"
@@ -168,22 +173,23 @@ class FlightRecorder:
     def record_exit(
         self, kind: ExitKind, text: str, lost: Sequence[int] = (), *, script_raised: bool = False
     ) -> str:
-        """Records why this rank exits, and returns its activity as text.
+        """Records why this rank exits, and returns what it was doing, as text.
 
-        After a failure, that's the activity that the exception has left. Only the first call is
-        recorded.
+        After a failure, the returned text describes the activity in which the exception was raised.
+        If this method is called several times, only the first reason is recorded, because later
+        ones are usually consequences of it.
 
         Args:
-            kind: How it ends.
+            kind: How the rank exits.
             text: The reason.
             lost: The ranks that this rank reports.
-            script_raised: Whether the script raised an exception, on this rank or on the one that
-                tells it to end.
+            script_raised: Whether the script raised an exception, either on this rank or on the
+                rank because of which this one exits.
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
         failed_in = left_by if kind == ExitKind.FAILED else None
         activity = self.describe() if failed_in is None else f"in {failed_in}"
-        if not self._exit_recorded:  # later reasons are consequences of the first one
+        if not self._exit_recorded:
             self._exit_recorded = True
             self._record(
                 words=kind,
@@ -195,10 +201,10 @@ class FlightRecorder:
         return activity
 
     def describe(self) -> str:
-        """Returns the current activity as text.
+        """Returns what this rank is doing, as text.
 
-        If this rank is in a wait for other ranks, that's the activity; otherwise it's what began
-        last.
+        If the rank is waiting for other ranks, that's the answer. Otherwise it's the activity that
+        began last.
         """
         now = list(self._open.copy().values())
         if not now:
@@ -219,18 +225,20 @@ class FlightRecorder:
 
     def _write(self, line: str) -> None:
         try:
-            # We encode before `self._file` is read, because another thread may run in the meantime
-            # and change it.
+            # Encode the line before reading `self._file`: another thread may run during the
+            # encoding, and start a new file.
             text = line.encode()
             written = os.write(self._file, text)
-            # A separate statement from the write, during which other threads may run and count,
-            # too.
+            # Count the bytes in a separate statement, after the write. In a single statement,
+            # Python would read the old count before the write, and whatever other threads add to
+            # the count during the write would be lost.
             self._written_bytes += written
             if self._written_bytes > LIMIT_BYTES and self._rotating.acquire(blocking=False):
                 try:
-                    # If another thread has just rotated the file, the count may still be that of
-                    # the previous file. If we rotated again because of that, the history would be
-                    # lost. So we ask the file itself for its size.
+                    # If another thread has just started a new file, our byte count may still be
+                    # that of the previous file. If we then started yet another one, the previous
+                    # file with most of the history would be deleted. So we ask the kernel for the
+                    # size of the current file.
                     self._written_bytes = os.fstat(self._file).st_size
                     if self._written_bytes > LIMIT_BYTES:
                         self._start_file()
@@ -238,10 +246,10 @@ class FlightRecorder:
                     self._rotating.release()
         except OSError as error:
             self._file = -1
-            _log.warning("rank %d records its events no longer: %s", self._rank, error)
+            _log.warning("rank %d no longer records its events: %s", self._rank, error)
 
     def _start_file(self) -> None:
-        """Starts a new file with the activities in progress. Only the previous file is kept."""
+        """Starts a new file with the activities in progress. Keeps the previous file."""
         now_ns = time.monotonic_ns()
         own = self._processes[self._rank]
         header = {
@@ -262,21 +270,22 @@ class FlightRecorder:
         ]
         text = "".join(lines).encode()
         new = self._path.with_suffix(".new")
-        new.unlink(missing_ok=True)  # left by an earlier run that ended at this point
+        new.unlink(missing_ok=True)  # left behind by a run that was killed at this point
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
         os.write(file, text)
         if self._path.exists():
             os.replace(self._path, self._path.with_suffix(".old.jsonl"))
         os.replace(new, self._path)
-        # Another thread may still be writing to the file that was current a moment ago, so we keep
-        # it open until the next rotation.
+        # Another thread may have read the old descriptor just before the change and be about to
+        # write to it. So we don't close it until the next rotation.
         stale = self._previous
         self._previous = self._file
         self._file = file
         self._written_bytes = len(text)
-        # Since `under_way` was read, other threads may have recorded beginnings and ends in the
-        # previous file. We record these again in the new one, since duplicates do no harm. Ends
-        # come last, because an activity that we record as begun may have ended by now.
+        # While we were creating the file, other threads may have recorded beginnings and ends in
+        # the previous file. We record these once more in the new one, because duplicates do no
+        # harm. We write the ends last, because an activity that we have just recorded as begun may
+        # have ended by now.
         begun = {
             token: activity
             for token, activity in self._open.copy().items()
@@ -294,9 +303,9 @@ def _all_begun(activities: Mapping[int, Activity], now_ns: int) -> list[str]:
 
 
 def _begun(token: int, activity: Activity, now_ns: int) -> str:
-    """Returns a line of JSON, which is formatted by hand.
+    """Returns the line for an activity's beginning, in JSON.
 
-    `json.dumps` would take as long as everything else together.
+    It's formatted by hand, because `json.dumps` would take as long as everything else per event.
     """
     return (
         f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.label)},"job":{_quoted(activity.job)},'

@@ -1,8 +1,9 @@
-"""Heartbeats: each rank sends a small message to its two neighbours in a ring, about once a second.
+"""Heartbeats: about once a second, each rank sends a small message to its two neighbours in a ring.
 
-A rank's cost therefore doesn't grow with the number of ranks. If a rank receives nothing from a
-neighbour for too long, or finds that the neighbour's process is gone, it terminates all ranks with
-a report.
+In a ring, a rank sends and receives the same number of heartbeats however many ranks there are. If
+every rank sent heartbeats to all others, their total number would grow with the square of the
+number of ranks. If a rank doesn't hear from a neighbour for too long, or if the kernel says that
+the neighbour's process is gone, the rank reports that and terminates all ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _LONGEST_BETWEEN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPeer:
-    """A neighbour whose heartbeats have stopped.
+    """What a rank knows about a neighbour from which it gets no heartbeats any more.
 
     Attributes:
-        rank: Its rank.
-        process: Its process.
-        found: The state of that process as reported by the kernel.
-        since_beat_s: The time since its last heartbeat.
-        activity: Its activity at its last heartbeat, "" if there was none.
+        rank: The neighbour's rank.
+        process: The neighbour's process.
+        found: The state of that process, according to the kernel.
+        since_beat_s: Seconds since the neighbour's last heartbeat.
+        activity: What it was doing at its last heartbeat, or "" if there was no heartbeat.
     """
 
     rank: int
@@ -41,7 +42,7 @@ class LostPeer:
     def __str__(self) -> str:
         process = f"its process {self.process.pid} on host `{self.process.host}`"
         activity = f", {self.activity}" if self.activity else ""
-        last_beat = f"It was last heard {self.since_beat_s:.0f} s ago{activity}."
+        last_beat = f"Its last heartbeat was {self.since_beat_s:.0f} s ago{activity}."
         if self.found == "gone":
             reason = "ended without a word (killed, crashed, out of memory)"
             return f"rank {self.rank} is gone: {process} {reason}. {last_beat}"
@@ -61,21 +62,23 @@ class LostPeer:
 
 @final
 class BeatTimer:
-    """The time since each neighbour's last heartbeat. Pure: time only passes in `tick`.
+    """How long ago each neighbour's last heartbeat was. Pure: time passes only in `tick`.
 
-    Only time during which this rank itself was awake counts. If all ranks were stopped together,
-    e.g. by a batch system or by closing a laptop's lid, none of them is late.
+    We only count time during which this rank itself was running. If a batch system suspends all
+    ranks, or you close a laptop's lid, no heartbeats are sent for hours, but when the ranks
+    continue, none of them is late.
 
     Args:
         ranks: The neighbours.
-        heartbeat_timeout_s: The maximum time between two heartbeats.
-        tick_s: The maximum time between two ticks of a rank that is awake.
+        heartbeat_timeout_s: The longest time between two heartbeats that counts as normal.
+        tick_s: The longest time between two ticks while this rank is running. If more time has
+            passed, the rank was suspended.
 
     Attributes:
-        seconds: The time since the last heartbeat, by rank.
-        activities: The activity at the last heartbeat, by rank.
-        exited: The neighbours whose script has ended, each with the number of shared waits that it
-            had entered.
+        seconds: For each neighbour, the seconds since its last heartbeat.
+        activities: For each neighbour, what it was doing at its last heartbeat.
+        exited: The neighbours whose script has ended, and how many shared waits each of them had
+            entered by then.
     """
 
     def __init__(self, ranks: Sequence[int], *, heartbeat_timeout_s: float, tick_s: float) -> None:
@@ -86,20 +89,20 @@ class BeatTimer:
         self.exited: dict[int, int] = {}
 
     def on_beat(self, rank: int, activity: str) -> None:
-        """Notes a heartbeat."""
+        """Records a heartbeat."""
         self.seconds[rank] = 0.0
         self.activities[rank] = activity
 
     def on_exit(self, rank: int, entered: int) -> None:
-        """Notes that a rank's script has ended, after it had entered this many shared waits.
+        """Records that a neighbour's script has ended, after it had entered this many shared waits.
 
-        The rank keeps sending heartbeats until all scripts have ended.
+        The neighbour keeps sending heartbeats until all ranks' scripts have ended.
         """
         self.seconds[rank] = 0.0
         self.exited[rank] = entered
 
     def tick(self, passed_s: float) -> list[int]:
-        """Advances the time and returns the ranks whose last heartbeat was too long ago."""
+        """Advances the time, and returns the neighbours whose last heartbeat was too long ago."""
         for rank in self.seconds:
             self.seconds[rank] += min(passed_s, self._tick_s)
         return [
@@ -116,12 +119,12 @@ def neighbours(rank: int, size: int) -> list[int]:
 class Heartbeat:
     """Sends this rank's heartbeats and receives its neighbours'.
 
-    It's used by a single thread, and nothing in it waits.
+    Only one thread may use it. None of its methods waits.
 
     Args:
         comm: A communicator on which nothing else uses tag 3.
-        heartbeat_timeout_s: The maximum time between two heartbeats of a neighbour.
-        flight: Describes this rank's current activity.
+        heartbeat_timeout_s: How long a neighbour may be silent before it counts as lost.
+        flight: Provides this rank's current activity, which is sent along with each heartbeat.
         processes: The process of every rank.
     """
 
@@ -144,12 +147,12 @@ class Heartbeat:
             self._neighbours, heartbeat_timeout_s=heartbeat_timeout_s, tick_s=2 * self._between_s
         )
         self._sent: dict[int, Any] = {}
-        self._exit_messages: list[Any] = []  # MPI reads a message until its request is complete
+        self._exit_messages: list[Any] = []  # kept, because MPI reads a message until it's sent
         self._gone: set[int] = set()
         self._sent_s = time.monotonic()
 
     def poll(self) -> LostPeer | None:
-        """Receives heartbeats, sends them if they are due, and returns a neighbour that is lost."""
+        """Receives heartbeats, sends them if they are due, and returns a lost neighbour or None."""
         self._receive()
         now_s = time.monotonic()
         passed_s = now_s - self._sent_s
@@ -158,14 +161,16 @@ class Heartbeat:
         self._sent_s = now_s
         self._flight.beat()
         for rank in self._neighbours:
-            # One message in flight is enough: messages to a rank that has stopped must not pile up.
+            # Send only if the previous heartbeat to this neighbour has left. If the neighbour is
+            # suspended, heartbeats to it would otherwise pile up.
             if rank not in self._sent or self._comm.test(self._sent[rank]):
                 self._sent[rank] = self._comm.isend(self._flight.describe(), dest=rank, tag=_BEAT)
         overdue = self._timer.tick(passed_s)
         for rank in self._timer.seconds:
             found = process_state(self._processes[rank], self._processes[self._rank])
-            # Before its process ended, the rank may have sent an abort notice. So we only report it
-            # the second time that we find it gone, since by then a notice would have been received.
+            # If the process is gone, that may be because it has aborted properly, and its abort
+            # notice, which explains more than we can, may not have reached us yet. So we report the
+            # process only when we find it gone for the second time, about a second later.
             if rank in overdue or (found == "gone" and rank in self._gone):
                 return self.lost_peer(rank)
             if found == "gone":
@@ -173,9 +178,9 @@ class Heartbeat:
         return None
 
     def lost_peer(self, rank: int, at_least_s: float = 0.0) -> LostPeer:
-        """Returns what is known about a rank that we give up on.
+        """Returns what this rank knows about a rank that it considers lost.
 
-        `at_least_s` is a lower bound for the time since its last heartbeat.
+        `at_least_s` is a lower bound for the time since the rank's last heartbeat.
         """
         return LostPeer(
             rank=rank,
@@ -188,14 +193,14 @@ class Heartbeat:
     def exited(self) -> Mapping[int, int]:
         """Returns the neighbours whose script has ended.
 
-        Each one comes with the number of shared waits that it had entered.
+        For each of them, there is the number of shared waits that it had entered.
         """
         return self._timer.exited
 
     def announce_exit(self, entered: int) -> None:
-        """Notifies the neighbours that this rank's script has ended, after this many shared waits.
+        """Tells the neighbours that this rank's script has ended, after this many shared waits.
 
-        The rank keeps sending heartbeats afterwards.
+        This rank keeps sending heartbeats afterwards.
         """
         self._exit_messages = [
             self._comm.isend(entered, dest=rank, tag=_BEAT) for rank in self._neighbours

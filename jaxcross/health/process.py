@@ -1,4 +1,4 @@
-"""Identity of a rank's process, and its state as reported by this host's kernel."""
+"""How to identify a rank's process, and what this host's kernel says about its state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ State = Literal["gone", "stopped", "running", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """Identifies a process among those of all hosts.
+    """Identifies a process among the processes of all hosts.
 
     Attributes:
         host: Name of its host.
-        machine: The kernel's boot id and the namespace of its processes, which distinguish hosts
-            and containers of the same name. "" if unknown.
-        pid: The process's number on that machine.
-        started: Start time in the kernel's ticks, because process numbers are reused. -1 if
-            unknown.
+        machine: The kernel's boot id and process namespace. We need it in addition to `host`,
+            because two hosts or containers may have the same name. "" if unknown.
+        pid: The process id on that machine.
+        started: The process's start time in the kernel's clock ticks. We need it in addition to
+            `pid`, because the kernel reuses process ids. -1 if unknown.
     """
 
     host: str
@@ -42,16 +42,16 @@ def this_process() -> ProcessId:
 
 
 def process_state(process: ProcessId, seen_from: ProcessId) -> State:
-    """Returns the state of another rank's process, as far as it can be determined from here.
+    """Returns the state of another rank's process, as far as this host's kernel can tell.
 
-    This only reads one small file. A process on another machine is `unknown`.
+    Reads one small file. A process on a different machine is `unknown`.
     """
     here = (seen_from.host, seen_from.machine)
     if not process.machine or process.started < 0 or (process.host, process.machine) != here:
         return "unknown"
     found = _stat(process.pid)
-    # A different start time means that the number has been reused for a new process. Z and X stand
-    # for a dead process that its parent hasn't collected yet.
+    # If the start time is different, the process has ended and its id was given to a new process.
+    # The states Z and X mean that the process is dead, but its parent hasn't collected it yet.
     if found is None or found[1] != process.started or found[0] in "ZX":
         return "gone"
     return "stopped" if found[0] in "Tt" else "running"
@@ -60,8 +60,8 @@ def process_state(process: ProcessId, seen_from: ProcessId) -> State:
 def _stat(pid: int) -> tuple[str, int] | None:
     """Returns a process's state and start time, or None if there's no such process or `/proc`."""
     try:
-        # The process's name is in parentheses and may contain anything, including parentheses and
-        # spaces.
+        # The second field is the process's name, in parentheses. The name may itself contain spaces
+        # and parentheses, so we only split what follows the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):

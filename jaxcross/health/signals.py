@@ -1,29 +1,34 @@
-"""Handlers for Ctrl-C and SIGTERM whose exceptions neither get lost nor interrupt a run.
+"""Handlers for Ctrl-C and SIGTERM that neither lose an interrupt nor interrupt a run at random.
 
-Python runs a signal's handler in the main thread, between any two instructions, and an exception
-that the handler raises appears there. This goes wrong in three ways:
+Python runs the handler of a signal in the main thread, between two arbitrary instructions. If the
+handler raises an exception, it appears at that point of the main thread's code. There are three
+ways in which this can go wrong:
 
-- **The exception is lost.** Python drops exceptions that are raised in a callback of the garbage
-  collector. JAX installs such a callback, and importing and tracing collect garbage all the time,
-  so half of all Ctrl-Cs would print "Exception ignored in _xla_gc_callback" and do nothing else.
-  While an extension module is being loaded, its initialization may import other modules. It then
-  takes the exception for a failed import, or crashes. In both places, our handler doesn't raise,
-  but has the signal sent again a moment later (`Postponement`).
+- **The exception is lost.** If an exception is raised in a callback of the garbage collector,
+  Python prints and drops it. JAX installs such a callback, and garbage is collected all the time
+  while Python imports modules or JAX traces a function. So without this module, half of all Ctrl-Cs
+  would print "Exception ignored in _xla_gc_callback" and have no other effect. Something similar
+  can happen while an extension module is being loaded: its initialization may import other modules,
+  and may then mistake our exception for a failed import, or crash. So if the main thread is in one
+  of these places, our handler doesn't raise. It has the signal sent again a moment later
+  (`Postponement`).
 
-  By then, the script may have ended. The exception could then only interrupt a callback of
-  `atexit`: Python prints it, the process ends anyway, and whatever the callback was closing stays
-  open. So a signal that was sent again is dropped if the interpreter is exiting. A new signal still
-  raises at that point, because the user who presses Ctrl-C may want to get past a callback that
-  hangs.
-- **The handler never runs**, because the main thread is busy in C code. `SigtermHandler` treats
-  SIGTERM, with which batch systems end a job, like Ctrl-C, and the watchdog's thread asks it
-  whether the main thread has failed to react.
-- **The exception comes at the wrong moment.** During a run, `defer_signals` keeps a handler's
-  exception until the main thread asks for it, so that it never interrupts the main thread in the
-  middle of something. This also works for the user's own handlers, such as one for a batch system's
-  warning. If the main thread has stopped asking, e.g. because the run has ended and its last states
-  are being saved, the first exception stays where it is. So the exception of a second signal is
-  raised at once.
+  By that time, the script may have ended, and Python may be running the callbacks of `atexit`. An
+  exception would only interrupt one of them, and whatever it was about to close would stay open,
+  while the process would end anyway. So we drop a signal that was sent again if the interpreter is
+  exiting. A new signal still raises an exception there, because the user may be pressing Ctrl-C to
+  get past a callback that hangs.
+- **The handler never runs**, because the main thread is stuck in C code. This matters for SIGTERM,
+  with which batch systems end a job: if nothing happens, they kill the process a little later.
+  `SigtermHandler` normally treats SIGTERM like Ctrl-C. In addition, the watchdog's thread asks it
+  regularly whether a signal has arrived to which the main thread hasn't reacted.
+- **The exception comes at the wrong moment.** During a run, it could interrupt the main thread
+  while that thread is changing something. So `defer_signals` stores exceptions from signal handlers
+  until the main thread asks for them. This covers the user's own handlers as well, such as one for
+  a batch system's warning signal. There's one catch: after the run, e.g. while its last states are
+  being saved, the main thread doesn't ask any more, so the exception would never be raised. So when
+  a second signal arrives while the first exception is still stored, its exception is raised
+  immediately.
 """
 
 from __future__ import annotations
@@ -46,29 +51,31 @@ if TYPE_CHECKING:
     from jaxcross.health.flight_recorder import FlightRecorder
 
 _AGAIN_S = 0.05
-# A batch system signals every process of a job, and `mpirun` forwards the signals that it receives,
-# so one stop arrives as several signals. Those within this time count as one.
+# A batch system sends its signal to every process of a job, including `mpirun`, which forwards it
+# to the ranks. So a rank gets the signal several times. We count all signals within this time as
+# one.
 ONE_STOP_S = 2.0
 _REACT_S = 5.0
-_AT_ONCE_S = 0.5  # a person who presses Ctrl-C twice is slower
+_AT_ONCE_S = 0.5  # a user who presses Ctrl-C twice takes longer
 
 Handler = Callable[[int, FrameType | None], object]
 
 
 @final
 class Postponement:
-    """Decides whether a signal's handler raises now, or the signal is sent again a moment later."""
+    """Decides whether a signal handler raises now, or whether the signal is sent again later."""
 
     def __init__(self) -> None:
         self._sent_again = False
 
     def lets_through(self, number: int, frame: FrameType | None) -> bool:
-        """Whether the handler should raise here; if not, the signal is re-sent or dropped."""
+        """Whether the handler should raise now. If not, the signal is sent again or dropped."""
         sent_again = self._sent_again
         self._sent_again = False
-        # Handlers run in the main thread, which counts as ended as soon as it starts to exit. We
-        # can't decide this in the timer's thread, because the exit could begin right after the
-        # decision.
+        # Python marks the main thread as ended as soon as it starts to exit, although handlers
+        # still run in it. We have to check this here rather than in the timer's thread before
+        # sending the signal, because the exit could begin between that check and the signal's
+        # arrival.
         if sent_again and not threading.main_thread().is_alive():
             return False
         if not _would_be_lost(frame):
@@ -84,7 +91,7 @@ class Postponement:
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:
-    """Whether Python would drop an exception that is raised in this frame."""
+    """Whether Python would lose an exception that's raised in this frame."""
     lost = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     lost |= {ExtensionFileLoader.create_module.__code__, ExtensionFileLoader.exec_module.__code__}
     while frame is not None and frame.f_code not in lost and frame.f_code.co_name != "__del__":
@@ -94,7 +101,7 @@ def _would_be_lost(frame: FrameType | None) -> bool:
 
 @final
 class InterruptHandler:
-    """Raises `KeyboardInterrupt` like Python's own handler, except where it would be lost."""
+    """Raises `KeyboardInterrupt` like Python's own handler, but not where it would be lost."""
 
     def __init__(self) -> None:
         self._postponement = Postponement()
@@ -105,9 +112,10 @@ class InterruptHandler:
 
 
 def install_interrupt() -> bool:
-    """Installs `InterruptHandler` for Ctrl-C, and returns whether it did.
+    """Installs `InterruptHandler` for Ctrl-C. Returns whether it was installed.
 
-    A handler that the script has installed stays in place, and so does an `InterruptHandler`.
+    If the script has installed a handler of its own, or there's an `InterruptHandler` already, that
+    one stays in place.
     """
     with suppress(ValueError):  # not in the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -118,10 +126,10 @@ def install_interrupt() -> bool:
 
 @final
 class SigtermHandler:
-    """Raises `Terminated` in the main thread on SIGTERM, and detects if that thread can't react.
+    """On SIGTERM, raises `Terminated` in the main thread, and detects if that thread doesn't react.
 
     Args:
-        flight: Records the signal.
+        flight: Records that the signal arrived.
     """
 
     def __init__(self, flight: FlightRecorder) -> None:
@@ -133,15 +141,17 @@ class SigtermHandler:
         self._forking = threading.local()
 
     def install(self) -> None:
-        """Installs the handler in the main thread, unless the script has installed its own."""
+        """Installs the handler, if this is the main thread and the script has no handler of its
+        own.
+        """
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return
-        # Python only runs a handler once the main thread returns from C code. However, it writes a
-        # byte to the wakeup pipe at once, so the watchdog finds out about a signal that the main
-        # thread hasn't handled yet.
+        # As long as the main thread is in C code, Python doesn't run any handler. But as soon as a
+        # signal arrives, it writes a byte to the wakeup pipe, whatever the main thread is doing. By
+        # reading that pipe, the watchdog's thread can find out that a signal is pending.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)
@@ -149,17 +159,18 @@ class SigtermHandler:
         others = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         if others != -1:
             signal.set_wakeup_fd(others)
-        # A data loader's workers are ended by SIGTERM, too, and would write to the pipe of their
-        # parent. So the signal is blocked during a fork until the child has reset the handler and
-        # the pipe.
+        # Data loaders terminate their worker processes by SIGTERM. A forked worker inherits our
+        # handler and the pipe, so the byte for its own signal would end up in the rank's pipe, and
+        # the rank would terminate itself. So we remove both in the child, and block the signal
+        # during the fork until that's done.
         os.register_at_fork(
             before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget
         )
 
     def overdue(self) -> bool:
-        """Whether SIGTERM arrived more than 5 s ago and the main thread hasn't handled it.
+        """Whether SIGTERM arrived more than 5 s ago, and the main thread hasn't reacted to it yet.
 
-        That means that the main thread has been in C code all the time. Does not wait.
+        In that case, the main thread has been in C code all the time. Does not wait.
         """
         if self._pipe < 0:
             return False
@@ -173,7 +184,7 @@ class SigtermHandler:
         return self._came_s > self._handled_s and now_s - self._came_s > _REACT_S
 
     def _drain(self) -> bool:
-        """Whether SIGTERM has arrived since the last call."""
+        """Whether SIGTERM has arrived since the last time we called this."""
         with suppress(BlockingIOError):
             return signal.SIGTERM in os.read(self._pipe, 4096)
         return False
@@ -186,7 +197,7 @@ class SigtermHandler:
 
     def _forget(self) -> None:
         handler = signal.getsignal(signal.SIGTERM)
-        # During a run, our handler is wrapped in a `DeferredHandler`.
+        # During a run, our handler is inside a `DeferredHandler`.
         if self._handle in (
             handler,
             getattr(handler, "handler", None),
@@ -199,7 +210,8 @@ class SigtermHandler:
         if not self._postponement.lets_through(number, frame):
             return
         now_s = time.monotonic()
-        # Otherwise a later call of `overdue` would take this signal's byte for another signal.
+        # Remove the byte of this signal from the pipe. Otherwise a later call of `overdue` would
+        # find it and think that another signal has arrived.
         self._drain()
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return
@@ -210,10 +222,10 @@ class SigtermHandler:
 
 @final
 class DeferredHandler:
-    """A signal handler that calls another handler and keeps any exception that the latter raises.
+    """A signal handler that calls another handler, and stores the exception that it raises.
 
     Attributes:
-        handler: The handler that it replaces.
+        handler: The other handler, which this one replaces.
     """
 
     def __init__(self, handler: Handler, kept: deque[BaseException], times_s: deque[float]) -> None:
@@ -227,11 +239,11 @@ class DeferredHandler:
             self.handler(number, frame)
         except BaseException as error:
             if os.getpid() != self._pid:
-                raise  # in a forked child, no thread asks for it
+                raise  # in a forked child, nobody would ask for it
             now_s = time.monotonic()
             if self._times_s and now_s - self._times_s[-1] < _AT_ONCE_S:
-                # The same signal arrives several times: through the launcher, and sent to each
-                # process.
+                # This is the same signal once more: a rank may get it from the launcher as well as
+                # directly.
                 return
             if self._kept:
                 raise
@@ -241,9 +253,10 @@ class DeferredHandler:
 
 @contextmanager
 def defer_signals() -> Iterator[deque[BaseException]]:
-    """A context in which exceptions of signal handlers are kept, in order, in the yielded deque.
+    """Returns a context in which exceptions from signal handlers are stored instead of raised.
 
-    Outside the main thread, it has no effect.
+    They are in the deque that the context yields, oldest first. Outside the main thread, the
+    context has no effect.
     """
     kept: deque[BaseException] = deque()
     times_s: deque[float] = deque(maxlen=1)
@@ -258,6 +271,6 @@ def defer_signals() -> Iterator[deque[BaseException]]:
         yield kept
     finally:
         for number, handler in before.items():
-            # If the script has installed another handler in the meantime, that one stays.
+            # If the script has installed a different handler in the meantime, keep that one.
             if isinstance(signal.getsignal(number), DeferredHandler):
                 signal.signal(number, handler)

@@ -1,7 +1,8 @@
-"""A communicator with a time limit on each call.
+"""A communicator that detects calls which don't return.
 
-A send to a rank that has died may never return: MPICH over TCP keeps trying forever. The thread
-that makes the call can't notice, so another thread measures the calls.
+If a rank has died, a send to it may never return, because MPICH over TCP retries forever. The
+thread that called it is then stuck inside MPI and can't report anything. So another thread measures
+how long each call takes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _LONGEST_BETWEEN_S = 1.0
 
 @final
 class TimedComm:
-    """The mpi4py calls that the watchdog makes, each with a time limit.
+    """The mpi4py calls that the watchdog needs, each with a time limit.
 
     Args:
         comm: A communicator that nothing else uses.
-        limit_s: The maximum duration of a call.
-        on_stuck: Called if a call takes longer, with the rank to which the call is addressed, or
-            None for any rank.
+        limit_s: How many seconds a call may take.
+        on_stuck: Called in the other thread if a call takes longer. It gets the rank to which the
+            call was addressed, or None if the call wasn't addressed to a particular rank.
     """
 
     def __init__(
@@ -38,11 +39,11 @@ class TimedComm:
         self._thread = threading.Thread(target=self._watch, name="jaxcross-guard", daemon=True)
 
     def start(self) -> None:
-        """Starts to measure the calls."""
+        """Starts the thread that measures the calls."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops the thread, and waits for it."""
+        """Stops that thread. Waits for its end."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -60,7 +61,7 @@ class TimedComm:
             return self._comm.iprobe(source=source, tag=tag, status=status)
 
     def improbe(self, source: int, tag: int, status: Any) -> Any:
-        """Returns a message that now only the caller can receive, or None if there is none."""
+        """Returns a message that nobody else can receive from now on, or None if there's none."""
         with self._calling(None):
             return self._comm.improbe(source=source, tag=tag, status=status)
 
@@ -69,9 +70,9 @@ class TimedComm:
             return self._comm.recv(source=source, tag=tag)
 
     def test(self, request: Any) -> bool:
-        """Whether a request is complete.
+        """Returns whether a request is complete.
 
-        MPI makes progress in this call, so it may hang like a send.
+        MPI makes progress during this call, so it can get stuck just like a send.
         """
         with self._calling(None):
             return request.Test()
@@ -96,8 +97,9 @@ class TimedComm:
             del self._calls[number]
 
     def _watch(self) -> None:
-        # We count time in iterations of this thread, so that a call doesn't appear to take longer
-        # because the process was stopped.
+        # We count iterations of this thread rather than reading a clock. While the process is
+        # suspended, this thread doesn't iterate, so a call doesn't seem to take long just because
+        # the process was suspended during it.
         between_s = min(_LONGEST_BETWEEN_S, self._limit_s / 5)
         lasting: dict[int, float] = {}
         while not self._stop.wait(between_s):
@@ -109,7 +111,7 @@ class TimedComm:
                     continue
                 try:
                     rank = self._calls[number]
-                except KeyError:  # it has returned since `copy`
+                except KeyError:  # the call has returned in the meantime
                     continue
                 self._on_stuck(rank)
                 return

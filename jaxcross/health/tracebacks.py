@@ -1,7 +1,7 @@
-"""Python's stacks as users should see them: of all threads of this process, or of an error.
+"""Python stacks in a form that's useful for users: of all threads, or of an exception.
 
-An error's traceback is trimmed: it starts at the script's first line and ends at the user's last
-line of code.
+From an exception's traceback, we remove the frames that don't help the user. It then starts at the
+script's first line and ends at the last line of the user's own code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxcross.errors import CutError, ExchangeError, JobError
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _STARTERS = ("<frozen runpy>", "mpi4py/__main__.py", "mpi4py/run.py")
-# Errors that jaxcross raises to the user. In all other errors, the package's lines stay in the
-# traceback, because the error may have its cause there.
+# Errors that we raise on purpose, to tell the user about something. If any other exception is
+# raised in our own code, it may be a bug in there, so we leave our frames in its traceback.
 _OUR_ERRORS = (CutError, ExchangeError, JobError, TypeError, ValueError)
 
 
 def trim(error: BaseException) -> None:
-    """Removes the lines that start a script, and jaxcross's lines at both ends, from a traceback.
+    """Removes from a traceback the frames that start a script, and our own frames at both ends.
 
-    The tracebacks of the error's causes are trimmed as well. If no line would be left, a traceback
-    stays as it is. With `jax_traceback_filtering` set to `off`, nothing is trimmed.
+    Also trims the tracebacks of the exceptions that caused this one. If no frame would be left, a
+    traceback stays as it is. With `jax_traceback_filtering` set to `off`, nothing is trimmed.
     """
     import jax
 
@@ -41,9 +41,9 @@ def trim(error: BaseException) -> None:
 
 
 def ends_run(error: BaseException) -> bool:
-    """Whether this is a job's error that `Runner.run` raises at the end of the run on every rank.
+    """Whether `Runner.run` raised this error at the end of a run, because a job has failed.
 
-    The cause of such an error is this rank's own.
+    Such an error is raised on every rank, but its cause is what happened on this one.
     """
     frames = [line.tb_frame for line in _lines(error.__traceback__)]
     places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
@@ -77,7 +77,7 @@ def _lines(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def stacks() -> str:
-    """Returns the stack of every thread, the main thread first. Does not stop the threads."""
+    """Returns the stacks of all threads, the main thread's first. Does not stop the threads."""
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(_frames().items(), key=lambda item: item[0] != main)
@@ -89,11 +89,12 @@ def stacks() -> str:
 
 
 def _frames() -> dict[int, FrameType]:
-    """Returns the frame of every thread.
+    """Returns the current frame of every thread.
 
-    While Python before 3.11.9 lists the frames, it holds a lock that threads need to start or exit.
-    If garbage is collected during that time, such a thread may run, and the process deadlocks
-    (python/cpython#106883). So we disable garbage collection.
+    Python before 3.11.9 holds a lock while it lists the frames. If garbage is collected at that
+    moment, another thread may get to run, and if that thread is just starting or exiting, it needs
+    the same lock, so the process deadlocks (python/cpython#106883). So we disable garbage
+    collection meanwhile.
     """
     collects = gc.isenabled()
     gc.disable()

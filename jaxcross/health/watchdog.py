@@ -1,12 +1,27 @@
-"""The watchdog: a thread on each rank that finds out why ranks wait, and terminates runs that hang.
+"""The watchdog: a thread on each rank that finds out why ranks are waiting, and ends hanging runs.
 
-A timeout on an exchange would only tell *that* a rank waits. The watchdog also finds out which rank
-hasn't arrived and what that rank is doing, because it asks the other ranks' watchdogs. It sends
-point-to-point messages on its own communicator, and these get through even if a collective on
-another communicator is stuck.
+We could have put a timeout on every exchange, but then the error would only tell you *that* a rank
+is waiting, rather than which rank hasn't arrived. So if a wait takes too long, the watchdog asks
+the watchdogs of all other ranks what their ranks are doing. From the answers, it can name the ranks
+that haven't arrived, together with what they are doing, and make them print their stacks. The
+watchdogs send each other point-to-point messages on a communicator of their own, and these get
+through even if a collective on another communicator is stuck.
 
-The same thread sends and receives heartbeats and abort notices, detects a main thread that doesn't
-react to SIGTERM, and runs the barriers at the end of the script.
+All ranks enter most of their waits (exchanges, votes, ...) in the same order, so a watchdog just
+numbers them. If rank 3 has entered 17 waits, and this rank is in its 18th, then rank 3 hasn't
+arrived. A few waits don't have a place in this sequence, e.g. a job's wait for its own data. For
+these, the caller provides a function that determines the missing ranks (`WaitingFor`).
+
+If one rank is late, all other ranks are stuck in the same wait, and their watchdogs notice that at
+about the same time. Only one of them should report it; see `_investigate`.
+
+A rank isn't late if it just hasn't been running. When a batch system suspends the processes, or a
+user stops them by Ctrl-Z, the clock continues. So we detect such gaps, and subtract them from all
+waits.
+
+The same thread does everything else that has to continue whatever the main thread does: it sends
+and receives heartbeats and abort notices, detects that the main thread doesn't react to SIGTERM,
+and runs the barriers at the end of the script.
 """
 
 from __future__ import annotations
@@ -32,14 +47,15 @@ from jaxcross.health.timed_comm import TimedComm
 from jaxcross.health.tracebacks import stacks
 
 WaitingFor = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
-"""Returns the ranks for which a wait waits, perhaps including this one, each with the reason.
+"""A function that determines the ranks that hold up a wait, each with the reason.
 
-It's called before a report, with the answers of the other ranks. If the result is empty, the wait
-is held up by something else that is monitored itself. If it's None, all ranks have arrived, and the
-wait should have ended.
+It's called just before a report, with the other ranks' answers. The result may contain this rank
+itself. An empty result means that the wait is held up by something that's monitored separately, so
+it isn't reported. None means that all ranks have arrived, so the wait should have ended.
 """
 
 
+# MPI tags. On the same communicator, heartbeats use tag 3, and abort notices use tags 4 and 5.
 _QUERY = 1
 _ANSWER = 2
 _ANSWER_S = 3.0
@@ -52,16 +68,16 @@ _LONGEST_TURN_S = 1.0
 
 @final
 class Watchdog:
-    """Monitors this rank's waits and answers questions from other ranks.
+    """Monitors this rank's waits, and answers the questions of other ranks' watchdogs.
 
     Args:
         comm: A communicator that nothing else uses.
-        timeout_s: Seconds after which a wait is reported and all ranks are aborted.
+        timeout_s: After this many seconds, a wait is reported and all ranks are aborted.
         flight: Records the waits.
         processes: The process of every rank.
-        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is reported; 0 for
-            never.
-        sigterm: Tells this thread if it must terminate because the main thread is busy in C code.
+        heartbeat_timeout_s: After this many seconds without a heartbeat, a rank is reported and all
+            ranks are aborted. 0 for never.
+        sigterm: Detects a SIGTERM to which the main thread doesn't react, because it's in C code.
     """
 
     def __init__(
@@ -76,8 +92,11 @@ class Watchdog:
     ) -> None:
         self._flight = flight
         self._sigterm = sigterm
+        # An MPI call that takes as long as a missing heartbeat counts as stuck. The minimum keeps a
+        # very short timeout from making ordinary calls look stuck.
         self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
-        self._comm = timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
+        timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
+        self._comm = timed
         self._notices = AbortNotices(timed, flight)
         self._heartbeat: Heartbeat | None = None
         if heartbeat_timeout_s > 0 and len(processes) > 1:
@@ -96,23 +115,23 @@ class Watchdog:
         self._shutdown: ShutdownBarrier | None = None
         self._asking = False
         self._questions = 0
-        self._asked: set[int] = set()  # ranks that asked and are about to report
+        self._asked: set[int] = set()  # ranks that have asked this one, so they're about to report
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts to monitor and to answer.
+        """Starts the watchdog's thread.
 
-        A single rank has no watchdog thread, because nothing can hang without other ranks.
+        Does nothing if there's only one rank, because a single rank never waits for another one.
         """
         if self._others:
             self._comm.start()
             self._thread.start()
 
     def stop(self) -> None:
-        """Stops the thread once the scripts of all ranks have ended, and monitors until then.
+        """Stops the thread once all ranks' scripts have ended, and monitors this rank until then.
 
-        Waits for all ranks, as `MPI_Finalize` does. Afterwards, MPI may be finalised.
+        Waits for all ranks, as `MPI_Finalize` would. Afterwards, it's safe to finalise MPI.
         """
         self._flight.record_exit(ExitKind.LEFT, "its script ended")
         self._stop.set()
@@ -125,15 +144,15 @@ class Watchdog:
         self._comm.stop()
 
     def notify(self, reason: AbortReason) -> None:
-        """Sends all other ranks the reason why this rank terminates them. Waits for at most 1 s."""
+        """Sends the reason for an abort to all other ranks. Waits for at most 1 s."""
         self._notices.notify(reason)
 
     def failed_alike(self, own: AbortReason) -> bool:
-        """Whether another rank has failed in the same way as this one. Waits for at most 1.5 s."""
+        """Whether another rank has failed in the same way. Waits for at most 1.5 s."""
         return self._notices.failed_alike(own)
 
     def report(self) -> None:
-        """Notes that this rank is about to print its own reason, and must not print another one."""
+        """Records that this rank prints a reason of its own, and no other rank's."""
         self._notices.report()
 
     def monitor(
@@ -146,7 +165,7 @@ class Watchdog:
         waiting_for: WaitingFor | None = None,
         local: bool = False,
     ) -> Monitor:
-        """Returns a context whose duration is monitored. See `jaxcross.world.World.monitor`."""
+        """Returns a context that the watchdog monitors. See `jaxcross.world.World.monitor`."""
         return Monitor(self, partial(self.enter, job, step, segment, what, waiting_for, local))
 
     def enter(
@@ -158,14 +177,16 @@ class Watchdog:
         waiting_for: WaitingFor | None,
         local: bool,
     ) -> int:
-        """Starts to monitor a wait, and returns a token for `leave`."""
+        """Begins a wait. Returns a token for `leave`."""
         if local and waiting_for is None:
-            itself = {self._rank: f"own {what} is its own affair"}
+            # No other rank can be late for a local wait, so if it's too long, the report names this
+            # rank.
+            itself = {self._rank: f"its own {what} takes this long"}
             waiting_for = lambda _: itself  # noqa: E731
         with self._lock:
             if waiting_for is None:
                 self._entered += 1
-                self._asked.clear()  # these ranks asked about an earlier wait
+                self._asked.clear()  # those questions were about an earlier wait
             number = self._entered if waiting_for is None else 0
             wait = Activity.now(
                 what, job=job, step=step, segment=segment, number=number, local=local
@@ -183,7 +204,7 @@ class Watchdog:
         self._flight.end(token, failed=failed)
 
     def renew(self, token: int) -> None:
-        """Restarts the time of a wait."""
+        """Restarts a wait's clock, because whatever it waits for has made progress."""
         with self._lock:
             if token in self._waits:
                 wait, waiting_for = self._waits[token]
@@ -192,9 +213,10 @@ class Watchdog:
     def _status(self) -> RankStatus:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
-            # Other ranks were waiting while this one was in a local wait, and that time counts
-            # towards their waits. So this rank remains excused for another `timeout_s` after the
-            # end of its local wait.
+            # While this rank was in a local wait, e.g. loading data, the other ranks may have been
+            # waiting for it, and that time counts in their waits. So even right after the end of
+            # the local wait, their waits may be over the limit through no fault of this rank. We
+            # excuse it for another `timeout_s`.
             since_s = time.monotonic() - self.timeout_s
             self._local_ended_s = {
                 job: end_s for job, end_s in self._local_ended_s.items() if end_s > since_s
@@ -212,8 +234,9 @@ class Watchdog:
         while True:
             try:
                 if self._stop.wait(self._interval_s):
-                    # The script has ended on this rank, but perhaps not on others. Heartbeats,
-                    # answers and notices continue until the barrier.
+                    # This rank's script has ended, but other ranks' scripts may still be running
+                    # and need heartbeats, answers and notices. So continue until all ranks have
+                    # reached the barrier.
                     self._shutdown = self._shutdown or self._begin_shutdown()
                     if self._shutdown.passed():
                         return
@@ -227,9 +250,9 @@ class Watchdog:
                 )
 
     def _attend(self) -> None:
-        """Does what must be done regularly, whatever else this thread is doing.
+        """Does what can't wait, whatever else this thread is doing.
 
-        It's called so often that less than a second passes between two calls.
+        It must be called at least once per second, even while this thread is waiting for answers.
         """
         self._leave_out_stops()
         self._notices.check()
@@ -242,13 +265,10 @@ class Watchdog:
             )
 
     def _leave_out_stops(self) -> None:
-        """Subtracts the time during which the process, and with it this thread, was stopped.
-
-        It's subtracted from all waits.
-        """
+        """Detects that the process was suspended, and subtracts that time from all waits."""
         now_s = time.monotonic()
-        # The iterations of this thread take less than a second. A longer gap between two of them
-        # means that the process was stopped, e.g. by SIGSTOP.
+        # An iteration of this thread takes less than a second. If more time has passed since the
+        # last one, the whole process must have been suspended, e.g. by SIGSTOP.
         stopped_s = now_s - self._looked_s - _LONGEST_TURN_S
         self._looked_s = now_s
         if stopped_s <= 0:
@@ -263,6 +283,7 @@ class Watchdog:
                 job: min(end_s + stopped_s, now_s) for job, end_s in self._local_ended_s.items()
             }
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
+            # This is a limit as well, so the same correction applies.
             self._shutdown.stopped_sending_s += stopped_s
 
     def _look_at_waits(self) -> None:
@@ -275,7 +296,7 @@ class Watchdog:
             self._investigate(waits[0][0])
 
     def _lasts(self, token: int) -> Activity | None:
-        """Returns the wait if it is still in progress and has taken too long, else None."""
+        """Returns the wait if it's still in progress and has lasted too long, or None."""
         with self._lock:
             wait, _ = self._waits.get(token, (None, None))
         return (
@@ -289,12 +310,11 @@ class Watchdog:
 
     def _exchange_beats(self) -> None:
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
-            # After the first barrier, no rank sends heartbeats any more, so we can only detect a
-            # lost rank by the duration of the second barrier.
+            # No rank sends heartbeats after the first barrier. The only sign of a lost rank is then
+            # that the second barrier takes too long.
             if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
                 self._report(
-                    "MPI does not let it leave after all scripts: a rank, its host or a link is "
-                    "gone"
+                    "the barrier after all scripts does not end: a rank, its host or a link is gone"
                 )
         elif self._heartbeat is not None:
             lost = self._heartbeat.poll()
@@ -302,7 +322,7 @@ class Watchdog:
                 self._report(str(lost), lost.rank)
 
     def _answer_questions(self) -> None:
-        """Answers the other ranks, and prints this rank's stacks on request."""
+        """Answers other ranks' questions. If they ask for it, also prints this rank's stacks."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -311,7 +331,8 @@ class Watchdog:
             number, question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
                 with suppress(Exception):
-                    # The stream may be closed, or its encoding may lack a character of a stack.
+                    # This raises if the stream is closed, or if its encoding lacks a character of a
+                    # stack.
                     print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
             else:
                 with self._lock:
@@ -319,12 +340,11 @@ class Watchdog:
             self._comm.send((number, self._status()), dest=asker, tag=_ANSWER)
 
     def _on_stuck_call(self, rank: int | None) -> None:
-        """Reports an MPI call that doesn't return."""
+        """Reports that an MPI call of a watchdog thread doesn't return."""
         if rank is None or self._heartbeat is None:
             whom = "any rank" if rank is None else f"rank {rank}"
             self._report(
-                f"MPI does not come back from a message to {whom}: a rank, its host or a link is "
-                "gone"
+                f"an MPI call to {whom} does not return: a rank, its host or a link is gone"
             )
         else:
             self._report(
@@ -332,9 +352,10 @@ class Watchdog:
             )
 
     def _check_exited(self, wait: Activity) -> None:
-        """Reports a neighbour whose script ended before this wait, without waiting `timeout_s`."""
-        # We allow for the heartbeat timeout, because a rank that exits with an error sends its
-        # abort notice after its announcement of the exit.
+        """Reports a neighbour whose script ended before it entered this wait."""
+        # A neighbour that has ended will never arrive, so we needn't wait for the full `timeout_s`.
+        # But if it exits because of an error, it first announces its exit and then sends an abort
+        # notice, which explains more. So give the notice some time to arrive.
         if (
             self._heartbeat is None
             or time.monotonic() - wait.since_s < self._heartbeat.heartbeat_timeout_s
@@ -343,7 +364,7 @@ class Watchdog:
         for rank, entered in self._heartbeat.exited().items():
             if entered < wait.number:
                 done = f"its script ended after {entered} of {wait.number} exchanges"
-                self._report(f"rank {rank} does not come to {wait}: {done}", rank)
+                self._report(f"rank {rank} will not enter {wait}: {done}", rank)
 
     def _report(self, text: str, *lost: int) -> NoReturn:
         message = (
@@ -362,8 +383,9 @@ class Watchdog:
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
-        # We count time in iterations of this thread, so that a process that was stopped while it
-        # was asking still reads the answers.
+        # While waiting for the answers, count iterations rather than seconds. If this process is
+        # suspended during that time, it still reads the answers when it continues, instead of
+        # running into a timeout.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
             if None not in answers.values():
                 break
@@ -371,27 +393,30 @@ class Watchdog:
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
                 source = status.Get_source()
                 number, answer = self._comm.recv(source=source, tag=_ANSWER)
-                if number == self._questions:  # ignores a late answer to an earlier question
+                if number == self._questions:  # otherwise it's a late answer to an earlier question
                     answers[source] = answer
             self._stop.wait(_ASKING_INTERVAL_S)
-        # A rank that didn't answer may not have received the question, either. The abort comes
-        # next.
+        # Some of the questions may not have been delivered to ranks that didn't answer. We can drop
+        # the requests anyway, because the abort comes next.
         del pending
         return answers
 
     def _investigate(self, token: int) -> None:
-        """Reports a stuck wait and aborts, unless another rank does so or the wait ends first.
+        """Reports a stuck wait and aborts all ranks, unless another rank does so or the wait ends.
 
-        One report is enough, so ranks have to decide which of them reports:
+        Several ranks usually notice the same stall at about the same time, but a single report is
+        enough. So they have to decide which of them reports, and for that they have nothing but the
+        questions and answers themselves:
 
-        - If this rank was asked before it began to ask, it leaves the report to the rank that
-          asked.
-        - If two ranks asked at the same time, they find this in each other's answers, and the lower
-          one reports.
-        - A rank that has asked and doesn't answer is probably reporting.
-        - A rank that leaves the report to another one, and is still alive 10 s later, reports after
-          all.
-        - A rank always reports its own local waits, whoever else asks.
+        - A rank that was asked by another rank before it asked itself leaves the report to that
+          rank.
+        - If two ranks ask each other at the same time, they find that out from the answers. The
+          lower rank then reports.
+        - If a rank has asked this one but doesn't answer, it's probably reporting already.
+        - The rank to which the report was left may fail to produce it. So a rank that's still alive
+          after 10 s reports anyway.
+        - A rank always reports its own local waits, because the other ranks excuse a rank that's in
+          one.
         """
         with self._lock:
             wait, waiting_for = self._waits.get(token, (None, None))
@@ -399,28 +424,29 @@ class Watchdog:
                 return
             hold_back = bool(self._asked) and not wait.local
             self._asking = not hold_back
-        answers = {} if hold_back else self._ask("standing", self._others)
+        answers = {} if hold_back else self._ask("status", self._others)
         if hold_back or (self._leaves_report(answers) and not wait.local):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
                 self._attend()
             if not self._stop.is_set():
-                answers = self._ask("standing", self._others)
-        # Asking took seconds. The wait may have ended by now, or the process may have been stopped,
-        # which explains the length of the wait.
+                answers = self._ask("status", self._others)
+        # We spent up to several seconds on asking. In the meantime the wait may have ended. It may
+        # also turn out that the process was suspended, and that the wait only seemed to be long.
         self._leave_out_stops()
         wait = self._lasts(token)
         self._asking = wait is not None and not self._stop.is_set()
         if wait is None or not self._asking:
             return
         ranks = None if waiting_for is None else waiting_for(answers)
-        # The wait may have ended while `waiting_for` was computing its result, which then names the
+        # If the wait ended while `waiting_for` was computing its result, the result may name the
         # wrong ranks.
         if self._lasts(token) is None:
             self._asking = False
             return
-        # There's no rank to blame, so the wait may continue. If a rank doesn't answer for a while,
-        # the heartbeats deal with it, provided that there are any.
+        # No rank is to blame for the wait at the moment, so let it continue. A rank that hasn't
+        # answered may be the culprit, but then its heartbeats will stop. If there are no
+        # heartbeats, nothing else would find that rank, so we report it now.
         if (
             ranks is not None
             and not ranks
@@ -432,9 +458,9 @@ class Watchdog:
         self._report_stall(wait, answers, ranks)
 
     def _leaves_report(self, answers: Mapping[int, RankStatus | None]) -> bool:
-        """Whether the answers to this rank's own question show that another rank reports."""
+        """Whether the answers to this rank's question show that another rank is going to report."""
         with self._lock:
-            asked = set(self._asked)  # ranks that asked while this one was asking
+            asked = set(self._asked)  # ranks that asked this one while it was asking them
         return any(
             r in asked if s is None else s.asking and r < self._rank for r, s in answers.items()
         )
@@ -446,8 +472,8 @@ class Watchdog:
         ranks: Mapping[int, str] | None,
     ) -> NoReturn:
         late = late_ranks(wait, answers, ranks)
-        # The late ranks print their stacks themselves. Their answers only confirm that they have
-        # done so.
+        # When they receive this question, the late ranks print their stacks themselves. We wait for
+        # their answers only because the abort would otherwise interrupt the printing.
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)
@@ -471,7 +497,7 @@ class Monitor:
         self._enter = enter
 
     def renew(self) -> None:
-        """Restarts the time, because what the context waits for has made progress."""
+        """Restarts the clock, because whatever the context waits for has made progress."""
         self._watchdog.renew(self._token)
 
     def __enter__(self) -> None:
@@ -488,20 +514,25 @@ class Monitor:
 
 @final
 class ShutdownBarrier:
-    """Two barriers after the end of this rank's script.
+    """Two barriers at the end of the script, after which MPI may be finalised.
 
-    No rank may leave MPI while another rank may still send to it. But MPI lets a rank finalise
-    before the others, and MPICH over TCP then tries forever to reach that rank. So we need two
-    barriers. Once the first one has been passed, all scripts have ended, and this rank stops
-    sending. Once the second one has been passed, no rank sends any more, and MPI may be finalised.
+    A rank must not leave MPI as long as another rank might send it a message. But MPI lets a rank
+    finalise before the others do, and MPICH over TCP then retries forever to reach it, so the
+    sender hangs.
 
-    It's used by a single thread, and nothing in it waits.
+    A single barrier isn't enough: a rank that has passed it knows that all scripts have ended, but
+    another rank that hasn't noticed this yet may still send a heartbeat. So after the first
+    barrier, a rank stops sending, and enters the second one. Once it has passed the second barrier,
+    it knows that no rank sends any more.
+
+    Only one thread may use it. None of its methods waits.
 
     Args:
-        comm: A communicator on which there are no other collective calls.
+        comm: A communicator on which nothing else makes collective calls.
 
     Attributes:
-        stopped_sending_s: The time at which this rank stopped sending, None before.
+        stopped_sending_s: When this rank passed the first barrier and stopped sending. None before
+            that.
     """
 
     def __init__(self, comm: TimedComm) -> None:
@@ -510,7 +541,7 @@ class ShutdownBarrier:
         self.stopped_sending_s: float | None = None
 
     def passed(self) -> bool:
-        """Whether MPI may be finalised. Must not be called again once it has returned True."""
+        """Whether MPI may be finalised. Don't call this again after it has returned True."""
         if not self._comm.test(self._barrier):
             return False
         if self.stopped_sending_s is not None:

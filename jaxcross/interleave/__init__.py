@@ -1,20 +1,22 @@
-"""Decides the next segment, the next exchange and when a step is committed. No MPI, JAX or threads.
+"""Decides the order of segments, exchanges and votes, without using MPI, JAX or threads.
 
-interleaver     the state machine: events in, instructions out (`messages`); its proof is at its
-                head, and its invariants at its end
-shared_order    the state that's identical across ranks, and the order of all exchanges, which
-                follows from it
-local_state     the state that only this rank has
-vote            the one control message between ranks, which decides for all of them: whether a
-                step is committed or skipped, and which jobs stop, pause or join; `ballot_writer`
-                writes this rank's vote
-joint_start     holds back first steps until all jobs are ready for theirs
-policy          the order of turns: `RoundRobin`, `Sequential`, `Weighted`
+interleaver     the state machine, which turns events into instructions; its docstring explains why
+                it can't deadlock
+messages        the interleaver's events and instructions
+shared_order    the state that's identical across ranks, and the order of exchanges that follows
+                from it
+local_state     the rank-local state: calls in progress, and what job threads wait for
+vote            the all-reduce in which the ranks decide together whether a step is committed or
+                skipped, and which jobs stop, pause or join
+ballot_writer   writes this rank's ballot for a vote
+joint_start     holds back the jobs' first steps until all jobs are ready
+policy          chooses the next job on a lane: `RoundRobin`, `Sequential`, `Weighted`
 compute_queue   picks the next compute segment for the device
-step_graph      the dependences between a program's segments; the interleaver needs nothing else
-instrument      spans and notes for listeners
-simulator       runs real interleavers on a virtual clock; jobs are scripts, and `contention` slows
-                down overlapping lanes
+step_graph      the dependences between a program's segments, which is all that the interleaver has
+                to know about a program
+instrument      spans and notes of a run, for listeners
+simulator       runs the real interleavers of all ranks on a virtual clock, with scripts as jobs
+contention      how much simulated computations and exchanges slow each other down
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,17 @@
-"""Writes one rank's votes, on its jobs, on jobs that may join, and on texts for all ranks."""
+"""Writes a rank's ballot: its votes on the jobs, on jobs that may join, and on pending texts.
+
+If we wrote all rows before each vote, the cost of a vote would grow with the number of jobs. So the
+ballot is kept from vote to vote. Whatever changes a job's local state calls `touch`, and `cast`
+rewrites the rows of these jobs only.
+
+Two kinds of entries must not stay in the ballot, because they are valid for a single vote: requests
+about jobs, and the bit that says that a job was added. They are removed after they have been cast.
+
+The name of a job that's to join, or a text for all ranks, doesn't fit into a vector of numbers
+whose length is the same on all ranks. So the ballot only contains bits that say whether there is
+anything to announce. If the vote finds that there is, the ranks gather their announcements as
+texts, in a slot of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +26,12 @@ from jaxcross.interleave.vote import Ballot, JobBallot, JobRequest
 
 
 class BallotWriter:
-    """One rank's ballot, and the changes that still have to be written into it.
+    """One rank's ballot, and the changes that haven't been written into it yet.
 
     Attributes:
         pending: Jobs that were added on this rank during the run and haven't joined yet.
-        urgent: Whether there's something to vote on right away, without waiting for a job's turn.
+        urgent: Whether the next vote should take place immediately, rather than after the backoff,
+            because there's something to decide that isn't tied to a particular job's turn.
     """
 
     def __init__(self, rows: int) -> None:
@@ -27,16 +41,16 @@ class BallotWriter:
         self._touched: set[int] = set()  # jobs whose row may be stale
 
     def touch(self, job: int) -> None:
-        """Marks a job whose vote may have changed."""
+        """Marks a job whose row in the ballot may be stale."""
         self._touched.add(job)
 
     def join(self, job: int, rows: int) -> None:
-        """Registers a job that joins. `rows` is the number of rows that the ballot needs now."""
+        """Adds a job that has joined. `rows` is the number of rows that the ballot needs now."""
         self._ballot.grow(rows)
         self._touched.add(job)
 
     def leave(self, job: int, row: int) -> None:
-        """Clears a finished job's row, so that another job can reuse it."""
+        """Clears a finished job's row, because another job may reuse the row."""
         self._touched.discard(job)
         self._ballot.set_job(row, JobBallot())
 
@@ -55,24 +69,26 @@ class BallotWriter:
         self.urgent = True
 
     def cast(self, jobs: Mapping[int, LocalJob], shared: Mapping[int, SharedJob]) -> np.ndarray:
-        """Writes the ballot for the next vote. Each request is cast in one vote only."""
+        """Returns the ballot for the next vote. Each request is cast in one vote only."""
         requesting = set()
         for job in self._touched:
             mine = jobs[job]
             self._ballot.set_job(shared[job].row, mine.ballot())
+            # If a request to pause stayed in the ballot, it would pause the job again as soon as
+            # another rank has resumed it.
             if mine.request is not JobRequest.NONE:
                 mine.request = JobRequest.NONE
                 requesting.add(job)
-        self._touched = requesting  # to be rewritten without the request
+        self._touched = requesting  # their rows must be rewritten without the request
         self.pending.write(self._ballot)
         self.urgent = False
         return self._ballot.cast()
 
 
 class PendingJobs:
-    """One rank's pending jobs and texts.
+    """The jobs that were added on this rank and haven't joined yet, and its undelivered texts.
 
-    Ranks may add jobs in any order. A job joins once all ranks have added it.
+    Each rank may add its jobs in any order. A job joins once it has been added on all ranks.
     """
 
     def __init__(self) -> None:
@@ -90,7 +106,7 @@ class PendingJobs:
         self._has_added = True
 
     def request(self, name: str, request: JobRequest) -> None:
-        """Stores a request for a job that hasn't joined. It's cast once the job has joined."""
+        """Stores a request for a job that hasn't joined yet. It's cast once the job has joined."""
         if name in self._waiting:
             self._waiting[name].add_request(request)
 
@@ -99,10 +115,11 @@ class PendingJobs:
         self._texts.append(text)
 
     def write(self, ballot: Ballot) -> None:
-        """Writes into the next vote whether the ranks should gather their announcements.
+        """Writes into the ballot whether the ranks should gather their announcements next.
 
-        An added job counts as news in one vote only. Otherwise the ranks would gather over and over
-        while one of them hasn't added the job yet.
+        A newly added job requests a gathering in one vote only. If it repeated the request in every
+        vote, the ranks would gather again and again without result until the last rank has added
+        the job.
         """
         ballot.set_announcements(
             has_pending=bool(self._waiting), has_added=self._has_added, has_texts=bool(self._texts)
@@ -110,7 +127,7 @@ class PendingJobs:
         self._has_added = False
 
     def announcement(self) -> str:
-        """Returns this rank's text for a gathering. Each submitted text is sent once."""
+        """Returns this rank's pending jobs and texts as JSON. Each submitted text is sent once."""
         texts = self._texts
         self._texts = []
         return json.dumps({"jobs": list(self._waiting), "texts": texts})
@@ -119,7 +136,8 @@ class PendingJobs:
         """Applies the announcements of all ranks.
 
         Returns:
-            The jobs that join now, in rank 0's order, and all submitted texts in rank order.
+            The jobs that join now, in the order in which rank 0 added them, and all submitted texts
+            in rank order.
         """
         gathered = [json.loads(text) for text in texts]
         common = [

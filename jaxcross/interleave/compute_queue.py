@@ -1,4 +1,4 @@
-"""The order of compute segments on this rank's device, which may differ between ranks."""
+"""Chooses the next compute segment for this rank's device. Ranks may choose differently."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from jaxcross.interleave.policy import Policy, Turns
 
 Key = tuple[int, int, int]  # job, its call, segment
 DEFAULT_DEPTH = 2
-"""The number of compute segments on a device at once, unless a better one was measured.
+"""How many compute segments are kept on a device, unless a better number was measured for it.
 
-One segment runs while the next one is already queued.
+With two, the next segment is already queued when one finishes, so the device doesn't have to wait
+for the host.
 """
-# Other backends follow once `benchmarks/gpu.py --cases depth` has measured them.
+# We add other backends here once `benchmarks/gpu.py --cases depth` has measured them.
 _OF_BACKEND: Mapping[str, int] = {"cpu": DEFAULT_DEPTH}
 
 
 def depth_of(backend: str) -> int:
-    """Returns how many compute segments to keep on a device of this JAX backend."""
+    """Returns how many compute segments to keep on a device of the given JAX backend."""
     return _OF_BACKEND.get(backend, DEFAULT_DEPTH)
 
 
@@ -26,33 +27,33 @@ class ComputeQueue:
 
     Args:
         jobs: Number of jobs.
-        policy: Decides whose turn it is.
-        depth: Number of segments that may be on the device at once.
+        policy: Chooses the job that's dispatched next.
+        depth: Maximum number of segments on the device at once.
     """
 
     def __init__(self, jobs: int, policy: Policy, depth: int) -> None:
         self.depth = depth
         self.on_device: set[Key] = set()
-        self._ready: dict[int, int] = {}  # the ready segment of each job that has one
-        self._turns = Turns(policy, jobs)  # in nanoseconds
+        self._ready: dict[int, int] = {}  # each job's ready segment, if it has one
+        self._turns = Turns(policy, jobs)  # charged in nanoseconds of device time
 
     def join(self, job: int) -> None:
         self._turns.add(job)
 
     def leave(self, job: int) -> None:
-        """Removes a job. Its segments on the device still run to completion."""
+        """Removes a job. Its segments that are already on the device still run to completion."""
         self._ready.pop(job, None)
         self._turns.remove(job)
 
     def set_ready(self, job: int, segment: int | None) -> None:
-        """Sets the job's ready segment, or None if it has none."""
+        """Sets the segment that the job can run next, or None if it can't run any."""
         if segment is None:
             self._ready.pop(job, None)
         else:
             self._ready[job] = segment
 
     def next(self) -> tuple[int, int] | None:
-        """Begins the next turn and returns its job and segment.
+        """Chooses the next job, records its turn, and returns the job and its segment.
 
         Returns None if the device is full or no job has a ready segment.
         """
@@ -69,5 +70,5 @@ class ComputeQueue:
             self._turns.charge(key[0], ns)
 
     def busy(self, job: int, *, but: int = 0) -> bool:
-        """Whether a segment of the job is on the device, ignoring those of call `but`."""
+        """Whether one of the job's segments is on the device, ignoring those of its call `but`."""
         return any(key[0] == job and key[1] != but for key in self.on_device)

@@ -1,4 +1,4 @@
-"""Simulated work that slows down while something else runs on the same machine."""
+"""Simulated computations and exchanges that slow each other down when they run concurrently."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How much longer the two lanes of a machine take when they run at the same time.
+    """How much computations and exchanges slow each other down when they run concurrently.
 
-    If the processor both computes and drives the network, an exchange takes cycles, caches and
-    memory away from a computation.
+    If the same processor computes and drives the network, an exchange competes with the computation
+    for cycles, caches and memory bandwidth.
 
     Attributes:
-        compute: Factor by which a computation takes longer while an exchange runs, at least 1.
-        exchange: Factor by which an exchange takes longer while any of its ranks computes, at least
+        compute: How many times as long a computation takes while an exchange is running, at least
             1.
+        exchange: How many times as long an exchange takes while at least one of its ranks is
+            computing, at least 1.
 
     Raises:
         ValueError: A factor is below 1 or not finite.
@@ -34,11 +35,11 @@ class Contention:
 
 
 class Work:
-    """Work in progress whose pace may change before it ends.
+    """A simulated computation or exchange whose speed may change while it's running.
 
     Args:
-        seconds: How long the work takes if nothing slows it down.
-        at: Schedules a function to be called at a given time.
+        seconds: How long the work takes if it runs undisturbed.
+        at: Schedules a function to be called at a given simulated time.
         on_end: Called when the work ends.
     """
 
@@ -57,20 +58,24 @@ class Work:
         self.start_s = 0.0
 
     def start(self, now_s: float, factor: float) -> None:
-        """Begins the work. `factor` applies until the pace changes; see `change_pace`."""
-        self.start_s = self._since_s = now_s
-        self._go_on(factor)
+        """Begins the work. It takes `factor` times as long as undisturbed, until `change_pace` is
+        called.
+        """
+        self.start_s = now_s
+        self._since_s = now_s
+        self._schedule_end(factor)
 
     def change_pace(self, now_s: float, factor: float) -> None:
         """From now on, the work takes `factor` times as long as undisturbed."""
         if factor == self._factor:
-            # Don't compute an unchanged end again: rounding would move it a little.
+            # If the speed hasn't changed, keep the scheduled end. Computing it again would shift it
+            # slightly through rounding errors.
             return
         self._left_s = max(0.0, self._left_s - (now_s - self._since_s) / self._factor)
         self._since_s = now_s
-        self._go_on(factor)
+        self._schedule_end(factor)
 
-    def _go_on(self, factor: float) -> None:
+    def _schedule_end(self, factor: float) -> None:
         self._factor = factor
         self._version += 1
         version = self._version
@@ -78,5 +83,7 @@ class Work:
 
     def _end(self, version: int) -> None:
         if version == self._version:
-            # Otherwise the pace has changed since, and a later call was scheduled.
+            # A scheduled call can't be cancelled. So when the speed changes, we schedule another
+            # call for the new end time and increase the version number. The old call finds an
+            # outdated number here, and does nothing.
             self._on_end()

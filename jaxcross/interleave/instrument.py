@@ -9,37 +9,44 @@ from typing import Literal
 PARAMETER_SERVER = "parameter server"
 """Label of a job's exchanges with parameter servers.
 
-Such a span has no counterpart on other ranks.
+Other ranks have no matching span, because each rank talks to its parameter servers by itself.
 """
 
 ON_ALL_RANKS = "together"
-"""Label of `job.run_on_all_ranks`: all exchange lanes work at once, e.g. to save a checkpoint."""
+"""Label of `job.run_on_all_ranks`, which occupies the exchange lanes of all ranks at the same time,
+e.g. to save a checkpoint.
+"""
 
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One interval on one rank, measured by that rank's `time.monotonic_ns`.
+    """One interval of work on one rank, measured with that rank's `time.monotonic_ns`.
 
     Attributes:
-        rank: The rank that measured it.
-        job: Name of the job, or "" if the span belongs to no job (e.g. a vote).
-        step: The job's step, counted from 1, so step n produces state n. 0 for work before the
-            first step. A call that doesn't count as a step has the number of the step before it.
-        segment: Index of the segment in its program, or -1 if there's none.
-        kind: The kind of work. `input` is the preparation of a batch, and `host` is the job's own
-            work on the host.
-        lane: Index of the lane among those of its kind.
-        start_ns: When the work began. For compute, when the device was free to begin it.
-        end_ns: When its outputs were available.
-        ready_ns: When its inputs were available. `start_ns - ready_ns` is time spent in a queue.
-        nbytes: Bytes put on the wire (collective), or the size of the batch (input).
-        label: Free text. An exchange that an emulated link delayed is labelled `emulated`. A
-            batch's input is labelled with the storage level that reading it waited for.
-        in_step: False for a call that isn't a step of the job, such as an evaluation.
-        other_calls: How many of the job's calls up to and including this one exchanged something
-            but weren't steps.
+        rank: The rank on which the work was done.
+        job: Name of the job, or "" for work that belongs to no job, such as a vote.
+        step: The job's step. Steps are counted from 1, so step n produces state n, and 0 is used
+            for work before the first step. A call that isn't a step (e.g. an evaluation) has the
+            number of the step before it.
+        segment: Index of the segment in its program, or -1 for work outside a program.
+        kind: The kind of work. `input` means preparing a batch, and `host` means work that the job
+            itself does on the host.
+        lane: Index among the lanes of the same kind.
+        start_ns: When the work began. A compute segment begins when it has been dispatched and the
+            device has finished the previous segment.
+        end_ns: When the outputs were available.
+        ready_ns: When the inputs were available. The work then waited in a queue for `start_ns -
+            ready_ns`.
+        nbytes: For `collective`, the number of bytes put on the wire. For `input`, the size of the
+            batch.
+        label: Free text. An exchange that was delayed by an emulated link is labelled `emulated`.
+            For the input of a batch, the label is the storage level that reading the batch had to
+            wait for.
+        in_step: False for a call that isn't one of the job's steps, such as an evaluation.
+        other_calls: How many calls that weren't steps, but exchanged something, the job has made up
+            to and including this call.
     """
 
     rank: int
@@ -58,43 +65,46 @@ class Span:
 
     @property
     def number(self) -> int:
-        """Identifies a call of the job. Identical across ranks for a call that exchanges."""
+        """A number for the job's call. Identical across ranks if the call exchanges anything."""
         return self.step + self.other_calls
 
 
 class Instrument:
-    """Base class for listeners of a run. A hook that you don't override is never called.
+    """Base class for objects that listen to a run. Override the hooks that you need.
 
-    Hooks are called from lane and job threads, and several threads may call at once. So a hook must
-    be quick and thread-safe, and it must not raise.
+    Hooks are called directly from the threads that run the lanes and the jobs, and several threads
+    may call a hook at the same time. So a hook must be quick and thread-safe, and it must not
+    raise. The run doesn't call hooks that you haven't overridden.
     """
 
     def writes_to(self) -> str:
-        """Returns the file or folder that no other instrument may write; empty if there is none."""
+        """Returns the file or folder that this instrument writes, or "" if it writes none."""
         return ""
 
     def span(self, span: Span) -> None:
-        """Called when a piece of work has ended on this rank."""
+        """Called when a segment, a vote or other work has ended on this rank."""
 
     def note(
         self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
     ) -> None:
-        """Called with a fact for the user.
+        """Called when something happens that the user should know.
 
-        `kind` is `loss` with a number, or `status` with a text. A job's last note has the kind
-        `done` if the job ran to its end, and `closed` if it didn't; its value is the job's status.
-        After that note, nothing else that the job logged is read back.
+        There are four kinds of notes. A `loss` comes with a number, and a `status` with a text.
+        Each job's final note is `done` if the job's function ran to its end, and `closed`
+        otherwise, with the job's final status as its value. After the final note, `metrics` isn't
+        called for the job any more.
         """
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
-        """Called with what a job logged after a step, once the values have been read back.
+        """Called with the values that a job logged after a step, once they've been read back to the
+        host.
 
         `values` is a tree of NumPy arrays and numbers.
         """
 
 
 class Listeners:
-    """The hooks of several instruments, except those that aren't overridden."""
+    """Calls the hooks of several instruments, skipping those that aren't overridden."""
 
     def __init__(self, instruments: Iterable[Instrument] = ()) -> None:
         instruments = tuple(instruments)
@@ -138,7 +148,7 @@ def _name_instrument(error: Exception, hook: Callable[..., None]) -> None:
 
 
 class SpanLog(Instrument):
-    """Keeps all spans and notes in order of arrival. List appends are atomic in CPython."""
+    """Collects all spans and notes in the order of their arrival, e.g. for tests."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

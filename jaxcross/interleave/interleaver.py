@@ -1,51 +1,69 @@
 """Decides what each lane does next. A pure state machine: events in, instructions out.
 
-It has no thread and no clock, and knows neither JAX nor MPI. One class serves all policies and
-simulators: `handle` is its only mutator, and `check` states the invariants.
+The interleaver has no threads and no clock, and uses neither JAX nor MPI. So the same class makes
+the decisions in real runs, in the simulator and in the model check, with any policy. Its state
+changes only in `handle`, and `check` tests the invariants.
 
-**Compute lane.** Its order is local to this rank. Up to `depth` segments are on the device.
-Whenever fewer are, and any job has a ready one, the policy's choice is dispatched: the lane never
-idles by choice (it conserves work). A compute segment is ready when its compute producers were
-dispatched (the device keeps their order), its exchanges are done and, if it consumes the step's
-input state, the step is committed.
+**Compute lane.** Each rank orders its own compute segments. At most `depth` of them are on the
+device at once. Whenever there are fewer, and at least one job has a segment that's ready, we
+immediately dispatch the segment of the job that the policy chooses. So the lane is work-conserving:
+it never holds the device back to wait for a job that isn't ready. A compute segment is ready once
+three conditions hold: all compute segments that it needs have been dispatched (the device runs them
+in that order), all exchanges that it needs are complete, and, if it overwrites the step's input
+state, the step is committed.
 
-**Exchange lane.** Its order is the same on all ranks, because it follows from `SharedState` alone.
-A rank only decides *when* it begins the next slot:
+**Exchange lane.** All ranks run the same exchanges and votes in the same order, because each rank
+computes the order from `SharedState`, which is identical everywhere. The only thing that a rank
+decides for itself is *when* it starts the next slot:
 
-- an exchange, when its producers were dispatched here (or have failed: then with zeros, at once);
-- a commit vote, the vote for an idle job's turn, a sync, a comparison once no call of its job goes
-  on: at once;
-- the vote while no exchange remains (`deferrable`): at once if the job whose turn it is has
-  something to report here, otherwise when the driver's backoff has elapsed.
+- It starts an exchange as soon as the segments that produce the exchange's inputs have been
+  dispatched on this rank. If one of these segments has failed, it starts the exchange immediately,
+  with zeros as inputs.
+- It starts a commit vote, a sync, a gathering, and the vote on an idle job without waiting for
+  anything. A comparison starts once none of the job's calls is running any more.
+- If no exchange is pending, the next slot is a `deferrable` vote. A rank enters it immediately if
+  the job whose turn it is has something to report on this rank. Otherwise the rank waits until the
+  driver's backoff has elapsed.
 
-**Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded
-time, whatever the other ranks do. Then, slots being the same everywhere, every collective is
-entered by all ranks, and by induction every slot ends. For all but exchanges and comparisons the
-claim is the list above; a backoff is bounded, and begun once a slot. An exchange waits for its
-producers: compute segments that neither need a later exchange nor a commit (`StepGraph` refuses
-both), and a comparison for those of a call that needs neither any more, in a lane whose every
-segment ends by itself. A call that has begun waits for no vote there, and no policy passes over it
-for ever.
+**Why it can't deadlock.** We claim that a rank that has finished slot i starts slot i + 1 within
+bounded time, whatever the other ranks do. Since all ranks have the same slots, it follows that all
+ranks enter each collective operation, and by induction that each slot ends. For most kinds of
+slots, the claim is obvious from the list above, because a backoff is bounded and there's at most
+one per slot. Two kinds wait for computation:
 
-**Why it does not spin.** The deferrable vote is entered at once only for a job that waits, or
-failed, here, or once for each request and each job that was added. If all ranks enter it for that
-reason, the vote changes something: it admits, ends, grants or ejects. Otherwise a rank that has
-nothing to report paces the vote by its backoff.
+- An exchange waits for the compute segments that produce its inputs. These segments depend neither
+  on a later exchange nor on the commit (`StepGraph` refuses such programs), so they only need the
+  compute lane.
+- A comparison waits for a call that has already received everything it needs from the exchange
+  lane.
 
-**Membership.** A job's number is never used again, so that a late event of a job that has left is
-known to be late. A job that was added during the run joins between two votes, once all ranks have
-added it (`PendingJobs`).
+Neither wait can last forever, because the compute lane makes progress by itself: every segment on
+it ends, no policy passes over a job forever, and a call that has begun doesn't need another vote to
+use the lane.
 
-**Joint start.** First steps may be held back until all jobs have come to theirs. `JointStart` says
-why that ends; a job that is held back has nothing to vote on, so it does not make its rank vote at
-once.
+**Why it doesn't spin.** If ranks entered deferrable votes immediately whenever they liked, they
+would vote in a busy loop while all jobs are computing. So a rank enters such a vote immediately
+only if its job waits or has failed on this rank, or once after a request or an added job. If all
+ranks enter it immediately because the same job waits or has failed on each of them, the vote has a
+result: the job's step is admitted, its batch granted, or the job ends. If not, then some rank has
+nothing to report, and its backoff delays the vote for all ranks.
 
-**Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges,
-with zeros, and says so in the commit vote; then no rank runs the segments that would overwrite the
-input state. A rank that fails between steps says so in any vote. In both cases all ranks compare
-texts and finish the job, but first a call goes on to its end that may have overwritten the state:
-one that is committed, or has begun and exchanges nothing. That is its end on the device: the text
-says what fails there.
+**Membership.** We never reuse a job's number. So when an event arrives after its job has left, we
+can tell that it's stale and doesn't belong to a newer job. A job that's added during the run joins
+between two votes, once it has been added on all ranks (`PendingJobs`).
+
+**Joint start.** A run may hold back its jobs' first steps until all of the jobs are ready to make
+theirs; `JointStart` explains why that wait always ends. A job that's held back can't benefit from a
+vote, so it doesn't make its rank vote immediately.
+
+**Failure.** If a rank fails in the middle of a step that was admitted, the other ranks are going to
+enter the remaining exchanges of that step, so the failed rank takes part in them with zeros. It
+reports the failure in the commit vote, and then no rank runs the segments that would overwrite the
+input state. If a rank fails between two steps, it reports the failure in the next vote. In both
+cases, all ranks exchange texts that describe what happened, and the job ends. But a call that may
+already have overwritten the state, i.e. a call that's committed, or one without exchanges that has
+begun, is first allowed to run to completion on the device. Otherwise ranks that didn't fail could
+be left with half of an update. If the call fails there as well, the text reports that too.
 """
 
 from __future__ import annotations
@@ -62,16 +80,16 @@ from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.shared_order import Outcome, SharedState, Slot
 from jaxcross.interleave.vote import AtStart, Verdict, point_hash
 
-_MAX_BACKOFF_LEVEL = 16  # the driver's waits stop growing long before this level
+_MAX_BACKOFF_LEVEL = 16  # the driver's backoff reaches its maximum long before this level
 
 
 class Interleaver:
-    """One rank's state in a run of several jobs.
+    """One rank's decisions in a run of several jobs.
 
     Args:
         jobs: Number of jobs, identical across ranks.
-        policy: Decides whose turn it is, identical across ranks.
-        depth: Number of compute segments that may be on the device at once.
+        policy: Chooses the job that's next on each lane. Must be identical across ranks.
+        depth: Maximum number of compute segments on the device at once.
     """
 
     def __init__(self, jobs: int, policy: Policy, depth: int = DEFAULT_DEPTH) -> None:
@@ -80,37 +98,39 @@ class Interleaver:
                 f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}"
             )
         self.shared = SharedState(jobs, policy)
-        self._jobs = {job: LocalJob() for job in range(jobs)}  # jobs that haven't left, by number
+        self._jobs = {
+            job: LocalJob() for job in range(jobs)
+        }  # all jobs that haven't left, by number
         self._compute = ComputeQueue(jobs, policy, depth)
         self._ballot_writer = BallotWriter(jobs)
         self._slot: Slot | None = None  # the exchange lane's current slot
-        self._backing_off = False  # a backoff has begun for the next slot
+        self._backing_off = False  # the driver is already waiting before the next slot
         self._idle_votes = 0  # consecutive votes that changed nothing
-        self._starting = False  # a joint start holds back first steps
+        self._starting = False  # a joint start is holding back the jobs' first steps
         self._moves = 0  # exchanges, calls that returned, and votes that changed something
         self._out: list[m.Instruction] = []
 
     @property
     def finished(self) -> bool:
-        """Whether all jobs have ended on all ranks and the exchange lane has its `Finish`."""
+        """Whether all jobs have ended on all ranks and the exchange lane was instructed to stop."""
         return self._slot is not None and self._slot.kind == "done"
 
     def step(self, job: int) -> int:
-        """Returns a job's step count on this rank: committed steps plus local ones since then."""
+        """Returns a job's number of steps on this rank: committed steps, plus local ones since."""
         return (
             self.shared.jobs[job].step + self._jobs[job].local_steps - self._jobs[job].other_calls
         )
 
     def announcement(self) -> str:
-        """Returns this rank's text for a `GatherAnnouncements`.
+        """Returns the text that this rank contributes to a `GatherAnnouncements`.
 
-        Call this once per gathering, when the gathering begins, because it hands over the submitted
-        texts.
+        Call this exactly once, at the beginning of a gathering. The call removes the submitted
+        texts from the list of pending ones, so they'd be lost if it was called again.
         """
         return self._ballot_writer.pending.announcement()
 
     def pending_waits(self) -> dict[int, Wait]:
-        """Returns what each job waits for, unless it's held back or has an exchange to come."""
+        """Returns the waits of jobs that are between two exchanges and aren't held back, by job."""
         found = {}
         for number, mine in self._jobs.items():
             shared = self.shared.jobs[number]
@@ -122,9 +142,10 @@ class Interleaver:
         return found
 
     def all_paused(self) -> list[int]:
-        """Returns the remaining jobs if all are paused and their threads wait for a `resume`.
+        """Returns the unfinished jobs if all are paused and only a `resume` can change that.
 
-        Otherwise returns an empty list.
+        Returns an empty list if any unfinished job isn't paused, is in the middle of its exchanges,
+        or has a thread that's still running its own code on this rank.
         """
         left = {number: job for number, job in self.shared.jobs.items() if not job.finished}
         if self.shared.stopping or not all(
@@ -133,7 +154,8 @@ class Interleaver:
             return []
         for number in left:
             mine = self._jobs[number]
-            # A paused job still gets a batch. Its function then runs until it calls its step.
+            # A paused job still receives batches, so a thread that waits for one may soon run
+            # again, up to its next step.
             at_rest = mine.point is not None and mine.point.kind != "batch"
             if mine.thread_started and not at_rest:
                 return []
@@ -153,6 +175,7 @@ class Interleaver:
             self._apply_to_absent_job(event)
         if job in self._jobs:
             self._update_job(job)
+        # If the joint start has just ended, any of the jobs may have become ready.
         if self._starting and not self.shared.start:
             self._starting = False
             for each in self._jobs:
@@ -164,9 +187,10 @@ class Interleaver:
         return out
 
     def _apply(self, event: m.Event) -> None:
-        """Applies an event of the run or of its lanes."""
+        """Applies an event that concerns the whole run or comes from a lane."""
         match event:
-            # The events that come with every segment are first, because cases are tried in order.
+            # `match` tries the cases in order, so the events that occur for every segment come
+            # first.
             case m.SegmentDispatched(job):
                 self._jobs[job].note(event)
             case m.SegmentCompleted(job, call, segment, ns):
@@ -196,8 +220,9 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.shared.queued_done()
-                # A rank that noticed no failure sends the point at which its job waits. The job was
-                # ejected only if some rank ejected it and no rank failed.
+                # A rank on which nothing went wrong contributes a text that says where the job's
+                # thread is waiting. So the job counts as ejected only if at least one rank ejected
+                # it and none reports a failure.
                 kinds = {text.partition("\n")[0] for text in texts}
                 failed = JobStatus.FAILED in kinds or JobStatus.EJECTED not in kinds
                 self._finish_job(job, JobStatus.FAILED if failed else JobStatus.EJECTED, texts)
@@ -228,14 +253,15 @@ class Interleaver:
                 mine = self._jobs[job]
                 shared = self.shared.jobs[job]
                 for known in (mine.prepared, mine.limits, shared.streams):
-                    # The stream read last stays, because ballots still report on it.
+                    # Keep the stream that was read last, even if it's closed: this rank's ballots
+                    # still report its progress.
                     for stream in known.keys() - {
                         *still_open,
                         mine.stream,
                     }:
                         del known[stream]
             case m.StepsRestored(job, step):
-                self.shared.jobs[job].step = step  # for reports only: no decision depends on it
+                self.shared.jobs[job].step = step  # used only in reports, never in a decision
             case m.JobRaised(job, text):
                 self._jobs[job].fail(text)
             case m.JobRequested(job, _, request):
@@ -256,10 +282,13 @@ class Interleaver:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
 
     def _apply_to_absent_job(self, event: m.Event) -> None:
-        """Applies an event of a job that has left or hasn't joined yet."""
+        """Applies an event of a job that has already left or hasn't joined yet."""
         match event:
+            # A job's segments may still be on the device when the job leaves. Each of them frees
+            # its place on the lane now.
             case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
+            # The job has ended on all ranks, but its thread didn't know that yet.
             case m.StepCalled(job) | m.BatchWanted(job) | m.SyncWanted(job):
                 self._out.append(m.Raised(job))
             case m.JobRequested(_, name, request):
@@ -286,13 +315,14 @@ class Interleaver:
             self._ballot_writer.join(number, self.shared.rows)
             self._out.append(m.JobJoined(number, name))
         if delivered:
-            # The delivered texts may add jobs before the next slot. Queue another gathering, so
-            # that those jobs can join even if no other job is left.
+            # Delivering a text may add a job on every rank, and the job can only join in a
+            # gathering. If it's the only job left, no slot would follow in which it could join, and
+            # the run would end without it. So queue another gathering.
             self.shared.queue.append(Slot("gather"))
             self._out += [m.TextDelivered(text) for text in delivered]
 
     def _update_job(self, job: int) -> None:
-        """Updates what follows from a job's state: its thread's answer, ready segment, ballot."""
+        """Updates the answer to the job's thread, its ready segment and its row in the ballot."""
         self._answer_thread(job)
         self._note_ready(job)
         self._ballot_writer.touch(job)
@@ -316,7 +346,8 @@ class Interleaver:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        # Steps that all ranks have made.
+        # Report the number of steps that all ranks have made. The shared count includes calls that
+        # aren't steps, so subtract these, except for the local ones, which it doesn't include.
         step = shared.step - (mine.other_calls - mine.other_local_calls)
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:
@@ -326,10 +357,11 @@ class Interleaver:
         self._ballot_writer.leave(job, shared.row)
 
     def _answer_thread(self, job: int) -> None:
-        """Answers a job's thread if its step is complete.
+        """Lets a job's thread continue if its step is complete, or proposes the job's end.
 
-        Once a job's function has returned, proposes the job's end, but only after its last segment
-        has left the device: until then a segment could still fail.
+        A job whose function has returned doesn't propose its end until its last segment has left
+        the device, because the segment could still fail, and the job would then have to end with an
+        error.
         """
         mine = self._jobs[job]
         if (
@@ -359,8 +391,8 @@ class Interleaver:
         self._compute.set_ready(job, mine.ready(may_begin=may_begin))
 
     def _fill_compute_lane(self) -> None:
-        while (turn := self._compute.next()) is not None:
-            job, segment = turn
+        while (chosen := self._compute.next()) is not None:
+            job, segment = chosen
             call = self._jobs[job].call
             assert call is not None
             call.issue(segment)
@@ -390,6 +422,8 @@ class Interleaver:
             if call is None:
                 raise InternalError(f"job {slot.job} has an admitted step but no call")
             zero = mine.failed is not None
+            # Some of the inputs haven't been dispatched here yet. Each later event leads back to
+            # this point.
             if not zero and not call.may_exchange(slot.segment):
                 return
             step, other_calls = mine.position(call, self.step(slot.job))
@@ -399,6 +433,7 @@ class Interleaver:
         elif slot.kind == "vote":
             urgent = not slot.deferrable or self._ballot_writer.urgent
             urgent = urgent or (slot.job >= 0 and self._jobs[slot.job].has_update())
+            # Nothing to report on this rank. Ask the driver for a backoff, but only once per slot.
             if not (urgent or backoff_over):
                 if not self._backing_off:
                     self._backing_off = True
@@ -407,7 +442,7 @@ class Interleaver:
             instruction = m.CastVote(self._ballot_writer.cast(self._jobs, self.shared.jobs))
         elif slot.kind == "compare":
             mine = self._jobs[slot.job]
-            if mine.goes_on() or self._compute.busy(slot.job, but=mine.open_call()):
+            if mine.must_complete() or self._compute.busy(slot.job, but=mine.open_call()):
                 return
             instruction = m.CompareTexts(slot.job, mine.text(), self.step(slot.job))
         elif slot.kind == "gather":
@@ -432,6 +467,7 @@ class Interleaver:
     def _vote_done(self, verdict: Verdict) -> None:
         running = self.shared.running
         outcomes = self.shared.apply(verdict, lambda job: self._jobs[job].called())
+        # As long as votes change nothing, the backoff grows.
         self._idle_votes = 0 if outcomes else min(self._idle_votes + 1, _MAX_BACKOFF_LEVEL)
         self._moves += bool(outcomes)
         for outcome in outcomes:
@@ -440,12 +476,14 @@ class Interleaver:
                 self._update_job(outcome.job)
         if self.shared.running is not running:
             for job in self._jobs:
-                # Different jobs may begin a step now.
+                # The policy may now let different jobs begin a step.
                 self._note_ready(job)
 
     def _apply_outcome(self, outcome: Outcome) -> None:
         job = outcome.job
         call = self._jobs[outcome.job].call
+        # The shared count of steps goes up with every commit, even that of a call that isn't a
+        # step. `step` subtracts such calls again.
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
             self._jobs[job].other_calls += 1
         if outcome.kind in (
@@ -454,9 +492,11 @@ class Interleaver:
             "ended",
             "stopped",
         ):
-            # At this point all ranks have made the same steps.
+            # All ranks have made the same number of steps at this point, so the local steps become
+            # part of the shared count.
             self.shared.jobs[job].step += self._jobs[job].local_steps
-            self._jobs[job].local_steps = self._jobs[job].other_local_calls = 0
+            self._jobs[job].local_steps = 0
+            self._jobs[job].other_local_calls = 0
         if outcome.kind == "admitted":
             assert call is not None
             call.admitted = True
@@ -480,7 +520,8 @@ class Interleaver:
     def check(self) -> None:
         """Raises InternalError if the state contradicts itself.
 
-        This is for tests, because it costs about as much as an event.
+        Only tests and simulations call this after every event, because it takes about as long as
+        handling the event.
         """
         check_lanes(self._compute, self._jobs, self.shared)
         if self._out:
@@ -489,7 +530,7 @@ class Interleaver:
 
 def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
     """Raises InternalError if a segment ran too early, or the compute lane idles without need."""
-    # This is called after every event, so don't build a message unless it's needed.
+    # Tests call this after every event, so we build a message only if a rule is broken.
     on_device = compute.on_device
     depth = compute.depth
     if len(on_device) > depth:

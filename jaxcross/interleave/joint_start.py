@@ -1,14 +1,20 @@
-"""The joint start: no job makes its first step before all initial jobs are ready for theirs.
+"""The joint start: no job makes its first step before all initial jobs are ready to make theirs.
 
-This is part of the shared state. It changes only with vote verdicts, and when jobs end, pause or
-resume, so it's identical across ranks.
+All ranks must hold back the same jobs, so this is part of the state that's identical across ranks.
+It changes only on events that all ranks process at the same point between two exchanges: vote
+verdicts, and jobs that end, pause or resume.
 
-**Why it can't deadlock.** The others wait for a job only while the job may run, hasn't reached its
-first step on all ranks, and no rank has excused it. So the wait ends when the job arrives, leaves,
-is paused or is excused. A rank excuses a job if its thread spends too long on anything other than
-preparing its first step; a job that waits for another job's results would do so. Only first steps
-are held back. Until then, a job can still read batches, work on all ranks, and make calls that
-aren't steps.
+**Why it can't deadlock.** The other jobs wait for a job only as long as three conditions hold: the
+policy lets the job run, some rank hasn't reached the job's first step yet, and no rank has excused
+the job. So the wait ends as soon as the job arrives, leaves, is paused or is excused.
+
+Excuses are needed because a job may wait for another job's results, and would then never reach its
+first step. If it waits with a call of ours, e.g. for another job's end, its rank excuses it at
+once. Other waits look like ordinary work, so a rank also excuses a job whose thread spends too long
+on anything other than tracing and compiling its first step.
+
+Only first steps are held back. Before its first step, a job can still read batches, run work on all
+ranks, and call functions that don't count as steps.
 """
 
 from __future__ import annotations
@@ -19,9 +25,9 @@ from typing import Literal, final
 from jaxcross.interleave.vote import AtStart
 
 Arrival = Literal["coming", "excused", "late", "here"]
-"""A job's progress at a joint start. The others wait only for a job that's `coming`.
+"""A job's progress at a joint start. The other jobs wait for it only while it's `coming`.
 
-A `late` job is one that was excused because it took too long.
+A `late` job is a job that was excused because it took too long.
 """
 
 _EXCUSES: Mapping[AtStart, Arrival] = {AtStart.EXCUSED: "excused", AtStart.LATE: "late"}
@@ -29,7 +35,7 @@ _EXCUSES: Mapping[AtStart, Arrival] = {AtStart.EXCUSED: "excused", AtStart.LATE:
 
 @final
 class JointStart:
-    """The jobs whose first steps are held back: none if there's no joint start or it has ended."""
+    """The jobs whose first steps are held back. Empty unless a joint start is in progress."""
 
     __slots__ = ("_arrivals",)
 
@@ -37,7 +43,7 @@ class JointStart:
         self._arrivals: dict[int, Arrival] = {}
 
     def begin(self, jobs: Iterable[int]) -> None:
-        """Holds back the first steps of these jobs, which are those that begin the run."""
+        """Holds back the first steps of these jobs, which must be all initial jobs of the run."""
         self._arrivals = dict.fromkeys(jobs, "coming")
 
     def __bool__(self) -> bool:
@@ -47,19 +53,19 @@ class JointStart:
         return job in self._arrivals
 
     def is_here(self, job: int) -> bool:
-        """Whether the job's first step is held back although all ranks have reached it."""
+        """Whether the job is held back even though it has reached its first step on all ranks."""
         return self._arrivals.get(job) == "here"
 
     def awaited(self, running: Collection[int]) -> tuple[int, ...]:
-        """Returns those of the running jobs that the others wait for."""
+        """Returns the running jobs for which the other jobs wait."""
         return tuple(
             job for job, arrival in self._arrivals.items() if arrival == "coming" and job in running
         )
 
     def apply(self, verdicts: Mapping[int, AtStart]) -> list[tuple[int, Arrival]]:
-        """Applies what a vote decided about some jobs.
+        """Applies a vote's verdicts on how far jobs have come.
 
-        Returns the jobs that this vote found to have arrived or to be excused.
+        Returns the jobs that have arrived or been excused according to this vote.
         """
         changed: list[tuple[int, Arrival]] = []
         for job, verdict in verdicts.items():
@@ -72,10 +78,10 @@ class JointStart:
         return changed
 
     def leave(self, job: int) -> None:
-        """Drops a finished job."""
+        """Removes a job that has ended."""
         self._arrivals.pop(job, None)
 
     def settle(self, running: Collection[int]) -> None:
-        """Ends the joint start if no running job is awaited any more."""
+        """Ends the joint start if the jobs no longer wait for any running job."""
         if not self.awaited(running):
             self._arrivals = {}

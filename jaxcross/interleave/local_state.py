@@ -1,4 +1,4 @@
-"""This rank's own part of the state: calls in progress, and what the jobs' threads wait for."""
+"""The interleaver's rank-local state: calls in progress, and what the jobs' threads wait for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ PointKind = Literal["step", "batch", "sync", "end"]
 
 
 class Wait(NamedTuple):
-    """A job's wait between two exchanges: for the other ranks or, if `own`, for its own rank.
+    """A job's wait between two exchanges, either for other ranks or, if `own`, for something local.
 
-    `moved` changes whenever there's progress during the wait.
+    `moved` is a counter that changes whenever the job makes progress during the wait, e.g. when it
+    skips a batch to get to a restart's position. A wait that makes progress isn't stuck.
     """
 
     step: int
@@ -28,13 +29,13 @@ class Wait(NamedTuple):
 
     @property
     def point(self) -> tuple[int, str, bool]:
-        """Identifies the wait, leaving out its progress."""
+        """Identifies the wait. Two waits of a job with the same point are the same wait."""
         return self.step, self.what, self.own
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """An action for which a job's thread waits for all ranks, e.g. a step that exchanges."""
+    """What a job's thread wants to do together with all ranks, e.g. call a step that exchanges."""
 
     kind: PointKind
     hash: int
@@ -44,7 +45,7 @@ class Point:
 
 @dataclass(slots=True)
 class LocalCall:
-    """One call of a step on this rank."""
+    """One call of a step on this rank, and how far it has come."""
 
     number: int
     graph: StepGraph
@@ -57,10 +58,11 @@ class LocalCall:
     finite: bool = True  # whether the exchanged values are finite, as far as they were checked
     skipped: bool = False  # the step leaves its state unchanged
     broken: bool = False  # one of its segments failed
-    # For each segment, how many of the segments it needs were neither issued nor exchanged.
+    # For each segment, how many of the segments that it needs are still missing, i.e. neither
+    # issued nor exchanged.
     _unmet: list[int] = field(init=False)
-    # Compute segments that need nothing more and weren't issued yet, in order: those that may run
-    # before the commit, and those that have to wait for it.
+    # Compute segments that could run now and haven't been issued yet, in order. The segments in the
+    # second list overwrite the step's input state, so they also have to wait for the commit.
     _ready_before: list[int] = field(init=False)
     _ready_after: list[int] = field(init=False)
 
@@ -73,24 +75,24 @@ class LocalCall:
                 self._ready_list(segment).append(segment)
 
     def ready(self) -> int | None:
-        """Returns the first compute segment that may go to the lane."""
+        """Returns the first compute segment that may be passed to the lane, or None."""
         first = [*self._ready_before[:1], *(self._ready_after[:1] if self.committed else ())]
         return min(first, default=None)
 
     def issue(self, segment: int) -> None:
-        """Records that a ready segment goes to the lane."""
+        """Records that a ready segment has been passed to the lane."""
         del self._ready_list(segment)[0]
         self.issued.add(segment)
         self._provide(segment)
 
     def may_exchange(self, segment: int) -> bool:
-        """Whether everything that a collective segment needs was dispatched or exchanged."""
+        """Whether all segments that a collective segment needs were dispatched or exchanged."""
         return all(
             need in self.dispatched or need in self.exchanged for need in self.graph.needs[segment]
         )
 
     def exchange_done(self, segment: int, *, finite: bool) -> None:
-        """Records that a collective segment ran, and whether its values were finite."""
+        """Records that a collective segment has run, and whether its values were finite."""
         self.exchanged.add(segment)
         self.finite &= finite
         self._provide(segment)
@@ -104,17 +106,22 @@ class LocalCall:
     def _ready_list(self, segment: int) -> list[int]:
         return self._ready_after if segment in self.graph.after_commit else self._ready_before
 
-    def goes_on(self) -> bool:
-        """Whether the call runs to its end even if its job has failed.
+    def must_complete(self) -> bool:
+        """Whether the call runs to completion even if its job has failed.
 
-        It has to if it may already have overwritten the state.
+        Once a call may have overwritten part of the state, it has to run to completion. Stopping it
+        halfway would leave a state that's neither the old nor the new one.
         """
         return not self.broken and (
             self.committed or (bool(self.issued) and not self.graph.collectives)
         )
 
     def complete(self) -> bool:
-        """Whether the caller can have the call's results."""
+        """Whether the call can return to the job's function.
+
+        All of its segments must have been dispatched or exchanged. If the call exchanges anything,
+        it must be committed as well.
+        """
         return len(self.dispatched) + len(self.exchanged) == len(self.graph.kinds) and (
             self.committed or not self.graph.collectives
         )
@@ -125,7 +132,8 @@ class LocalJob:
     """A job's rank-local state."""
 
     thread_started: bool = False
-    # Steps since the last one that all ranks made together; they exchanged nothing.
+    # Counts the steps without exchanges since the last step that all ranks made together. Ranks may
+    # make different numbers of such steps before they get to the next exchange.
     local_steps: int = 0
     other_calls: int = 0  # calls made like steps that don't count as steps, e.g. evaluations
     other_local_calls: int = 0  # how many of them are in `local_steps`
@@ -134,7 +142,9 @@ class LocalJob:
     is_waiting: bool = False  # the thread waits for an answer
     point: Point | None = None  # where the thread waits for the other ranks
     failed: str | None = None
-    # The first failed segment, or the first one of a call that has a commit.
+    # The first segment that failed. If its call has no commit, a later failure in a call with a
+    # commit replaces it, because only the latter can cost this rank the results of a committed
+    # step.
     failed_segment: m.SegmentFailed | None = None
     ejects: bool = False  # the failure is one that ejects the job
     returned: bool = False  # its function returned
@@ -147,7 +157,7 @@ class LocalJob:
     limits: dict[int, int] = field(default_factory=dict)
 
     def begin_call(self, event: m.StepCalled, made: int) -> None:
-        """Records that the job's thread calls a step, having made `made` steps before."""
+        """Records that the job's thread calls a step, after having made `made` steps before."""
         if self.call is not None or self.is_waiting:
             raise InternalError(f"job {event.job} called a step before its last call returned")
         graph = event.graph
@@ -157,9 +167,11 @@ class LocalJob:
             self.at_start = AtStart.HERE
         point = None
         if graph.collectives:
-            # The steps since the last common one are part of the point. Otherwise ranks at
-            # different calls whose exchanges look alike would mix up their steps. The function is
-            # part of it as well, because several functions may make equal exchanges.
+            # The point has to identify the call. Exchanges that look alike aren't enough for that:
+            # if one rank has made an additional step without exchanges, or calls a different
+            # function whose exchanges happen to be equal, the ranks would sum values of different
+            # steps. So the point also contains the function's name and the number of local steps
+            # since the last common one.
             text = (
                 f"called step {made + 1}{graph.function and f' by {graph.function}'}\n{graph.text}"
             )
@@ -169,7 +181,9 @@ class LocalJob:
         self.wait_at(point)
 
     def want_sync(self, label: str) -> None:
-        """Records that the thread requests its own communication."""
+        """Records that the thread requests a slot on the exchange lanes for communication of its
+        own.
+        """
         self.syncs += 1
         self.wait_at(Point("sync", point_hash("sync", label, self.syncs), label))
 
@@ -180,13 +194,15 @@ class LocalJob:
         self.wait_at(Point("batch", point_hash("batch", stream, index), text, index))
 
     def batch_granted(self, prepared: int, limit: int | None) -> bool | None:
-        """Returns whether the thread gets the batch it waits for, or None if that's still open.
+        """Returns whether the thread gets the batch it waits for, or None if it has to wait longer.
 
-        Returns None as well if the thread waits for no batch or the job has failed here.
+        Also returns None if the thread isn't waiting for a batch, or if the job has failed on this
+        rank.
 
         Args:
-            prepared: How many batches of the stream all ranks have prepared.
-            limit: How many batches there are before some rank's stream ended, if one has.
+            prepared: How many of the stream's batches have been prepared on all ranks.
+            limit: The length of the shortest rank's stream, or None if no rank's stream has ended
+                yet.
         """
         if self.point is None or self.point.kind != "batch" or self.failed is not None:
             return None
@@ -195,7 +211,7 @@ class LocalJob:
         return False if limit is not None and self.point.index >= limit else None
 
     def fail(self, text: str, *, ejects: bool = False) -> None:
-        """Records that the job failed on this rank. Only the first failure counts."""
+        """Records that the job failed on this rank. Only the first failure is kept."""
         if self.failed is None:
             self.failed = text
             self.ejects = ejects
@@ -207,29 +223,29 @@ class LocalJob:
         call = self.current(event.call)
         if call is not None:
             call.broken = True
-        self.fail(_told(event), ejects=event.ejects)
+        self.fail(_failure_text(event), ejects=event.ejects)
 
     def position(self, call: LocalCall, made: int) -> tuple[int, int]:
         """Returns the step that a call makes or follows, and the number of non-step calls by then.
 
         Args:
             call: The call.
-            made: Steps that the job has made here.
+            made: How many steps the job has made on this rank.
         """
         if call.committed or not call.graph.is_step:
-            # Work without exchanges happens between two steps.
+            # A call that isn't a step counts as work after the latest step.
             return made, self.other_calls
         return (made + 1, self.other_calls) if call.counts else (made, self.other_calls + 1)
 
     def count(self, call: LocalCall) -> None:
-        """Counts a complete call if it exchanged nothing."""
+        """Counts a completed call without exchanges. Other calls are counted at their commit."""
         local = call.graph.local_step
         self.local_steps += local
         self.other_calls += local and not call.counts
         self.other_local_calls += local and not call.counts
 
     def wait_at(self, point: Point | None) -> None:
-        """Records that the thread waits: for all ranks at `point`, or only for its own segments."""
+        """Records that the thread waits for all ranks at `point`, or just for its own segments."""
         self.is_waiting = True
         self.point = point
 
@@ -255,37 +271,37 @@ class LocalJob:
                     self.at_start = AtStart.LATE if late else AtStart.EXCUSED
 
     def current(self, call: int) -> LocalCall | None:
-        """Returns the call with that number, or None if it has ended."""
+        """Returns the call with this number if it's still in progress, or None."""
         return self.call if self.call is not None and self.call.number == call else None
 
     def add_request(self, request: JobRequest) -> None:
-        """Stores a request made on this rank. The latest one wins, but a stop is final."""
+        """Stores a request made on this rank. Later requests replace it, unless it's a stop."""
         if self.request is not JobRequest.STOP:
             self.request = request
 
     def ready(self, *, may_begin: bool) -> int | None:
-        """Returns the next compute segment for the lane, if its call has begun or may begin."""
+        """Returns the job's next compute segment, or None if no segment may be dispatched now."""
         call = self.call
         if call is None or not (call.admitted or call.issued or may_begin):
             return None
-        return call.ready() if self.failed is None or call.goes_on() else None
+        return call.ready() if self.failed is None or call.must_complete() else None
 
-    def goes_on(self) -> bool:
-        """Whether a call is in progress that runs to its end even if the job has failed."""
-        return self.call is not None and self.call.goes_on()
+    def must_complete(self) -> bool:
+        """Whether a call is in progress that runs to completion even if the job has failed."""
+        return self.call is not None and self.call.must_complete()
 
     def open_call(self) -> int:
-        """Returns the number of the call that has neither returned nor committed, or 0."""
+        """Returns the number of the call in progress, unless it's committed; 0 if there's none."""
         return 0 if self.call is None or self.call.committed else self.call.number
 
     def received_commit(self) -> bool:
-        """Whether this rank has received its last committed step's results, or never will."""
+        """Whether this rank has received the results of its last committed step, or never will."""
         return self.call is None or not self.call.committed or self.call.broken
 
     def called(self) -> tuple[int, ...] | str:
-        """Returns the collective segments of the step that the job called.
+        """Returns the collective segments of the step that the job has called.
 
-        If the job waits at a point of another kind, returns that kind.
+        If the job waits for something other than a step, returns the kind of its point instead.
         """
         assert self.point is not None
         if self.point.kind != "step":
@@ -294,7 +310,7 @@ class LocalJob:
         return self.call.graph.collectives
 
     def has_update(self) -> bool:
-        """Whether, as far as this rank can tell, a vote could change something for the job."""
+        """Whether a vote could let the job continue or end, as far as this rank can tell."""
         if self.failed is not None:
             return self.received_commit()
         if self.point is None or self.point.kind != "batch":
@@ -304,12 +320,12 @@ class LocalJob:
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
     def pending_wait(self, committed: int, progress: int) -> Wait | None:
-        """Returns the job's wait between two exchanges, if it's in one.
+        """Returns the wait that the job is in between two exchanges, or None.
 
         Args:
-            committed: Number of committed steps.
-            progress: A number that changes whenever any job makes progress: a job's end may have to
-                wait for that.
+            committed: The job's number of committed steps.
+            progress: A number that changes whenever any job makes progress. It's used for a wait
+                for the job's end, which may depend on the progress of other jobs.
         """
         step = committed + 1
         if self.failed is not None:
@@ -343,24 +359,27 @@ class LocalJob:
         )
 
     def text(self) -> str:
-        """Returns this rank's text for a comparison: the failure, or where the job waits."""
+        """Returns this rank's text for a comparison: its failure, or what its thread waits for."""
         if self.failed is not None:
             text = self.failed
             of = self.failed_segment
             call = self.call
-            # Only now do we know whether the failed segment's step was committed: the vote may have
-            # been in flight when the segment failed, and a call may return before its last segment
-            # completes.
+            # We couldn't tell earlier whether the failed segment's step was committed. The commit
+            # vote may have been in flight when the segment failed, and a call may return before its
+            # last segment completes. If the step was committed, the text has to say so, because
+            # this rank then lacks the step's results.
             if (
                 of is not None
                 and of.commits
                 and (call is None or call.number != of.call or call.committed)
             ):
-                lost = _told(of, ", after the commit, so this rank lacks the step's results")
-                text = lost if text == _told(of) else f"{clause(text)}; then {lost}"
+                lost = _failure_text(
+                    of, ", after the commit, so this rank lacks the step's results"
+                )
+                text = lost if text == _failure_text(of) else f"{clause(text)}; then {lost}"
             return f"{JobStatus.EJECTED if self.ejects else JobStatus.FAILED}\n{text}"
         return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""
 
 
-def _told(failed: m.SegmentFailed, when: str = "") -> str:
+def _failure_text(failed: m.SegmentFailed, when: str = "") -> str:
     return f"{failed.where}{when}: {failed.error}"

@@ -1,7 +1,8 @@
-"""The interleaver's input (events) and output (instructions), as plain data.
+"""What goes into the interleaver (events) and what comes out of it (instructions), as plain data.
 
-`job` is a job's number. `call` counts the job's calls of any step on this rank, so that a late
-event can't be mistaken for one of the next call.
+A message about a job has the job's number. A message about a segment also has the number of the
+call, i.e. how many calls the job has made on this rank. Without it, an event that arrives late
+could be attributed to the job's next call, which has segments with the same indices.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The first event: the lanes are ready.
+    """The run has started, and the lanes are ready. This is always the first event.
 
-    `together`: the jobs wait for each other before their first steps. Identical across ranks.
+    With `together`, the jobs wait for each other before their first steps. Identical across ranks.
     """
 
     together: bool = False
@@ -33,17 +34,17 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """A user interrupts the run: all jobs should stop between two steps, on all ranks."""
+    """A user interrupts the run. All jobs should stop between two steps, on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffElapsed(Event):
-    """The wait of a `Backoff` has elapsed."""
+    """The wait that a `Backoff` requested has elapsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAdded(Event):
-    """A job was added here during the run. It joins once all ranks have added that name."""
+    """A job was added on this rank during the run. It joins once all ranks have added this name."""
 
     name: str
 
@@ -59,7 +60,7 @@ class JobRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class TextSubmitted(Event):
-    """A text to deliver on all ranks, by one `TextDelivered` each."""
+    """A text for all ranks. Each rank receives it in a `TextDelivered`."""
 
     text: str
 
@@ -78,16 +79,16 @@ class StepCalled(Event):
 
 @dataclass(frozen=True, slots=True)
 class FirstStepMade(Event):
-    """A job has made its first step without the lanes, e.g. with a parameter server."""
+    """A job has made its first step without using the lanes, e.g. with a parameter server."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartExcused(Event):
-    """The other jobs need not wait for this one at a joint start.
+    """This rank excuses a job from a joint start, so the other jobs don't wait for it.
 
-    The job itself waits for them, or takes too long (`late`).
+    The reason is that the job itself waits for other jobs or, if `late`, that it takes too long.
     """
 
     job: int
@@ -96,7 +97,7 @@ class StartExcused(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepsRestored(Event):
-    """A job continues after `step` steps that an earlier run made. Identical across ranks."""
+    """A job continues after `step` steps of an earlier run. Identical across ranks."""
 
     job: int
     step: int
@@ -104,7 +105,7 @@ class StepsRestored(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchWanted(Event):
-    """A job's thread requests batch `index` of a stream. Answer: `BatchGranted` or `Raised`."""
+    """A job's thread requests batch `index` of a stream. It gets a `BatchGranted` or a `Raised`."""
 
     job: int
     stream: int
@@ -113,7 +114,7 @@ class BatchWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SyncWanted(Event):
-    """A job's thread requests a turn on the exchange lane. Answer: `SyncReturned` or `Raised`."""
+    """A job's thread requests a slot on the exchange lane. It gets `SyncReturned` or `Raised`."""
 
     job: int
     label: str
@@ -121,14 +122,14 @@ class SyncWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchDropped(Event):
-    """The prefetcher has dropped a batch to get to a restart's position."""
+    """The prefetcher has skipped a batch to get to the position at which a restart continues."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class StreamBegun(Event):
-    """A job's thread begins another stream. It may still read the earlier ones in `still_open`."""
+    """A job's thread opens another stream. It may still read those in `still_open`."""
 
     job: int
     still_open: tuple[int, ...]
@@ -136,7 +137,7 @@ class StreamBegun(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchPrepared(Event):
-    """So far, `count` batches of a stream have been ready on this rank."""
+    """This rank has prepared `count` batches of a stream so far."""
 
     job: int
     stream: int
@@ -145,7 +146,7 @@ class BatchPrepared(Event):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded(Event):
-    """This rank now knows that a stream has `count` batches in total."""
+    """On this rank, a stream turned out to have `count` batches in total."""
 
     job: int
     stream: int
@@ -169,7 +170,7 @@ class JobRaised(Event):
 
 @dataclass(frozen=True, slots=True)
 class SegmentDispatched(Event):
-    """A compute segment was handed to the device. Its outputs may not be computed yet."""
+    """A compute segment was dispatched to the device. Its outputs may not be computed yet."""
 
     job: int
     call: int
@@ -178,7 +179,7 @@ class SegmentDispatched(Event):
 
 @dataclass(frozen=True, slots=True)
 class SegmentCompleted(Event):
-    """A compute segment's outputs are computed. It occupied the device for `ns` nanoseconds."""
+    """A compute segment has finished, after occupying the device for `ns` nanoseconds."""
 
     job: int
     call: int
@@ -190,9 +191,13 @@ class SegmentCompleted(Event):
 class SegmentFailed(Event):
     """A segment raised, either at dispatch or later.
 
-    A compute segment has then left the lane. An exchange still takes place, with zeros, and is
-    reported by `ExchangeDone`. `commits`: the segment's call has a commit. `ejects`: the segment
-    raised nothing, but it found values for which the job has to be ejected.
+    A compute segment that raises leaves the compute lane, so no `SegmentCompleted` follows. An
+    exchange, however, still takes place, because the other ranks are going to enter it: this rank
+    takes part with zeros, and reports the exchange's end as usual.
+
+    The `commits` flag says whether the segment's call has a commit. The `ejects` flag says that no
+    exception was raised, but that the segment found values (e.g. values that aren't finite) for
+    which the job has to be ejected.
     """
 
     job: int
@@ -206,7 +211,7 @@ class SegmentFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeDone(Event):
-    """An exchange's outputs are available. If not `finite`, the step leaves its state unchanged."""
+    """An exchange has finished. If not `finite`, the step must leave its state unchanged."""
 
     job: int
     segment: int
@@ -222,7 +227,7 @@ class VoteDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class TextsCompared(Event):
-    """All ranks' texts about a job, in rank order."""
+    """All ranks have exchanged their texts about a job. `texts` is in rank order."""
 
     job: int
     texts: tuple[str, ...]
@@ -230,21 +235,21 @@ class TextsCompared(Event):
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementsGathered(Event):
-    """All ranks' announcements of jobs that may join, in rank order."""
+    """All ranks have exchanged their announcements. `texts` is in rank order."""
 
     texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncDone(Event):
-    """The communication that a job's thread requested has ended."""
+    """The communication that a job's thread requested has finished."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction to the driver, which must follow instructions in the order given."""
+    """An instruction to the driver, which must carry out instructions in the order given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +263,7 @@ class StartJob(Instruction):
 class JobJoined(Instruction):
     """A job that was added during the run has joined on all ranks.
 
-    `StartJob` follows once the policy lets it run.
+    A `StartJob` follows as soon as the policy lets the job run.
     """
 
     job: int
@@ -267,7 +272,7 @@ class JobJoined(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobPaused(Instruction):
-    """The job was paused on all ranks or, if not `paused`, resumed."""
+    """The job was paused on all ranks or, if `paused` is False, resumed."""
 
     job: int
     paused: bool
@@ -275,9 +280,9 @@ class JobPaused(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobAtStart(Instruction):
-    """A job has reached its first step on all ranks, or is excused.
+    """At a joint start, a job has reached its first step on all ranks, or has been excused.
 
-    `awaited` are the jobs that haven't. If it's empty, all jobs begin.
+    `awaited` are the jobs that the others still wait for. If it's empty, all jobs begin.
     """
 
     job: int
@@ -287,16 +292,16 @@ class JobAtStart(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class TextDelivered(Instruction):
-    """A text that some rank submitted. All ranks get these in the same order."""
+    """A text that some rank submitted. All ranks receive these texts in the same order."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Instruction):
-    """Compute lane: hand a segment to the device. Report its dispatch, and later its completion.
+    """Compute lane: dispatch a segment to the device, and report its dispatch and its completion.
 
-    `other_calls`: see `Span`.
+    For `other_calls`, see `Span`.
     """
 
     job: int
@@ -310,7 +315,7 @@ class Dispatch(Instruction):
 class RunExchange(Instruction):
     """Exchange lane: wait for the segment's inputs, run it, and wait for its outputs.
 
-    `zero`: run it immediately, with zeros. `other_calls`: see `Span`.
+    With `zero`, don't wait for the inputs but use zeros. For `other_calls`, see `Span`.
     """
 
     job: int
@@ -323,7 +328,7 @@ class RunExchange(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CastVote(Instruction):
-    """Exchange lane: all-reduce the ballot, a vector of int64."""
+    """Exchange lane: all-reduce the ballot, an int64 vector, by its elementwise minimum."""
 
     ballot: np.ndarray
 
@@ -339,9 +344,9 @@ class CompareTexts(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class GatherAnnouncements(Instruction):
-    """Exchange lane: gather all ranks' announcements of jobs that may join.
+    """Exchange lane: gather all ranks' announcements of pending jobs and texts.
 
-    `Interleaver.announcement` returns this rank's.
+    `Interleaver.announcement` returns this rank's announcement.
     """
 
 
@@ -355,9 +360,10 @@ class RunSync(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Backoff(Instruction):
-    """Exchange lane: there's nothing to do, so report back after a while.
+    """Exchange lane: nothing has to be done now, so wait for a while, then report `BackoffElapsed`.
 
-    The wait grows with `level`. It ends early if another instruction arrives.
+    The wait grows with `level`. If another instruction arrives, the wait ends early and nothing is
+    reported.
     """
 
     level: int
@@ -365,17 +371,17 @@ class Backoff(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Instruction):
-    """Exchange lane: all jobs have ended on all ranks. `left_out`: jobs that never joined."""
+    """Exchange lane: all jobs have ended on all ranks. `left_out` are jobs that never joined."""
 
     left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepReturned(Instruction):
-    """Answer: all segments of the step were dispatched.
+    """Answer to a job's thread: all segments of the step were dispatched, so the call can return.
 
-    `step` is the number of steps that the job has made by now. `skipped`: this one left the state
-    unchanged.
+    The `step` field is the number of steps that the job has made, including this one. If the
+    `skipped` flag is set, this step left the state unchanged.
     """
 
     job: int
@@ -385,9 +391,10 @@ class StepReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SkipStep(Instruction):
-    """The step is committed but leaves its state unchanged.
+    """The step is committed, but it has to leave its state unchanged.
 
-    This comes before the dispatch of the segments that wait for the commit.
+    This instruction precedes the dispatch of the segments that wait for the commit, so they can
+    select the old state.
     """
 
     job: int
@@ -396,7 +403,7 @@ class SkipStep(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class BatchGranted(Instruction):
-    """Answer: take the batch or, if not `more`, end the loop here on every rank."""
+    """Answer to a job's thread: take the batch or, if not `more`, end the loop on every rank."""
 
     job: int
     more: bool
@@ -404,9 +411,9 @@ class BatchGranted(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SyncReturned(Instruction):
-    """Answer: the communication has ended.
+    """Answer to a job's thread: the communication that it requested has finished.
 
-    `is_only_job`: the run had never had another job up to this slot.
+    `is_only_job` says that no other job has ever been part of the run up to this slot.
     """
 
     job: int
@@ -415,7 +422,7 @@ class SyncReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Raised(Instruction):
-    """Answer: the job has ended, so its thread must raise. `JobFinished` brought the reason."""
+    """Answer to a job's thread: raise, because the job has ended. `JobFinished` had the reason."""
 
     job: int
 
@@ -424,8 +431,9 @@ class Raised(Instruction):
 class JobFinished(Instruction):
     """The job has ended on every rank, after `step` committed steps.
 
-    `texts`: the ranks' texts in rank order if the job failed or was ejected. `stop_requested`: a
-    stop was requested for this job, rather than only for the whole run.
+    If the job failed or was ejected, `texts` contains what each rank says about it, in rank order.
+    The `stop_requested` flag says that somebody requested a stop of this job in particular, rather
+    than of the whole run.
     """
 
     job: int

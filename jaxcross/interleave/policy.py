@@ -1,8 +1,8 @@
-"""Policies, which decide whose turn it is on a lane.
+"""Policies, which choose the job that's next on a lane.
 
-The same policy serves both lanes of every rank. Its only inputs are job numbers and the lane's past
-use. A job's number is its place in the order in which jobs were added or joined, and is never
-reused.
+Each rank uses the same policy for both of its lanes. A policy only receives job numbers and what
+each job has used of the lane so far. Jobs are numbered in the order in which they were added to the
+run or joined it, and numbers are never reused.
 """
 
 from __future__ import annotations
@@ -17,71 +17,79 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jaxcross._arguments import check_choice, is_whole
 
 Start = Literal["together", "as_ready"]
-"""Whether jobs in crossover make their first steps once all are ready, or each as soon as it is."""
+"""Whether jobs in crossover make their first steps once all are ready, or each as soon as it can.
+"""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """The rule by which jobs get turns. It's immutable and uses neither a clock nor random numbers.
+    """The rule that chooses the next job on a lane. Immutable, without a clock or random numbers.
 
-    A policy must decide from its arguments alone, because the exchange lanes of all ranks ask it
-    the same question and must get the same answer.
+    A policy may use nothing but its arguments, because all ranks ask their policies for the next
+    exchange independently of each other, and must get the same answer. Otherwise they'd run
+    different exchanges and deadlock.
 
-    A policy may also have the attributes `depth` and `start`, which mean the same as for
-    `RoundRobin`. Without them, the run uses the defaults.
+    A policy class may also have the attributes `depth` and `start`, which have the same meaning as
+    for `RoundRobin`. Without them, the run uses the defaults.
     """
 
     @property
     def name(self) -> str:
-        """A short name for reports."""
+        """The policy's name in reports."""
         ...
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
-        """Selects the jobs that may run now, at least one.
+        """Returns the jobs that may run now. There must be at least one.
 
         Args:
-            jobs: The jobs that have neither ended nor been paused, in ascending order.
+            jobs: The jobs that are neither finished nor paused, in ascending order.
         """
         ...
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        """Returns the job that gets the next turn.
+        """Returns the job that's next on the lane.
 
-        No candidate may be passed over forever.
+        A policy must not starve a job: a candidate that's asked about again and again has to be
+        chosen eventually.
 
         Args:
-            candidates: The jobs to choose from, at least one.
-            turns: The past turns on this lane.
+            candidates: The jobs to choose from. There is at least one.
+            turns: What has happened on this lane so far.
         """
         ...
 
     def share(self, job: int) -> float:
-        """Returns the job's share of a lane, relative to the other jobs' shares."""
+        """Returns the job's weight on a lane. Only the ratios between the jobs' weights matter."""
         ...
 
 
 class Turns:
-    """The past turns on one lane, accounted for by start-time fair queueing.
+    """What each job has used of one lane so far, for start-time fair queueing.
 
-    See Goyal, Vin and Cheng, SIGCOMM 1996, section 2. Each job has a tag, which advances by what
-    the job uses of the lane, divided by its share. `Weighted` takes the job with the lowest tag.
-    Fair queueing in its usual form orders turns by the tags of their ends, so it has to know how
-    long a turn will take. Here, a turn is ordered by the tag of its start, so it can be charged
-    once it's over, when we've measured how long it took.
+    See Goyal, Vin and Cheng, SIGCOMM 1996, section 2. Each job has a tag. Whenever the job uses the
+    lane, its tag advances by the amount used, divided by the job's share. `Weighted` always chooses
+    the job with the lowest tag, so in the long run each job gets its share.
+
+    Fair queueing in its usual form orders the turns by their finish tags, so it has to know in
+    advance how long a turn will take, and we don't. Start-time fair queueing orders them by their
+    start tags instead, so we can charge a job once its turn is over and its duration has been
+    measured.
 
     Attributes:
-        policy: Decides whose turn it is.
+        policy: The policy that chooses the next job.
         jobs: The jobs on the lane, in ascending order.
-        last: The job that had the previous turn, or -1 before the first turn.
+        last: The job that was last on the lane, or -1 if there was none yet.
     """
 
     def __init__(self, policy: Policy, jobs: int) -> None:
-        self.policy, self.jobs, self.last = policy, list(range(jobs)), -1
-        self._virtual_time = 0.0  # the start tag of the latest turn
+        self.policy = policy
+        self.jobs = list(range(jobs))
+        self.last = -1
+        self._virtual_time = 0.0  # start tag of the latest turn
         self._finish_tags = dict.fromkeys(self.jobs, 0.0)
 
     def add(self, job: int) -> None:
-        """Adds a job. It gets no credit for the time before it joined."""
+        """Adds a job, which gets no credit for the time before it joined."""
         insort(self.jobs, job)
         self._finish_tags[job] = self._virtual_time
 
@@ -95,51 +103,53 @@ class Turns:
         return self.policy.next(candidates, self)
 
     def start_tag(self, job: int) -> float:
-        """Returns the start tag of the job's next turn: its past use of the lane over its share.
+        """Returns the start tag that the job's next turn would have.
 
-        A job that was idle doesn't catch up, because its tag is at least the lane's virtual time.
+        The start tag is the job's finish tag, but at least the lane's virtual time. So a job that
+        has been idle can't save up its share, and then occupy the lane until it has caught up.
         """
         return max(self._virtual_time, self._finish_tags[job])
 
     def distance(self, job: int) -> int:
-        """Returns how many turns away the job's turn is in round-robin order."""
+        """Returns how many other jobs come before this one in round-robin order."""
         return (bisect_left(self.jobs, job) - bisect_right(self.jobs, self.last)) % len(self.jobs)
 
     def round(self) -> Iterator[int]:
-        """Yields all jobs in round-robin order, starting after the last turn."""
+        """Yields all jobs in round-robin order, starting with the one after the last turn."""
         first = bisect_right(self.jobs, self.last)
         yield from self.jobs[first:]
         yield from self.jobs[:first]
 
     def begin(self, job: int) -> None:
-        """Begins a turn of the job."""
+        """Records that a turn of the job begins."""
         self.last = job
         self._virtual_time = self._finish_tags[job] = self.start_tag(job)
 
     def charge(self, job: int, amount: float) -> None:
-        """Charges a job for its use of the lane, in bytes or nanoseconds.
+        """Charges a job for what it used of the lane, in bytes or nanoseconds.
 
-        Use the same unit in all calls.
+        All calls on a lane must use the same unit.
         """
         if job in self._finish_tags:
-            # A job's last segments may complete after it has left.
+            # Otherwise the job has left already: its last segments may complete after that.
             self._finish_tags[job] += amount / self.policy.share(job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobin:
-    """Crossover in which all jobs run and take turns.
+    """Crossover in which all jobs take turns.
 
     A turn is one segment on the compute lane, or one exchange on the exchange lane.
 
     Args:
-        depth: Number of compute segments on the device at once. If None, the number that suits
-            JAX's backend; so far, this is 2 on every backend.
-        start: With `together`, the jobs that begin the run make their first steps only once all of
-            them have compiled theirs, so that no job trains while another one compiles. They wait
-            for a job as long as it traces and compiles, but for at most 30 s while it does anything
-            else before its first step. With `as_ready`, each job begins as soon as it can. The
-            results are bitwise identical either way.
+        depth: Number of compute segments on the device at once. If None, a number that suits JAX's
+            backend is used. So far, that's 2 on every backend.
+        start: With `together`, the run's initial jobs make their first steps only once all of them
+            have compiled, so that no job trains while another one is still compiling. There is no
+            limit on how long they wait for a job that's tracing or compiling. But if a job does
+            anything else before its first step, they wait for that for at most 30 s in total. With
+            `as_ready`, each job begins as soon as it can. The results are bitwise identical either
+            way.
 
     Raises:
         TypeError: `depth` is not a whole number.
@@ -169,15 +179,16 @@ class RoundRobin:
 class Weighted:
     """Crossover in which each job gets a given share of the device's time and of the link's bytes.
 
-    A job gets its share no matter how large its steps are; whatever it doesn't use goes to the
-    other jobs. A segment or an exchange in progress isn't interrupted, so a job's step waits for at
-    most one segment or exchange of each other job. To keep that wait short, cut large jobs into
-    segments no longer than the small job's.
+    A job gets its share no matter how large its steps are. Whatever a job doesn't use is available
+    to the other jobs. We never interrupt a segment or an exchange in progress, so a step of one job
+    may have to wait for one segment or exchange of each other job. To keep that wait short, cut
+    large jobs into segments that take no longer than those of the small jobs.
 
     Args:
         shares: The share of each job, in the order in which the jobs were added. Only their ratios
             matter. Must be identical across ranks.
-        joining: The share of each job that joins during the run. If None, the mean of `shares`.
+        joining: The share of each job that joins during the run. If None, the mean of `shares` is
+            used.
         depth: As for `RoundRobin`.
         start: As for `RoundRobin`.
 
@@ -212,8 +223,8 @@ class Weighted:
                 "`shares` of `Weighted` must be positive numbers, one for each job, got "
                 f"{self.shares}."
             )
-        # Ranks compare their policies' printed forms. Convert the shares, so that a list or an
-        # array on one rank prints like an equal tuple on another.
+        # The ranks compare the `repr` of their policies. After this conversion, the same shares
+        # have the same `repr` even if one rank passed a tuple and another one a list or an array.
         object.__setattr__(self, "shares", tuple(map(float, numbers)))
         if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):
             raise ValueError(
@@ -238,9 +249,9 @@ class Weighted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """Runs one whole training loop after the other, in the order in which jobs were added.
+    """Runs the jobs one after the other, each to its end, in the order in which they were added.
 
-    This is the baseline that crossover is compared with.
+    This is the baseline for measuring what crossover gains.
 
     Args:
         depth: As for `RoundRobin`.
@@ -260,8 +271,8 @@ class Sequential:
         return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # After a pause there can be several: the job that runs now, and the one that ran until the
-        # pause and still has to finish its call.
+        # This policy lets only one job run at a time, but there can be a second candidate after a
+        # pause: the job that ran until the pause still has to complete its call.
         return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:
@@ -282,7 +293,7 @@ def checked_depth(depth: Any) -> int | None:
         raise TypeError(f"`depth` of a policy must be a whole number or None, got {depth!r}.")
     if depth < 1:
         raise ValueError(f"`depth` of a policy must be at least 1, got {depth}.")
-    return int(depth)  # ranks compare what a policy prints
+    return int(depth)  # so that its `repr`, which ranks compare, is that of an int
 
 
 def checked_start(start: Any) -> Start:
@@ -296,13 +307,14 @@ def checked_start(start: Any) -> Start:
 
 
 def _in_turn(candidates: Collection[int], turns: Turns) -> int:
-    # Nearly always, the first job is a candidate. With 64 jobs, taking the minimum over all
-    # distances would cost as much as the rest of the event.
+    # The first job in round-robin order is nearly always a candidate, so this loop ends right away.
+    # Computing the minimum over all `distance`s instead would take as long as the rest of an
+    # event's work if there are 64 jobs.
     return next(job for job in turns.round() if job in candidates)
 
 
 def _is_number(value: object) -> bool:
-    """Whether `value` is a real number of Python, NumPy or JAX. Texts and booleans aren't."""
+    """Whether `value` is a real number from Python, NumPy or JAX. Strings and booleans aren't."""
     if isinstance(value, bool | str | bytes):
         return False
     try:

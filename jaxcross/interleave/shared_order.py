@@ -1,20 +1,22 @@
-"""The state that's identical across ranks, and the exchange lane's order, which follows from it.
+"""The interleaver's state that's identical across ranks, and the order of exchanges it determines.
 
-An exchange blocks its lane until all ranks have arrived. So if two ranks ran the exchanges of two
-jobs in different orders, they would deadlock. The order can't follow from which job is ready,
-because that differs between ranks at any moment. Ranks could agree before each exchange, but that
-would cost a round trip each time, and a barrier after each round of jobs would make all ranks wait
-for the slowest one each time.
+An exchange blocks its lane until all ranks have entered it. So if two ranks started the exchanges
+of two jobs in different orders, they would deadlock. We can't let each rank start whichever job is
+ready first, because at any moment different jobs are ready on different ranks. The ranks could
+agree on a job before every exchange, but that would cost a round trip per exchange. They could also
+synchronize after each round of jobs, but then all ranks would wait for the slowest one in every
+round.
 
-Instead, one vote admits all exchanges of a step at once, as soon as all ranks have called the step,
-and each rank merges the admitted exchanges of all jobs into one sequence by itself. For that, the
-policy only gets numbers that are identical across ranks: it charges the jobs for bytes rather than
-for measured time.
+Instead, once all ranks have called a step, a single vote admits all exchanges of that step. Each
+rank then merges the admitted exchanges of all jobs into one sequence on its own, by asking the
+policy for the next job whenever an exchange ends. All ranks get the same answer, because the
+policy's inputs are identical across ranks: on this lane, it charges jobs for the bytes they send,
+rather than for measured time.
 
-Nothing here depends on a clock, a device or anything else that is rank-local. The state changes
-only when a slot of the exchange lane ends or a vote delivers its verdict, and both are identical
-across ranks. So `slot()` returns the same next slot on all ranks, even though they ask at different
-times.
+Nothing in this module depends on a clock, a device or anything else that's rank-local. The state
+changes only when a slot of the exchange lane ends or a vote delivers its verdict, and all ranks
+process these events in the same order. So `slot()` returns the same next slot on all ranks, even
+though they call it at different times.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ OutcomeKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One action on the exchange lane.
+    """One operation on the exchange lane, which all ranks perform together.
 
-    If no exchange remains, a vote is `deferrable`: a rank may delay it. Such a vote's `job` is the
-    one whose turn it is, or -1 if all jobs are paused.
+    We mark a vote as `deferrable` if no exchange is pending, because it delays nothing if a rank
+    waits a little before it enters such a vote. A rank doesn't wait if it has something to report
+    about the vote's `job`, which is -1 if all jobs are paused.
     """
 
     kind: SlotKind
@@ -63,7 +66,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One decision of a vote about one job."""
+    """Something that a vote has decided about one job."""
 
     kind: OutcomeKind
     job: int
@@ -71,7 +74,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class StreamProgress:
-    """What is known of all ranks' progress in one stream of batches."""
+    """How far all ranks have come in one stream of batches."""
 
     prepared: int = 0
     limit: int | None = None
@@ -79,21 +82,21 @@ class StreamProgress:
 
 @dataclass(slots=True)
 class SharedJob:
-    """A job's state, as far as it's identical across ranks.
+    """The part of a job's state that's identical across ranks.
 
     Attributes:
-        row: The job's row in the ballot. A job that joins may reuse the row of one that has left.
-        step: Committed steps.
-        remaining: The admitted step's exchanges that are still to come.
+        row: The job's row in the ballot. Rows of jobs that have left are reused.
+        step: Number of committed steps.
+        remaining: The exchanges of the admitted step that haven't taken place yet.
         started: Whether the policy has ever let the job run.
-        held: The job may not begin a step for now, because it's paused or the policy lets other
-            jobs run first.
+        held: Whether the job may not begin a step at present, because it's paused or because the
+            policy lets other jobs run first.
         paused: Whether the job is paused.
         stop: Whether some rank has requested that the job stop.
-        finished: The job makes no more steps. The ranks may still have to compare their texts about
-            it.
-        streams: The job's streams of batches, by number. No slot depends on them, so a rank may
-            drop closed ones.
+        finished: Whether the job makes no more steps. The ranks may still have to compare their
+            texts about it.
+        streams: The job's streams of batches, by number. The order of slots doesn't depend on them,
+            so each rank may drop closed streams whenever it likes.
     """
 
     row: int
@@ -111,46 +114,47 @@ _OPENING_VOTES = 16  # about half a second of backoff
 
 
 class SharedState:
-    """Merges the jobs' exchanges into one sequence, and places the votes between them."""
+    """Merges all jobs' exchanges into one sequence, and inserts votes into it."""
 
     def __init__(self, jobs: int, policy: Policy) -> None:
-        # Jobs that haven't left, by number, in ascending order.
+        # All jobs that haven't left, by number, in ascending order.
         self.jobs: dict[int, SharedJob] = {}
-        self.count = 0  # how many jobs there have ever been, including those that have left
+        self.count = 0  # number of jobs so far, including those that have left
         self.rows = 0  # number of rows in the ballot
         self.policy = policy
         self.turns = Turns(policy, 0)  # charged in bytes
-        self.commit: int | None = None  # the job whose step's last exchange has just ended
+        self.commit: int | None = None  # the job whose step has just made its last exchange
         self.voted = False  # whether there was a vote since the last exchange
         self.stopping = False
-        # Votes that may still be spent on waiting for all jobs' first steps before the first
-        # exchange.
+        # The number of votes that may still be spent on waiting until all jobs have called their
+        # first steps. This happens only before the first exchange.
         self.opening = _OPENING_VOTES
         self.start = JointStart()
-        # Comparisons, syncs and gatherings. They precede everything except a commit vote.
+        # Comparisons, syncs and gatherings that are due. They take precedence over everything
+        # except a commit vote.
         self.queue: deque[Slot] = deque()
-        self.running: tuple[int, ...] = ()  # the jobs that the policy lets run now
+        self.running: tuple[int, ...] = ()  # jobs that may run now, according to the policy
         self._free: list[int] = []  # a heap of the rows that departed jobs have freed
         self._job_of_row: dict[int, int] = {}
-        self._next: Slot | None = None  # caches the answer of `slot` until something changes
+        self._next: Slot | None = None  # the result of `slot`, cached until something changes
         self._previous: Verdict | None = None
-        # Jobs whose row in the last verdict couldn't be acted upon yet. The next vote looks at
-        # these jobs again, even if their rows haven't changed.
+        # Jobs on which the latest vote couldn't decide yet, e.g. because they were held back. The
+        # next vote considers them again, even if nothing in their rows has changed.
         self._unapplied: set[int] = set()
         for _ in range(jobs):
             self._add()
         self._choose_running()
 
     def start_together(self) -> None:
-        """Holds back the first steps of all jobs until each of them has reached its own.
+        """Holds back all jobs' first steps until every job is ready to make its own.
 
-        Does nothing if fewer than two jobs may run. Call this once, before the first slot.
+        Has no effect if fewer than two jobs may run. Call this once, before the first slot.
         """
         if len(self.running) > 1:
             self.start.begin(self.jobs)
 
     def may_begin(self, job: int, *, is_step: bool) -> bool:
-        """Whether one of the job's calls may begin before it's admitted."""
+        """Whether the compute segments of a job's call may start before the call is admitted."""
         return not (self.jobs[job].held or (is_step and self.start.holds(job)))
 
     def join(self) -> int:
@@ -188,10 +192,11 @@ class SharedState:
         able = [n for n, job in self.jobs.items() if not (job.paused or job.finished)]
         self.running = self.policy.running(able) if able else ()
         self._next = None
-        # A job can stop only when its thread waits on all ranks. Suppose that the job is paused, or
-        # that another job has its turn, while some rank is still at a step that exchanges nothing:
-        # that rank would never get to such a wait. So a job that has to stop keeps running until
-        # then.
+        # A job can stop only at a point where its thread waits on all ranks. If we held the job
+        # back now, because it's paused or another job is due, it might never get to such a point:
+        # on some rank, it may still be in a step that exchanges nothing, which then wouldn't be
+        # allowed to finish. So a job that has been requested to stop keeps running until it has
+        # stopped.
         stopping = (
             n for n, job in self.jobs.items() if job.started and (job.stop or self.stopping)
         )
@@ -211,8 +216,8 @@ class SharedState:
 
     def _decide(self) -> Slot:
         if self.commit is not None:
-            # The step's results are held back until its commit, so nothing else may delay this
-            # vote.
+            # The segments that wait for the commit can't start before this vote, so nothing else
+            # may come first.
             return Slot("vote")
         if self.queue:
             return self.queue[0]
@@ -221,23 +226,28 @@ class SharedState:
         running = self.running
         job = self.turns.next(running) if running else -1
         idle = job < 0 or not self.jobs[job].remaining
-        # If a job was paused in the middle of a step, or the policy now holds it back, the step's
-        # exchanges still take place, so that other jobs don't wait for a half-finished step.
+        # A job may have been paused, or held back by the policy, in the middle of a step. We
+        # complete the exchanges of that step anyway. Otherwise the step would stay half finished,
+        # and other jobs might have to wait for it.
         pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
-            # If the joint start awaits a job, give the vote to that one. A job that is held back
-            # has nothing new to vote on, yet it waits at its step, so at its turn all ranks would
-            # vote again and again without a backoff.
+            # During a joint start, give this vote to a job that the others still wait for. A job
+            # that's held back would be the wrong choice: its thread already waits at its first step
+            # on all ranks, so every rank would enter the vote without a backoff, the vote would
+            # change nothing, and the ranks would vote in a busy loop.
             return Slot("vote", next(iter(self.start.awaited(running)), job), deferrable=True)
         if self.opening:
             late = [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
             if late:
-                # Give these jobs a moment to call their first steps. A job that comes just after
-                # the first exchange has begun has to wait for all of that exchange.
+                # At the beginning, give all jobs a moment to call their first steps. If a job
+                # called its step just after the first exchange has begun, it would have to wait
+                # until that whole exchange is over.
                 return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
-            # An idle job has the turn. Vote immediately on whether it has called a step by now, but
-            # only once between two exchanges, because another job's exchange is ready.
+            # It's the turn of a job that hasn't called its next step yet, as far as the ranks know.
+            # Instead of waiting for it, we vote right away on whether it has called its step by
+            # now, and otherwise start the exchange of another job. There's at most one such vote
+            # between two exchanges, because it delays an exchange that's ready to start.
             return Slot("vote")
         job = self.turns.next(pending)
         remaining = self.jobs[job].remaining
@@ -245,9 +255,9 @@ class SharedState:
         return Slot("exchange", job, remaining[0])
 
     def exchange_done(self, job: int, nbytes: int) -> None:
-        """Ends the slot `Slot("exchange", job, ...)`.
+        """Records that the slot `Slot("exchange", job, ...)` has ended.
 
-        `nbytes` must be identical across ranks, because the order of turns follows from it.
+        `nbytes` must be identical across ranks, because the order of later exchanges depends on it.
         """
         remaining = self.jobs[job].remaining
         assert remaining
@@ -261,20 +271,20 @@ class SharedState:
             self.commit = job
 
     def queued_done(self) -> Slot:
-        """Ends the comparison, sync or gathering at the head of the queue, and returns its slot."""
+        """Removes and returns the comparison, sync or gathering at the head of the queue."""
         self._next = None
         return self.queue.popleft()
 
     def apply(
         self, verdict: Verdict, called: Callable[[int], Sequence[int] | str]
     ) -> list[Outcome]:
-        """Applies a vote's verdict and returns its outcomes in order of their effect.
+        """Applies a vote's verdict and returns its outcomes in the order in which they take effect.
 
         Args:
             verdict: The verdict.
             called: Returns what a job waits for on this rank: the collective segments of the step
-                that it called, "end", "sync" or "batch". It's called only for jobs that wait at the
-                same point on all ranks, so its answer is identical across ranks.
+                that it called, or "end", "sync" or "batch". We only call it for jobs that wait at
+                the same point on all ranks, so its result is identical across ranks.
         """
         committing = self.commit
         self.commit = None
@@ -291,10 +301,11 @@ class SharedState:
             and not any(slot.kind == "gather" for slot in self.queue)
         ):
             self.queue.append(Slot("gather"))
-        # If a job's row hasn't changed, an earlier verdict already decided everything about the
-        # job, unless the job was then in the middle of its exchanges, or held back, and no longer
-        # is. So the cost of a vote depends on how much has changed, rather than on the number of
-        # jobs.
+        # If a job's row hasn't changed since the previous vote, we can skip the job, because
+        # everything was decided then. The exceptions are jobs that couldn't be handled at that time
+        # (`_unapplied`): they were in the middle of their exchanges, or held back, and may not be
+        # any more. Because of this, the cost of a vote depends on how much has changed, rather than
+        # on the number of jobs.
         changed = {
             self._job_of_row[row]: None
             for row in verdict.changed_rows(self._previous)
@@ -330,7 +341,8 @@ class SharedState:
             job = self.jobs[number]
             request = verdict.job(job.row).request
             if request is JobRequest.STOP:
-                job.stop = stops = True
+                job.stop = True
+                stops = True
             if not job.finished and request is (
                 JobRequest.RESUME if job.paused else JobRequest.PAUSE
             ):
@@ -355,10 +367,10 @@ class SharedState:
             return outcomes
         self._unapplied.discard(number)
         if not verdict.good and not verdict.received_commit:
-            # Some rank still has to receive the results of the last committed step. If the job
-            # ended now, that rank would be one step behind the others, which can't go back. The
-            # ranks keep voting, so that a rank that hangs while receiving is reported as the only
-            # culprit.
+            # The job has failed, but some rank hasn't received the results of the last committed
+            # step yet. If the job ended now, that rank's state would be one step behind that of the
+            # other ranks, and they can't go back to theirs. So we wait, and the ranks keep voting.
+            # If that rank hangs, its watchdog reports it, and no other rank gets the blame.
             self._unapplied.add(number)
             return outcomes
         if not verdict.good or (verdict.waiting and not verdict.same_point):
@@ -375,12 +387,13 @@ class SharedState:
             job.finished = True
             outcomes.append(Outcome("ended", number))
         elif (self.stopping or job.stop) and (verdict.waiting or not job.started):
-            # Stop a started job only when it waits on all ranks. Otherwise some rank may still have
-            # to receive the results of its last step.
+            # Once a job has started, stop it only while it waits on all ranks. Otherwise some rank
+            # may not have received the results of its last step yet.
             job.finished = True
             outcomes.append(Outcome("stopped", number))
         elif job.held:
-            # The job waits but may not begin anything, so look at it again in the next vote.
+            # The job waits on all ranks, but it isn't allowed to begin anything now. Consider it
+            # again in the next vote.
             self._unapplied.add(number)
         elif what == "sync":
             self.queue.append(Slot("sync", number))

@@ -1,8 +1,9 @@
-"""Drives one real `Interleaver` per rank on a virtual clock: no threads, no arrays, no waiting.
+"""Runs the real `Interleaver` of each rank on a virtual clock, without threads, arrays or waiting.
 
-Jobs are scripts, i.e. generators that yield the actions of a job's thread. Each segment takes as
-many seconds as its script says, and an exchange begins when the last rank arrives. It's an error if
-ranks arrive in different slots.
+Each job is a script, i.e. a generator that yields what the job's thread does: think, call a step,
+wait for a batch. A segment takes as many virtual seconds as its script says. As in a real run, an
+exchange begins when the last rank enters it, and ranks that enter different slots would deadlock;
+here, this raises an error.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from jaxcross.interleave.vote import JobRequest, tally
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """The job's thread is busy with its own work."""
+    """The job's thread does work of its own."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Calls a step. `fails` maps a compute segment to when it fails: "dispatch" or "complete"."""
+    """Calls a step. `fails` maps a compute segment to when it fails, "dispatch" or "complete"."""
 
     graph: StepGraph
     seconds: tuple[float, ...]
@@ -44,10 +45,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Batch number `count` of a stream will be ready after `seconds`. Doesn't wait.
+    """Starts to prepare batch number `count` of a stream, which takes `seconds`. Doesn't wait.
 
-    `last` says that the stream has no further batch. A stream begins with its first batch. The job
-    may still read earlier streams that haven't ended for it.
+    The `last` flag says that the stream has no further batch. A stream is opened by its first
+    batch. The job may still read earlier streams whose end it hasn't reached.
     """
 
     seconds: float
@@ -58,7 +59,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Waits for a batch. The script receives whether there is one."""
+    """Waits for a batch. `yield` returns whether there is one."""
 
     stream: int
     index: int
@@ -73,14 +74,14 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The job's function raises."""
+    """Makes the job's function raise."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Adds a job on this rank; it joins once all ranks have added that name. Doesn't wait."""
+    """Adds a job on this rank. It joins once all ranks have added that name. Doesn't wait."""
 
     name: str
     script: Generator[Any, Any, None]
@@ -88,9 +89,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Waits, in the job's own code, until another job of this rank has ended.
+    """Waits until another job of this rank has ended, like user code that waits for a result.
 
-    If that takes too long, the rank excuses the waiting job from a joint start.
+    If that takes too long, the rank excuses the waiting job from the joint start.
     """
 
     job: int
@@ -105,18 +106,18 @@ class RankResult:
     """What happened on one rank.
 
     Attributes:
-        slots: The exchange lane's slots in order: `("exchange", job, step, segment)`, `("vote",)`
-            ...
-        segments: The compute segments in order of dispatch: `(job, call, segment)`.
+        slots: The slots that the exchange lane has entered, in order: `("exchange", job, step,
+            segment)`, `("vote",)` ...
+        segments: The compute segments in the order of their dispatch: `(job, call, segment)`.
         finished: Each job's final status, and the texts that the ranks compared.
         steps: Each job's committed steps, in order of job numbers.
         returned: For each job, the last step whose results it received.
         names: Names of the jobs that joined, by number.
         left_out: Names of jobs that never joined.
-        paused: Each pause or resumption: the job, whether it was paused, and the number of slots
-            entered by then.
-        spans: Spans of the lanes. Job `i` is called `str(i)`.
-        end_s: When the exchange lane finished.
+        paused: For each pause or resumption, the job, whether it was paused, and how many slots had
+            been entered by then.
+        spans: The spans of both lanes. The name of job `i` is `str(i)`.
+        end_s: The virtual time at which the exchange lane finished.
     """
 
     slots: list[tuple[Any, ...]] = field(default_factory=list)
@@ -141,7 +142,7 @@ class _Rank:
         self.result = RankResult()
         self.device: deque[Work] = deque()  # the first one is running
         self.calls: dict[int, Call] = {}
-        # For each job, the streams that it began, and whether they still have batches.
+        # For each job, the streams that it has opened, and whether each still has batches.
         self.streams: dict[int, dict[int, bool]] = {}
         self.reading: dict[int, int] = {}  # the stream of each job's last `Batch`
         self.ends: dict[
@@ -159,17 +160,18 @@ class Simulation:
 
     Args:
         scripts: `scripts[rank][job]`.
-        policy: Decides whose turn it is.
-        depth: Number of compute segments on the device at once.
-        exchange_s: Seconds that an exchange (job, step, segment) takes once all ranks have arrived.
-        vote_s: Seconds that a vote, a comparison, a gathering or a sync takes.
+        policy: Chooses the next job on each lane.
+        depth: Maximum number of compute segments on the device at once.
+        exchange_s: Returns how many seconds the exchange of a given job, step and segment takes
+            once all ranks have entered it.
+        vote_s: How many seconds a vote, a comparison, a gathering or a sync takes.
         contention: How much computations and exchanges slow each other down.
-        backoff_s: Seconds that a driver waits at each backoff level.
-        stop_at_s: When an interrupt occurs on rank 0, if at all.
+        backoff_s: Returns how many seconds a driver waits at each backoff level.
+        stop_at_s: When rank 0 is interrupted. None if never.
         requests: Requests about jobs: (seconds, rank, job's number, request).
-        adds: Jobs that are added by something other than a job: (seconds, rank, name, script).
-        submits: Jobs that are submitted on rank 0: (seconds, name).
-        submitted: Returns a submitted job's script, given (rank, name).
+        adds: Jobs that are added from outside any job's script: (seconds, rank, name, script).
+        submits: Jobs that are submitted on rank 0, and thereby added on all ranks: (seconds, name).
+        submitted: Returns the script of a submitted job, given (rank, name).
         together: Whether the run begins with a joint start.
         excuse_s: Seconds after which a rank excuses a job that waits for another one.
         check: Whether the interleavers check their invariants after every event.
@@ -224,10 +226,11 @@ class Simulation:
             )
 
     def run(self, events: int = 1_000_000, *, until_s: float = math.inf) -> list[RankResult]:
-        """Runs the simulation to its end, or until a given time.
+        """Runs the simulation to its end, or until the virtual time `until_s`.
 
         Raises:
-            InternalError: The ranks deadlock, diverge or need more than `events` events.
+            InternalError: The ranks deadlock, enter different slots, or need more than `events`
+                events.
         """
         for _ in range(events):
             if not self._heap:
@@ -410,7 +413,7 @@ class Simulation:
             self._transfer.change_pace(self._now, factor)
 
     def _set_transfer(self, work: Work | None) -> None:
-        """Sets or clears the exchange on the link, and adjusts the pace of computations."""
+        """Sets or clears the exchange on the link, which changes the speed of all computations."""
         self._transfer = work
         for rank in self._ranks:
             if rank.device:
@@ -419,7 +422,7 @@ class Simulation:
     def _arrive(
         self, rank: _Rank, slot: tuple[Any, ...], needs: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Enters an exchange once the segments it needs have run."""
+        """Enters an exchange as soon as the segments that it needs have finished."""
         asked_s = self._now
 
         def try_now() -> None:

@@ -1,4 +1,4 @@
-"""The dependences between a program's segments: all that the interleaver needs of a program."""
+"""The dependences between a program's segments: all that the interleaver has to know about it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ MAX_SEGMENTS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """The kinds and dependences of a program's segments. Immutable, so jobs may share it.
+    """The kinds and dependences of a program's segments. Immutable, so several jobs can share it.
 
     Attributes:
         kinds: The kind of each segment.
-        needs: For each segment, the segments that must run before it, because it reads their
-            results or may overwrite what they read.
-        after_commit: Compute segments that may run only once the step is committed on all ranks,
+        needs: For each segment, the segments that must run before it, either because it reads their
+            results or because it may overwrite what they read.
+        after_commit: Compute segments that may start only after all ranks have committed the step,
             because they donate or overwrite the step's input state.
-        nbytes: Bytes that each segment puts on the wire. Empty means none.
-        carried: The first exchanges, provided that they need none of the step's computation and can
-            run at the same time.
-        local_step: Whether a call counts as a step of its job although it exchanges nothing, as
-            between the exchanges of local SGD. Other programs without exchanges, such as an
-            evaluation, aren't steps.
-        signature: A number that must be identical across ranks before the step exchanges anything
-            (see `vote.point_hash`).
+        nbytes: How many bytes each segment puts on the wire. May be empty if no segment exchanges
+            anything.
+        carried: The exchanges that come first and need nothing that the step computes, so they can
+            run while the step computes.
+        local_step: Whether a call is a step of its job even though it exchanges nothing, as in
+            local SGD between two exchanges. All other programs without exchanges, e.g. evaluations,
+            don't count as steps.
+        signature: A number that must be identical across ranks before the step may exchange
+            anything. See `vote.point_hash`.
         text: The signature in readable form, one line per exchange.
-        function: The job's function that the program belongs to, as a text that's identical across
-            ranks: the function's name and number. It's needed because two functions may make equal
-            exchanges.
+        function: The name and number of the job's function that the program belongs to, identical
+            across ranks. We need it to tell two functions apart whose exchanges are equal.
         collectives: Indices of the collective segments, in order.
         readers: For each segment, the compute segments that need it.
     """
@@ -81,13 +81,13 @@ class StepGraph:
 
     @property
     def is_step(self) -> bool:
-        """Whether a call counts as a step of its job."""
+        """Whether a call counts as one of its job's steps."""
         return bool(self.collectives) or self.local_step
 
     def as_data(self) -> dict[str, Any]:
         """Returns kinds, dependences and bytes as plain data.
 
-        Leaves out the fields that exist only for the ranks to compare.
+        Fields that exist only for comparisons between ranks are left out.
         """
         return {
             "kinds": [*self.kinds],
@@ -103,10 +103,10 @@ class StepGraph:
         """Rebuilds a graph from what `as_data` returned.
 
         Raises:
-            ValueError: `data` is anything else.
+            ValueError: `data` isn't such a graph.
         """
         names = ("kinds", "needs", "after_commit", "nbytes", "carried")
-        # Older profiles have no `carried`.
+        # Profiles of earlier versions don't have `carried`.
         lists = {"carried": [], **data} if isinstance(data, Mapping) else {}
         if not all(isinstance(lists.get(name), list) for name in names):
             raise ValueError(f"a step graph has the lists {', '.join(names)}")

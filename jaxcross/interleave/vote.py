@@ -1,10 +1,16 @@
-"""The vote, which is the one control message between ranks: an all-reduce of a short int64 vector.
+"""The vote: a small all-reduce in which the ranks decide what they have to decide together.
 
-Each rank casts its `Ballot`, and all ranks receive the same `Verdict`. The reduction is a minimum,
-so every question is phrased such that the minimum over ranks answers it. "Is this true on all
-ranks?" is a bit. "Is this number equal on all ranks?" is the number and its negation. "How far is
-the slowest rank?" is a count. "What is the strongest request?" is the request's place in the order
-of requests.
+Each rank casts a `Ballot`, which is a short int64 vector, and all ranks receive the same `Verdict`,
+which is the elementwise minimum of all ballots. We use a single reduction because each additional
+one would be another round trip. So every question has to be encoded such that a minimum answers it:
+
+- "Is this true on all ranks?" is a bit: the minimum is 1 only if it's true on all of them.
+- "Is this number equal on all ranks?" needs two columns, the number and its negation. The minimum
+  of -x is minus the maximum of x, so all ranks have the same number if the two minima differ only
+  in sign.
+- "How far is the slowest rank?" is a count.
+- "What is the strongest request?" is a number for each kind of request, with smaller numbers for
+  stronger requests.
 """
 
 from __future__ import annotations
@@ -16,15 +22,15 @@ from enum import IntEnum
 
 import numpy as np
 
-# The largest int64. It never decides a minimum, so it means "no opinion".
+# The largest int64. It never changes a minimum, so we use it for "this rank has nothing to say".
 _NEUTRAL = np.iinfo(np.int64).max
-# The columns of a job's row: waiting, point, -point, good, stream, -stream, prepared, limit,
-# request, finite, received_commit, at_start. Two numbers come with their negation, because the
-# minimum of -x is minus the maximum of x. So x is equal on all ranks exactly if the two minima
-# differ only in sign.
+# The number of columns in a job's row. The columns are: waiting, point, -point, good, stream,
+# -stream, prepared, limit, request, finite, received_commit, at_start. `point` and `stream` come
+# with their negations, so that we can tell from the minima whether they are equal on all ranks.
 _FIELDS = 12
-# The header. A minimum of 1 means, in this order: no rank requests that all jobs stop; all ranks
-# have pending jobs; no rank has added one since the last vote; no rank has a text to deliver.
+# The number of bits at the beginning, which concern the whole run. If their minima are 1, they
+# mean, in this order: no rank requests that all jobs stop; all ranks have pending jobs; no rank has
+# added a job since the last vote; no rank has a text to deliver.
 _HEADER = 4
 _NO_STOP, _ALL_PENDING, _NONE_ADDED, _NO_TEXT = range(_HEADER)
 
@@ -32,7 +38,8 @@ _NO_STOP, _ALL_PENDING, _NONE_ADDED, _NO_TEXT = range(_HEADER)
 class JobRequest(IntEnum):
     """A request about a job.
 
-    If ranks make different requests, the smallest value wins: a stop first, then a pause.
+    If ranks make different requests at the same time, the smallest value wins, so a stop takes
+    precedence over a pause.
     """
 
     STOP = 0
@@ -44,8 +51,8 @@ class JobRequest(IntEnum):
 class AtStart(IntEnum):
     """A job's progress towards its first step. If ranks differ, the smallest value wins."""
 
-    EXCUSED = 0  # the other jobs need not wait for it
-    LATE = 1  # nor for this one, which takes too long
+    EXCUSED = 0  # it waits for other jobs, so they must not wait for it
+    LATE = 1  # it takes too long, so the other jobs no longer wait for it
     COMING = 2
     HERE = 3  # the job has called its first step
 
@@ -53,7 +60,8 @@ class AtStart(IntEnum):
 def point_hash(*parts: object) -> int:
     """Returns a number that's equal on two ranks if `parts` has the same `repr` on both."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    # Below 2**62, so that it differs from `_NEUTRAL` and its negation is an int64.
+    # Shifting makes the hash smaller than 2**62. So it can't be equal to `_NEUTRAL`, and its
+    # negation is a valid int64.
     return int.from_bytes(digest, "little") >> 2
 
 
@@ -62,17 +70,18 @@ class JobBallot:
     """One rank's vote on one job.
 
     Attributes:
-        point: Hash of the action that the job's thread waits to take on all ranks (call a step with
-            exchanges, end, ...). None if the thread isn't waiting.
-        good: The job hasn't failed on this rank. It's acted upon at a step's commit or between
-            steps.
+        point: A hash of what the job's thread waits to do together with all ranks (call a step with
+            exchanges, end, ...). None if the thread isn't waiting for other ranks.
+        good: Whether the job is fine on this rank. A failure takes effect at a step's commit or
+            between two steps.
         stream: Number of the stream of batches that the job reads, or -1 for none.
-        prepared: How many batches of that stream have been ready on this rank so far.
+        prepared: How many batches of that stream this rank has prepared so far.
         limit: The number of batches in that stream, if it's known yet.
-        request: A request about the job made on this rank. It's cast in one vote only.
-        finite: The step's exchanged values are finite on this rank, as far as they were checked.
-        received_commit: This rank has received the results of the last committed step, or will
-            never need them.
+        request: A request about the job that was made on this rank. It's cast in one vote only.
+        finite: Whether the values that the step has exchanged are finite on this rank, as far as
+            they were checked.
+        received_commit: Whether this rank has received the results of the last committed step, or
+            never will.
         at_start: Whether the job has reached its first step on this rank.
     """
 
@@ -88,10 +97,10 @@ class JobBallot:
 
 
 class Ballot:
-    """One rank's vote: a few bits about the whole run, and one row per job.
+    """One rank's vote, which consists of a few bits about the whole run and one row per job.
 
-    The ballot is kept from vote to vote, and only changed rows are rewritten. So the host's work
-    for a vote depends on how much has changed, rather than on the number of jobs.
+    We keep the ballot from vote to vote and rewrite only the rows that have changed. So the host's
+    work per vote depends on how much has changed, rather than on the number of jobs.
     """
 
     __slots__ = ("_rows", "_vector")
@@ -105,7 +114,8 @@ class Ballot:
     def grow(self, rows: int) -> None:
         """Makes room for `rows` jobs.
 
-        All ranks call this between the same two votes, so that their vectors match.
+        All ranks call this between the same two votes, so their vectors always have the same
+        length.
         """
         before = len(self._rows)
         if rows > before:
@@ -117,7 +127,7 @@ class Ballot:
                 self.set_job(row, JobBallot())
 
     def set_job(self, row: int, ballot: JobBallot) -> None:
-        """Sets this rank's vote on the job in that row, for this vote and later ones."""
+        """Sets this rank's vote on the job in a row, for the next vote and all later ones."""
         self._rows[row] = (
             ballot.point is not None,
             _NEUTRAL if ballot.point is None else ballot.point,
@@ -134,23 +144,23 @@ class Ballot:
         )
 
     def stop(self) -> None:
-        """Requests that all jobs stop, in this vote and later ones."""
+        """Requests, in the next vote and all later ones, that all jobs stop."""
         self._vector[_NO_STOP] = False
 
     def set_announcements(self, *, has_pending: bool, has_added: bool, has_texts: bool) -> None:
         """Sets whether this rank requests a gathering of announcements.
 
         Args:
-            has_pending: Jobs on this rank are waiting until all ranks have added them.
-            has_added: One of these jobs was added since the last vote.
-            has_texts: This rank has a text for all ranks.
+            has_pending: Whether jobs on this rank wait until all ranks have added them.
+            has_added: Whether one of these jobs was added since the last vote.
+            has_texts: Whether this rank has a text for all ranks.
         """
         self._vector[_ALL_PENDING] = has_pending
         self._vector[_NONE_ADDED] = not has_added
         self._vector[_NO_TEXT] = not has_texts
 
     def cast(self) -> np.ndarray:
-        """Returns a copy of the vector to be reduced. Its length is identical across ranks."""
+        """Returns a copy of the vector to be reduced, which has the same length on all ranks."""
         return self._vector.copy()
 
 
@@ -159,17 +169,19 @@ class JobVerdict:
     """A vote's outcome for one job. Identical across ranks.
 
     Attributes:
-        waiting: The job waits on every rank.
-        same_point: The job waits at the same point on every rank. Meaningful only if `waiting`.
-        good: The job has failed on no rank.
+        waiting: Whether the job waits on every rank.
+        same_point: Whether the job waits at the same point on every rank. Meaningful only if
+            `waiting`.
+        good: Whether the job is fine on every rank.
         stream: The stream that every rank reads, or None if ranks read different ones.
-        prepared: How many batches of that stream are ready on every rank.
+        prepared: How many batches of that stream every rank has prepared.
         limit: The smallest known length of that stream, or None.
-        request: The strongest request of any rank.
-        finite: No rank found exchanged values that aren't finite.
-        received_commit: Every rank has received the results of the last committed step, or will
-            never need them.
-        at_start: Whether the job has reached its first step on every rank, or some rank excuses it.
+        request: The strongest request that any rank has made.
+        finite: Whether all exchanged values are finite, as far as ranks have checked.
+        received_commit: Whether every rank has received the results of the last committed step, or
+            never will.
+        at_start: Whether the job has reached its first step on every rank, or some rank has excused
+            it.
     """
 
     waiting: bool
@@ -188,17 +200,18 @@ class Verdict:
     """A vote's outcome: the minimum of all ranks' vectors. Identical across ranks.
 
     Attributes:
-        stop: Some rank requests that all jobs stop.
-        gather: The ranks need to gather announcements, either for a text or for jobs that all ranks
-            may have added by now.
+        stop: Whether some rank requests that all jobs stop.
+        gather: Whether the ranks have to gather their announcements, because some rank has a text
+            or because a job may have been added on all ranks by now.
     """
 
     __slots__ = ("_rows", "gather", "stop")
 
     def __init__(self, vector: np.ndarray) -> None:
         self.stop = not vector[_NO_STOP]
-        # A job can join only if all ranks have pending jobs, and only a new one can have completed
-        # the set.
+        # A job can join once all ranks have added it. That can only be the case if all ranks have
+        # pending jobs, and it can only have changed if some rank has added a job since the last
+        # vote.
         self.gather = bool(
             not vector[_NO_TEXT] or (vector[_ALL_PENDING] and not vector[_NONE_ADDED])
         )
@@ -234,12 +247,14 @@ class Verdict:
         )
 
     def changed_rows(self, before: Verdict | None) -> list[int]:
-        """Returns the rows that differ from an earlier verdict, or all if their number changed."""
+        """Returns the rows that differ from an earlier verdict; all rows if their number has
+        changed.
+        """
         if before is None or len(before._rows) != len(self._rows):
             return list(range(len(self._rows)))
         return (self._rows != before._rows).any(axis=1).nonzero()[0].tolist()
 
 
 def tally(ballots: Sequence[np.ndarray]) -> Verdict:
-    """Returns the verdict on these ballots without communication, for simulators and tests."""
+    """Returns the verdict on these ballots without communicating, for simulators and tests."""
     return Verdict(np.array(ballots).min(axis=0))

@@ -1,4 +1,4 @@
-"""Seeded delays of a runner's threads, to test that results don't depend on timing."""
+"""Random delays in a runner's threads, for testing that results don't depend on timing."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ VARIABLE = "JAXCROSS_CHAOS"
 
 
 class Chaos:
-    """Random delays, drawn separately for each thread from its name, the seed and the rank.
+    """Random delays. Each thread draws its own, from its name, the seed and the rank.
 
-    With the same seed, a thread gets the same delays in the order of its calls. Results must be
-    bitwise identical under every seed.
+    With the same seed, a thread's n-th call always gets the same delay, so a failing test can be
+    repeated. Whatever the seed, the results of a run must be bitwise identical.
 
     Args:
-        seed: Any number.
-        rank: This rank, so that ranks are delayed at different times.
+        seed: An arbitrary number.
+        rank: This rank. It's part of the seed, so the ranks are delayed at different times.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
         self.seed = seed
         self.rank = rank
-        self.delays = 0  # for tests; counted without a lock, so it may be a little too low
+        self.delays = 0  # for tests; may be a little too low, because there's no lock
         self._own = threading.local()
-        self._never = threading.Event()  # never set; used for waits that aren't a plain sleep
+        self._never = threading.Event()  # never set; for waiting without `time.sleep`
 
     def pause(self) -> None:
-        """Sometimes waits for a few milliseconds."""
+        """Waits for a few milliseconds in some of the calls."""
         draw: random.Random | None = getattr(self._own, "draw", None)
         if draw is None:
-            # Don't use `hash`, which differs between processes.
+            # `hash` would be different in each process, because Python randomizes it for strings.
             name = f"{self.seed} {self.rank} {threading.current_thread().name}"
             draw = self._own.draw = random.Random(zlib.crc32(name.encode()))
         if draw.random() < _LATE:
@@ -46,14 +46,14 @@ class Chaos:
 
 
 class LateQueue(SimpleQueue[Any]):
-    """A queue that sometimes delays its readers."""
+    """A queue whose readers are delayed in some of their calls."""
 
     def __init__(self, chaos: Chaos) -> None:
         super().__init__()
         self._chaos = chaos
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Waits for the next item as `SimpleQueue` does, then may delay before returning it."""
+        """Waits for the next item like `SimpleQueue`, and may delay before returning it."""
         item = super().get(block, timeout)
         self._chaos.pause()
         return item

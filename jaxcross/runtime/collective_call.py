@@ -1,8 +1,10 @@
-"""Work that runs on all ranks at once and may communicate. A failure on one rank fails them all.
+"""Runs a function on all ranks at once. If it fails on one rank, it fails on all of them.
 
-The danger is a deadlock: one rank's work fails or returns while another rank is still waiting for
-its message. So before each message, and once the work is done, the ranks compare their states:
-about to communicate, done, or failed. This costs one additional small all-reduce per message.
+The function may communicate, and it may fail on a single rank, e.g. because a disk is full. The
+other ranks would then wait for that rank's next message forever. To prevent that, the ranks compare
+their states before every message and at the end: is each of them about to send the same kind of
+message, or done, or has it failed? If the states differ, all ranks raise an error instead of
+communicating. This costs an additional small all-reduce per message.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _FAILED, _DONE, _GATHERS, _REDUCES = range(
 
 @final
 class CollectiveCall(Generic[T]):
-    """Work that a job's thread requests and the exchange lane runs.
+    """A function that a job's thread requests, and that the exchange lane runs.
 
-    Holds the work's result or error until the job's thread fetches it.
+    Keeps the result, or the exception, until the job's thread fetches it.
 
     Attributes:
-        what: A short description of the work, identical across ranks.
+        what: A short description, identical across ranks.
     """
 
     __slots__ = ("_error", "_values", "_work", "what")
@@ -43,9 +45,9 @@ class CollectiveCall(Generic[T]):
         self._error: Exception | None = None
 
     def run(self, control: Control) -> None:
-        """Runs the work on the exchange lane. Waits for all ranks.
+        """Runs the function, in the exchange lane's thread. Waits for all ranks.
 
-        Doesn't raise what `work` raises; `result` does that, in the job's thread.
+        If the function raises, the exception is kept. It's raised by `result`, in the job's thread.
         """
         try:
             self._values = (run_collectively(self._work, control),)
@@ -53,7 +55,7 @@ class CollectiveCall(Generic[T]):
             self._error = error
 
     def result(self) -> T:
-        """Returns what the work returned, or raises what it raised."""
+        """Returns what the function returned, or raises what it raised."""
         if self._error is not None:
             raise self._error
         (value,) = self._values
@@ -64,8 +66,8 @@ def run_collectively(work: Callable[[Control], T], control: Control) -> T:
     """Runs `work(control)` on every rank and returns its result. Waits for all ranks.
 
     Raises:
-        JobError: On ranks whose own work didn't fail, if another rank's work did or if the ranks'
-            messages don't match up.
+        JobError: `work` has failed on another rank but not on this one, or the ranks communicate in
+            different ways.
         Exception: Whatever `work` raises.
     """
     compared = _ComparingControl(control)
@@ -80,7 +82,7 @@ def run_collectively(work: Callable[[Control], T], control: Control) -> T:
 
 @final
 class _ComparingControl:
-    """A `Control` that compares the ranks' states before each message."""
+    """A `Control` that compares the ranks' states before every message."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -91,7 +93,7 @@ class _ComparingControl:
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
         values = np.ascontiguousarray(
             values, dtype=np.int64
-        )  # before comparing, because this can fail on one rank only
+        )  # convert before comparing, because this may raise on a single rank
         self.compare(_REDUCES + values.size)
         return self._control.allreduce_min(values)
 
@@ -102,34 +104,35 @@ class _ComparingControl:
         return self._control.allgather_text(text)
 
     def fail(self, error: Exception) -> None:
-        """Reports this rank's failure to the other ranks, unless they have it already."""
+        """Reports this rank's failure to the other ranks, unless they already know about one."""
         if self._broken is None:
-            with suppress(JobError):  # the failure that we are reporting
+            with suppress(JobError):  # `compare` raises the very failure that we're reporting
                 self.compare(_FAILED, describe(error))
 
     def compare(self, mine: int, text: str = "") -> None:
-        """Returns if all ranks are in the same state as this one.
+        """Compares the ranks' states, and returns if they are equal.
 
         Raises:
-            JobError: The ranks' states differ or differed earlier, or some rank has failed.
+            JobError: The ranks' states differ now or differed earlier, or a rank has failed.
         """
         if self._broken is None:
-            # The states are equal on all ranks if the minimum is the maximum. A failure has the
-            # lowest number, so the minimum shows it even if just one rank failed.
+            # One minimum, over the state and its negation, gives the smallest and the largest state
+            # of all ranks, so it shows whether all states are equal. A failure is the smallest
+            # state, so it's visible even if just one rank has failed.
             low, high = self._control.allreduce_min(np.array([mine, -mine], np.int64))
             if low == _FAILED:
                 texts = self._control.allgather_text(text)
                 which = "; ".join(
                     f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text
                 )
-                self._broken = JobError(f"Ranks did something together, in which {which}")
+                self._broken = JobError(f"In work that all ranks do together, {which}")
             elif low != -high:
                 does = {_DONE: "is done", _GATHERS: "gathers texts"}.get(
                     mine, f"reduces {mine - _REDUCES} values"
                 )
                 self._broken = JobError(
-                    "Ranks did something together, but not all of them talk alike: rank "
-                    f"{self.rank} {does}."
+                    "In work that all ranks do together, they communicate differently: rank "
+                    f"{self.rank} {does}. Every rank must make the same calls in the same order."
                 )
         if self._broken is not None:
             raise self._broken

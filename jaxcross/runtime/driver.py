@@ -1,11 +1,22 @@
-"""Carries out what the interleaver decides.
+"""Runs the jobs of one rank: carries out in threads what the interleaver decides.
 
-There is one thread per lane, one that waits for the device, and one per job. Every event passes
-through `Driver.post`, which takes one lock. The resulting instructions are queued for their threads
-under the same lock, so they are queued in the interleaver's order. The threads share nothing except
-these queues.
+The interleaver decides everything, but it's a pure state machine that can't start a thread or wait.
+The driver connects it to the real world. Every thread of a run (two for the compute lane, one for
+the exchange lane, and one per job) reports what has happened as an event to `Driver.post`. The
+driver passes the event to the interleaver, and the resulting instructions to the threads that have
+to carry them out.
 
-Here, a job is a `JobRecord`. The interleaver's job numbers appear only in events and instructions.
+`post` takes a lock, and puts the instructions into the threads' queues before it releases the lock.
+This is important for the exchange lane: the interleaver returns its instructions in an order that's
+the same on all ranks. If the lock was released between the decision and the queueing, two threads
+could queue their instructions in the wrong order on one rank, and the ranks would deadlock. Apart
+from these queues, the threads share almost nothing, so this one lock is enough.
+
+The driver never waits while it holds the lock. It also releases the lock before it delivers a text,
+because the callback may take other locks.
+
+In this module, a job is a `JobRecord`. The interleaver's job numbers occur only in events and
+instructions.
 """
 
 from __future__ import annotations
@@ -56,26 +67,26 @@ class Driver:
     """One run of several jobs on this rank.
 
     Args:
-        world: Provides rank, size, control messages and the watchdog.
-        jobs: Each job's name, and a function that makes its thread. The thread must call
-            `job_returned` or `job_raised` at its end.
-        policy: Decides whose turn it is.
-        depth: Number of compute segments on the device at once.
-        listeners: Receive all spans and notes.
+        world: Provides the rank, the number of ranks, control messages and the watchdog.
+        jobs: For each job, its name and a function that makes its thread. At its end, the thread
+            must call `job_returned` or `job_raised`.
+        policy: Chooses the next job on each lane.
+        depth: Maximum number of compute segments on the device at once.
+        listeners: Receive all spans and notes of the run.
         link: An emulated link, if any.
         chaos: Delays all threads at random, for tests.
-        start: Whether the jobs make their first steps only once all of them are ready.
-        on_text: Called with each text that some rank submitted, on all ranks in the same order. May
-            call `join`.
+        start: Whether the jobs make their first steps only once all of them are ready to.
+        on_text: Called with each text that any rank has submitted, in the same order on all ranks.
+            May call `join`.
         clock_ns: `time.monotonic_ns`, or a test's clock.
 
     Attributes:
-        records: The run's initial jobs in the order of `jobs`, without those that were added later.
+        records: The jobs with which the run began, in the order of `jobs`.
         router: Holds the jobs by number, and carries out instructions on them.
-        start_gate: Holds jobs at a joint start.
-        interrupt: The first exception that a signal handler raised on this rank. Other ranks learn
-            of it only because the run stops.
-        terminated: Whether this rank received SIGTERM.
+        start_gate: Keeps the jobs in order at a joint start.
+        interrupt: The first exception that a signal handler has raised on this rank. The other
+            ranks only learn about it because the run stops.
+        terminated: Whether this rank has received SIGTERM.
     """
 
     def __init__(
@@ -111,7 +122,7 @@ class Driver:
         self.start_gate = StartGate(self._lock, self._interleaver.coming)
         self._over = threading.Event()
         self._fatal: BaseException | None = None
-        # Exceptions from signal handlers that haven't been processed yet.
+        # Exceptions from signal handlers that the main thread still has to process.
         self._held: deque[BaseException] = deque()
         self.interrupt: BaseException | None = None
         self.terminated = False
@@ -128,7 +139,7 @@ class Driver:
         self._job_waits = JobWaits(world)
 
     def stopping(self, job: JobRecord) -> bool:
-        """Whether a request to stop the job, or all jobs, has reached all ranks."""
+        """Whether all ranks know about a request to stop the job, or to stop all jobs."""
         shared = self._interleaver.shared
         mine = shared.jobs.get(job.number)
         return shared.stopping or (mine is not None and mine.stop)
@@ -137,15 +148,15 @@ class Driver:
         """Runs all jobs to their end. Waits and communicates. All ranks return after the same vote.
 
         Args:
-            held: Receives what signal handlers raise during the run; see
+            held: The deque that receives the exceptions of signal handlers during the run; see
                 `jaxcross.health.signals.defer_signals`.
 
         Returns:
-            Whether a signal on any rank stopped the run. Identical across ranks.
+            Whether the run was stopped by a signal on any rank. Identical across ranks.
 
         Raises:
-            InternalError: A lane broke, and there is only one rank. With several ranks, a broken
-                lane aborts all of them.
+            InternalError: A lane broke, and this is the only rank. If there are several ranks, a
+                broken lane aborts all of them instead.
         """
         self._held = held
         self._run()
@@ -154,20 +165,22 @@ class Driver:
         return self._interleaver.shared.stopping
 
     def _run(self) -> None:
-        # Start the lanes first, because instructions may follow from the very first event.
+        # Start the lanes first, because the very first event may already result in instructions for
+        # them.
         self._compute.start()
         self._exchange.start()
-        # While we hold the lock, other threads' events queue up behind these early ones. Otherwise
-        # a request could overtake the addition of its job. None of these events delivers a text, so
-        # no callback runs while we hold the lock.
+        # Jobs and requests may have been added before the run began. Process these early events
+        # while holding the lock, so that events from other threads come after them. Otherwise a
+        # request to stop a job could be processed before the event that adds the job. None of the
+        # early events delivers a text, so no callback is called with the lock held.
         with self._lock:
             early = self._early or []
             self._early = None
             for event in (m.RunStarted(together=self._start == "together"), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
-        # After the last vote, job threads still read back metrics and close their loops, so wait
-        # for them. In a broken run, some of them never end.
+        # All jobs have ended by now, but their threads may still be reading back metrics or closing
+        # loops, so wait for them. If the run broke, don't: some of them may never end.
         if self._fatal is None:
             for thread in self.router.threads:
                 self._wait_for(
@@ -178,8 +191,8 @@ class Driver:
         self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], object]) -> None:
-        # Wake up five times per second, to handle interrupts and to look for jobs that wait too
-        # long.
+        # We can't wait without a timeout, because the main thread has to handle interrupts. Five
+        # times per second, it also looks for jobs that have been waiting for too long.
         while not over():
             wait(0.2)
             self._look_at_waits()
@@ -206,7 +219,8 @@ class Driver:
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
-        # A second interrupt means that the user doesn't want to wait for the current step to end.
+        # After the first interrupt, the run stops between two steps, which may take a while. If the
+        # user interrupts the run a second time, we don't wait for that.
         if self.interrupt is not None:
             self.world.abort(
                 "interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED
@@ -220,13 +234,13 @@ class Driver:
     # Events and instructions.
 
     def queue(self) -> SimpleQueue[Any]:
-        """Returns a queue for one of the run's threads."""
+        """Returns a queue for one of the run's threads, with random delays if requested."""
         return SimpleQueue() if self._chaos is None else LateQueue(self._chaos)
 
     def post(self, event: m.Event) -> None:
         """Passes an event to the interleaver, and the resulting instructions to their threads.
 
-        Never waits for work.
+        May wait for the lock, but not for anything that an instruction does.
         """
         if self._chaos is not None:
             self._chaos.pause()
@@ -234,18 +248,19 @@ class Driver:
             with self._lock:
                 texts = self._follow(event)
                 stops = self.router.paused_run.take_end()
-            # Call back without the lock, because the callback may take other locks, e.g. the
-            # runner's.
+            # Release the lock before calling back. The callback may take other locks, e.g. the
+            # runner's, and a thread that holds one of those may be waiting for ours.
             for text in texts:
                 self._on_text(text)
             if stops:
                 self.post(m.StopRequested())
         except Exception as error:
-            # Any thread may post, so an error here is the run's rather than that thread's.
+            # This may be any thread, even a job's. The error concerns the whole run, so don't raise
+            # it in that thread.
             self.fail(error)
 
     def _follow(self, event: m.Event) -> list[str]:
-        """Carries out what the interleaver answers to an event, and returns the texts to deliver.
+        """Carries out the interleaver's instructions for an event. Returns the texts to deliver.
 
         The caller must hold the lock.
         """
@@ -254,7 +269,7 @@ class Driver:
             return []
         if self._fatal is not None:
             return []  # in a broken run, no job begins
-        # Route the instructions before releasing the lock, so that all queues are in the
+        # Queue the instructions before the lock is released, so that all queues are in the
         # interleaver's order.
         for instruction in self._interleaver.handle(event):
             self.router.route(instruction)
@@ -271,18 +286,19 @@ class Driver:
         thread: Callable[[], threading.Thread],
         attach: Callable[[Driver, JobRecord], None],
     ) -> JobRecord | None:
-        """Adds a job during the run. Doesn't wait: the job joins once all ranks have added it.
+        """Adds a job during the run. Doesn't wait; the job joins once all ranks have added it.
 
         Args:
             name: The job's name.
             thread: Makes the job's thread.
-            attach: Called with this driver and the job's record before the job joins.
+            attach: Called with this driver and the job's record, before the job can join.
 
         Returns:
             The job's record, or None if the run has ended.
         """
         job = JobRecord(-1, name, thread, self.queue())
-        # Check and post under one lock, so that the run can't end in between.
+        # Hold the lock while checking whether the run is in progress and posting the event.
+        # Otherwise the run could end in between, and the job would never join.
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
@@ -292,7 +308,7 @@ class Driver:
         return job
 
     def submit(self, text: str) -> bool:
-        """Delivers a text on all ranks. Doesn't wait. Returns whether the run is in progress."""
+        """Submits a text to all ranks. Doesn't wait. Returns whether the run is in progress."""
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return False
@@ -300,7 +316,7 @@ class Driver:
         return True
 
     def request(self, job: JobRecord, request: JobRequest) -> None:
-        """Sends a request about a job to all ranks, in the next vote. Doesn't wait."""
+        """Sends a request about a job to all ranks with the next vote. Doesn't wait."""
         with self._lock:
             self.post(m.JobRequested(job.number, job.name, request))
 
@@ -314,19 +330,19 @@ class Driver:
         *,
         in_step: bool = True,
     ) -> PyTree:
-        """Runs one call of a step. Waits until its last segment has been dispatched.
+        """Runs one call of a step. Waits until the call's last segment has been dispatched.
 
         Args:
             job: The job that calls.
-            graph: The step's segments.
-            execution: The call's values.
-            in_step: Whether reports count the call as a step of the job.
+            graph: The dependences between the step's segments.
+            execution: Holds the call's values and runs its segments.
+            in_step: Whether reports count the call as one of the job's steps.
 
         Returns:
-            The step's results, which may not be computed yet.
+            The step's results. Some of them may not be computed yet.
         """
-        # Set the call before posting the event, because the lanes may get its first segment before
-        # `_ask` returns.
+        # Set the job's current call before posting the event. As soon as the event is posted, the
+        # lanes may run the first segment, and they look it up in that call.
         job.calls += 1
         job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), in_step)
         try:
@@ -338,18 +354,18 @@ class Driver:
         return execution.outputs()
 
     def stream_begun(self, job: JobRecord, still_open: Sequence[int]) -> None:
-        """Records that the job opens another stream of batches.
+        """Records that the job has opened another stream of batches.
 
-        `still_open` are the earlier streams that it may still read.
+        `still_open` are earlier streams that the job may still read.
         """
         self.post(m.StreamBegun(job.number, tuple(still_open)))
 
     def batches_ready(self, job: JobRecord, stream: int, count: int) -> None:
-        """Records that `count` batches of a stream have been ready on this rank so far."""
+        """Records that this rank has prepared `count` batches of a stream so far."""
         self.post(m.BatchPrepared(job.number, stream, count))
 
     def batch_dropped(self, job: JobRecord) -> None:
-        """Records that a batch was skipped to get to a restart's position."""
+        """Records that a batch was skipped, to get to the position at which a restart continues."""
         self.post(m.BatchDropped(job.number))
 
     def stream_ended(self, job: JobRecord, stream: int, count: int) -> None:
@@ -357,16 +373,16 @@ class Driver:
         self.post(m.StreamEnded(job.number, stream, count))
 
     def want_batch(self, job: JobRecord, stream: int, index: int) -> bool:
-        """Waits until every rank has this batch or some rank's data has ended before it.
+        """Waits until either all ranks have this batch, or a rank's data has ended before it.
 
-        Returns whether every rank has it.
+        Returns whether all ranks have the batch.
         """
         answer = self._ask(job, m.BatchWanted(job.number, stream, index))
         assert isinstance(answer, m.BatchGranted)
         return answer.more
 
     def run_on_all_ranks(self, job: JobRecord, label: str, work: Callable[[Control], T]) -> T:
-        """Runs `work(control)` on the exchange lanes of all ranks at once.
+        """Runs `work(control)` on the exchange lanes of all ranks at once. Waits for all ranks.
 
         Returns what the work returns and raises what it raises.
         """
@@ -379,20 +395,21 @@ class Driver:
         return collective.result()
 
     def _ask(self, job: JobRecord, event: m.Event) -> m.Instruction:
-        """Posts a job's event and waits for the answer.
+        """Posts an event of a job's thread, and waits for the interleaver's answer.
 
         Raises:
-            Stopped: The job has ended without an error.
-            JobError, ExchangeError: The job has ended with this error.
+            Stopped: The job was stopped, without an error.
+            JobError, ExchangeError: The job has failed with this error.
         """
         self.post(event)
-        # In a broken run, `fail` has queued an answer, but an earlier call may have taken it
-        # already.
+        # If the run broke, each job has been sent one last answer, but an earlier call may have
+        # taken it from the queue already. So don't wait for an answer.
         answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
-        # A function that catches every exception would keep calling forever, and `Runner.run` would
-        # wait for its thread. So abandon the thread after a number of refusals.
+        # If the job's function catches every exception, it keeps calling its step, gets the same
+        # exception again, and never ends. `Runner.run` would wait for its thread forever. So after
+        # a certain number of such calls, we abandon the thread.
         job.refusals += 1
         if job.refusals > MAX_REFUSALS:
             job.abandon()
@@ -401,40 +418,40 @@ class Driver:
         raise Stopped
 
     def resumed(self, job: JobRecord, step: int) -> None:
-        """Makes the job's spans and errors count from `step`, the steps made by an earlier run."""
+        """Sets how many steps an earlier run has made, so spans and errors count from there."""
         self.post(m.StepsRestored(job.number, step))
 
     def excuse_start(self, job: JobRecord, *, late: bool = False) -> None:
-        """At a joint start, lets the other jobs begin without this one. Doesn't wait.
+        """Lets the other jobs begin without this one at a joint start. Doesn't wait.
 
-        `late` says that the job takes too long.
+        With `late`, that's because the job takes too long.
         """
         if not job.excused:
             job.excused = True
             self.post(m.StartExcused(job.number, late))
 
     def first_step_made(self, job: JobRecord) -> None:
-        """Records that the job has made its first step without the lanes."""
+        """Records that the job has made its first step without using the lanes."""
         self.post(m.FirstStepMade(job.number))
 
     def job_returned(self, job: JobRecord) -> None:
-        """Records that the job's function returned."""
+        """Records that the job's function has returned."""
         self.post(m.JobReturned(job.number))
 
     def job_raised(self, job: JobRecord, error: BaseException, where: str) -> None:
-        """Records that the job's function or its data raised."""
+        """Records that the job's function, or the iterator of its data, has raised an exception."""
         if job.status is None and job.cause is None:
             job.cause = error
         self.post(m.JobRaised(job.number, f"{where}: {describe(error)}"))
 
     def abandon(self, thread: threading.Thread) -> None:
-        """Lets the run end without waiting for this thread, which won't end."""
+        """Lets the run end without this thread, which would never end."""
         self._abandoned.add(thread)
 
     def release(self, job: JobRecord) -> None:
-        """Drops a job that has ended on all ranks, when its thread ends."""
-        # Take the lock: the thread may continue as soon as `done` is set, even though `_finish`
-        # hasn't returned yet.
+        """Drops a job's record. The job has ended on all ranks, and its thread is ending."""
+        # A job's thread gets here as soon as the job's `done` event is set, perhaps before the
+        # method that sets it has returned. Taking the lock makes the thread wait for that.
         with self._lock:
             if self.router.jobs.pop(job.number, None) is not None:
                 job.thread = None  # the job's context keeps the record alive
@@ -442,21 +459,21 @@ class Driver:
     # For lanes.
 
     def announcement(self) -> str:
-        """Returns this rank's announcement of jobs that may join, for all ranks."""
+        """Returns this rank's announcement of pending jobs and texts, for all ranks."""
         with self._lock:
             return self._interleaver.announcement()
 
     def finished(self) -> None:
-        """Ends the run: the exchange lane has carried out its last instruction."""
+        """Ends the run, after the exchange lane has carried out its last instruction."""
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run, because a lane broke and can't serve any job any more.
+        """Ends the run because a lane is broken, so no job can continue.
 
-        If there are other ranks, aborts all of them.
+        If there are other ranks, aborts all ranks.
         """
-        # Take the lock, so that an instruction in progress is carried out completely, and none
-        # after it.
+        # With the lock held, no other thread is in the middle of carrying out instructions, and
+        # none begins to.
         with self._lock:
             if self._fatal is None:
                 if self.world.size > 1:
@@ -464,17 +481,17 @@ class Driver:
                     self.world.abort(f"a lane of the runner broke\n{text}")
                 self.router.break_off(error)
                 self.start_gate.open()
-                # Set this last: a job that reads it without the lock raises the error that its
-                # record has got by now.
+                # Set this field last. A job's thread may read it without the lock, and then raises
+                # the error in the job's record, which must be there by then.
                 self._fatal = error
         self._over.set()
 
 
 @final
 class FlightNotes(Instrument):
-    """Writes job statuses to the event file, so that a post-mortem shows what ran.
+    """Writes job statuses to the event file, so that a post-mortem shows what was running.
 
-    Leaves out the losses, which come on every step.
+    Leaves out losses, because there's one on every step.
     """
 
     def __init__(self, flight: FlightRecorder) -> None:

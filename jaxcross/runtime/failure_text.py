@@ -1,4 +1,4 @@
-"""Turns the ranks' texts about a job that can't continue into one error, identical across ranks."""
+"""Turns the ranks' texts about a job that can't continue into one error, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from jaxcross.program import branch_call_mismatch, signature_mismatch, step_mism
 
 _LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 
-# JAX adds a note with this word to many errors, about how to show JAX's own frames.
+# To many of its errors, JAX adds a note that contains this word. The note explains how to show
+# JAX's own frames, and says nothing about what went wrong.
 _NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"
 
 
 def describe(error: BaseException) -> str:
-    """Returns a text for an exception and its notes that can be embedded in a sentence."""
+    """Returns an exception and its notes as a text that can be part of a sentence."""
     try:
         notes = [note for note in getattr(error, "__notes__", ()) if _NOT_OF_THE_ERROR not in note]
         text = " ".join([clause(str(error)), *(f"({clause(note)})" for note in notes)])
@@ -27,33 +28,34 @@ def describe(error: BaseException) -> str:
 
 
 def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeError:
-    """Returns the error that ends a job.
+    """Returns the error with which a job ends. Identical across ranks.
 
     Args:
         job: The job's name.
-        step: Number of steps that all ranks have committed.
-        texts: Each rank's text, in rank order: a kind (`failed`, `ejected`, `step`, `end`, `batch`,
-            `sync`, or nothing), a line break, and details.
+        step: How many steps all ranks have committed.
+        texts: The ranks' texts, in rank order. Each one consists of a kind (`failed`, `ejected`,
+            `step`, `end`, `batch`, `sync`, or nothing), a line break, and details.
     """
     parts = _parts(texts)
     for how, verb in ((JobStatus.FAILED, "failed"), (JobStatus.EJECTED, "was ejected")):
-        guilty = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]
-        if guilty:
+        responsible = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]
+        if responsible:
             alike: dict[str, list[str]] = {}
-            for rank, body in guilty:
+            for rank, body in responsible:
                 alike.setdefault(clause(body), []).append(str(rank))
             together = f"after step {step}: {ExchangeError.__name__}: "
-            body = guilty[0][1]
+            body = responsible[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
-                # All ranks found, between two steps, that their exchanges or their replicas of a
-                # state differ. A rank's thread that was busy may just not have reported it yet. So
-                # keep the error's type even if some ranks sent nothing.
+                # The ranks have compared their exchanges, or their replicas of a state, between two
+                # steps, and have found a difference. All ranks raise the same `ExchangeError` then.
+                # But if a rank's thread was busy, it may not have reported the error yet, and its
+                # text is empty. It's still the same kind of error, so keep the type.
                 why = body.removeprefix(together)
                 if others:
                     why = (
                         f"{clause(why)} (found on rank "
-                        f"{', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
+                        f"{', '.join(str(rank) for rank, _ in responsible)}; others were busy)"
                     )
                 if not why.startswith(f"Job `{job}`"):
                     why = f"Job `{job}`, step {step + 1}: {why}"
@@ -64,7 +66,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             )
             return JobError(
                 f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the "
-                "last one that all of them committed; other jobs go on."
+                "last one that all of them committed; other jobs continue."
             )
     kinds = {kind for kind, _ in parts}
     heads, signatures = zip(*(body.partition("\n")[::2] for _, body in parts), strict=True)
@@ -96,10 +98,10 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
 
 
 def printing_ranks(texts: Sequence[str]) -> list[int]:
-    """Returns the ranks that print why a job ended.
+    """Returns the ranks that should print why a job has ended.
 
-    Of the ranks that failed alike, only the first prints. If no rank failed, it's the first one
-    that ejected the job, or else rank 0.
+    If several ranks failed for the same reason, only the first of them prints it. If no rank
+    failed, it's the first rank that ejected the job, or else rank 0.
 
     Args:
         texts: As for `explain`.
@@ -112,10 +114,10 @@ def printing_ranks(texts: Sequence[str]) -> list[int]:
     failed = [rank for rank, kind in firsts if kind == JobStatus.FAILED]
     if failed:
         return failed
-    # One rank is enough here, because the error names all ranks that ejected the job.
+    # A single rank is enough, because the error names all ranks that ejected the job.
     return [rank for rank, kind in firsts if kind == JobStatus.EJECTED][:1] or [0]
 
 
 def _parts(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Splits each rank's text into its kind and its details."""
+    """Splits each text into its kind and its details."""
     return [(kind, body) for kind, _, body in (text.partition("\n") for text in texts)]

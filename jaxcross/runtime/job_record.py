@@ -1,4 +1,4 @@
-"""The driver's records of a job and of one call of its step."""
+"""What the driver stores about a job, and about one call of the job's step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ if TYPE_CHECKING:
     from jaxcross.program import Execution
 
 RestoreMode = Literal["check", "broadcast", "local"]
-"""How the ranks' values of a job's initial state are turned into one."""
+"""What happens to the ranks' initial states of a job.
+
+With `check`, they're compared. With `broadcast`, all ranks take rank 0's values. With `local`, each
+rank keeps its own.
+"""
 
 
 class Stopped(BaseException):
-    """Unwinds a job's function after a request to stop. Never leaves the job's thread."""
+    """Unwinds the stack of a job's function after a stop. Never leaves the job's thread."""
 
 
 @final
 class StepCall:
-    """One call of a step on this rank, with timestamps from the lanes.
+    """One call of a step on this rank, with timestamps that the lanes have recorded.
 
     Attributes:
         name: The job's name.
-        number: The call's number among the job's calls.
+        number: The call's number, counting all calls of the job.
         graph: The step's segments.
-        execution: The call's values.
+        execution: Holds the call's values and runs its segments.
         called_ns: When the job made the call.
-        in_step: Whether the call is a step of the job.
+        in_step: Whether the call is one of the job's steps.
         ends_ns: For each finished segment, when its outputs were available.
     """
 
@@ -68,46 +72,49 @@ class StepCall:
     def ready_ns(self, segment: int, start_ns: int) -> int:
         """Returns when the inputs of a segment that began at `start_ns` were available.
 
-        The lane that ran a producer may not have recorded its end yet. Then we take `start_ns`
-        instead, which is at most a thread's delay later than that end.
+        The segment that produces one of the inputs may not have recorded its end yet, because it
+        runs in a different lane's thread. In this case, we use the start of the reading segment
+        instead. It's later than the real end by no more than that thread's delay.
         """
         ends = (self.ends_ns.get(n, start_ns) for n in self.graph.needs[segment])
         return min(max(ends, default=self.called_ns), start_ns)
 
 
-MAX_REFUSALS = 100  # how many errors a finished job's function may catch
+MAX_REFUSALS = 100  # how often a finished job's function may catch the error and call again
 
 
 @final
 class JobRecord:
-    """What the driver stores about one job.
+    """Everything that the driver stores about one job.
 
     Attributes:
         number: The job's number in the interleaver, or -1 until it has joined.
         name: The job's name.
-        make_thread: Makes the thread that runs the job's function.
-        thread: That thread, from its start to its end.
-        answers: The interleaver's answers to the job's thread.
-        call: The call of a step in progress, if any.
-        calls: Number of calls so far.
-        collective: The work that the exchange lanes of all ranks have to run for the job.
-        cause: The first exception on this rank that made the job fail.
-        error: The error that ended the job, if any.
-        prints_error: Whether this rank prints why the job failed, which only the first rank with
-            this cause does.
-        status: How the job ended, or None until then.
+        make_thread: Creates the thread that runs the job's function.
+        thread: That thread while it's running, otherwise None.
+        answers: A queue with the interleaver's answers for the job's thread.
+        call: The job's call that is in progress, or None.
+        calls: How many calls the job has made.
+        collective: The function that the job has requested to run on the exchange lanes of all
+            ranks.
+        cause: The first exception on this rank that caused the job to fail.
+        error: The error with which the job has ended, or None.
+        prints_error: Whether this rank prints why the job failed. If several ranks failed for the
+            same reason, only the first one does.
+        status: How the job has ended, or None if it hasn't.
         done: Set once the job has ended on all ranks. From then on, `status`, `error` and
             `prints_error` don't change.
         paused: Whether the job is paused on all ranks.
-        is_only_job: Whether the run had never had another job, as of the latest `run_on_all_ranks`.
+        is_only_job: Whether no other job had ever been part of the run at the time of the latest
+            `run_on_all_ranks`.
         skipped: Committed steps that left the state unchanged.
-        preparing: Above 0 while the job's thread traces or compiles a step.
+        preparing: Greater than 0 while the job's thread is tracing or compiling a step.
         excused: Whether this rank has excused the job from a joint start.
-        refusals: How many errors the job's function got because the job has ended.
-        on_end: Called with the final status, and with whether a stop was requested for this job in
-            particular. Must not wait.
-        on_pause: Called with whether the job is paused now. Must not wait.
-        abandon: Called to leave the job's thread behind. Never returns.
+        refusals: How many calls of the job's function have raised because the job has ended.
+        on_end: Called with the final status, and with whether somebody has requested a stop of this
+            job in particular. Must not wait.
+        on_pause: Called when the job is paused (True) or resumed (False). Must not wait.
+        abandon: Called in the job's thread to give up on it. Never returns.
     """
 
     def __init__(
@@ -141,9 +148,9 @@ class JobRecord:
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks and thereby the references to the job's `JobEngine`."""
+        """Drops the callbacks, which refer to the job's `JobEngine` and would keep it alive."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 
 def _ignore(*_: object) -> None:
-    """Stands in for callbacks of the job's `JobEngine`."""
+    """Does nothing, in place of a callback of the job's `JobEngine`."""

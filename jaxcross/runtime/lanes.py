@@ -1,7 +1,29 @@
-"""The lanes' threads. Each one does one thing at a time and reports it to the driver; none decides.
+"""The threads that run the two lanes.
 
-A thread drops its references to a step before it reports that the step is done. The report may end
-the job, and whoever waits for the job then relies on the step's memory being free.
+A rank's work is divided between two lanes. The compute lane dispatches computation to the device,
+and the exchange lane makes exchanges, votes and everything else in which all ranks take part. What
+each lane does next isn't decided here: the interleaver decides it, the driver queues the resulting
+instructions, and each thread carries out its own queue, one instruction after the other, and posts
+an event for each. So these threads contain no policy, and the only state that they share is the
+times in `StepCall.ends_ns`.
+
+There are three threads:
+
+- The *compute* thread dispatches segments. XLA runs them asynchronously, so this thread never waits
+  for the device. It can therefore queue the next segment while the previous one is still running.
+- The *compute-wait* thread waits for the same segments in the same order. It's separate because a
+  thread that waits can't dispatch. We need to know when a segment ends, because the interleaver
+  charges the job for the time, and because most errors of a computation are only reported at that
+  point.
+- The *exchange* thread makes the exchanges. An exchange blocks its thread until all ranks have
+  arrived. In the compute thread, it would delay the dispatch of computation that could run
+  meanwhile. A second exchange thread would hardly help: a single exchange already fills 99% of what
+  plain TCP carries at 500 Mbit/s (see the page "One order, the vote, and the commit").
+
+There's one rule that all of these threads have to follow: before a thread reports that a step is
+done, it drops its own references to the step (`del item, call`). The report may end the job, and
+whoever waits for that end expects the memory of the job's steps to be free. A reference in a local
+variable would keep it alive until the thread's next instruction, which may come much later.
 """
 
 from __future__ import annotations
@@ -26,22 +48,23 @@ _LONGEST_BACKOFF_S = 0.05
 
 
 def backoff_s(level: int) -> float:
-    """Returns how long an exchange lane with nothing to report waits before its next vote.
+    """Returns how long the exchange lane waits before a vote if it has nothing to report.
 
-    It decides only when the lane votes, never what, so ranks may wait for different times.
+    The wait only affects when this rank votes. What is decided doesn't depend on it, so it may
+    differ between ranks.
     """
     return min(_FIRST_BACKOFF_S * 2**level, _LONGEST_BACKOFF_S)
 
 
 class LaneThread(threading.Thread):
-    """A thread of a runner. While one of these is alive, a run is in progress in this process.
+    """A thread of a runner. As long as one of these is alive, a run is in progress in this process.
 
     Args:
         name: The thread's name, without the prefix `jaxcross-`.
         work: The function that the thread runs.
-        living: A set that contains the thread from its start to its end.
-        driver: Its `fail` gets any exception that `work` raises. None for a thread that handles its
-            own exceptions.
+        living: A set that contains the thread as long as it's alive.
+        driver: If `work` raises, this driver's `fail` is called with the exception. None if `work`
+            handles all exceptions itself.
     """
 
     def __init__(
@@ -57,8 +80,8 @@ class LaneThread(threading.Thread):
         self._driver = driver
 
     def start(self) -> None:
-        # Add this thread before it starts, because a thread that it starts itself must find it
-        # there.
+        # Add this thread before it starts. It may itself start another thread right away, which
+        # must find the set complete.
         self.living.add(self)
         try:
             super().start()
@@ -70,7 +93,8 @@ class LaneThread(threading.Thread):
         try:
             self._work()
         except BaseException as error:
-            # A lane must not end silently: jobs and other ranks would wait for it forever.
+            # If a lane's thread just ended, this rank's jobs and the other ranks would wait for it
+            # forever. So report the exception to the driver, which ends the run.
             if self._driver is None:
                 raise
             self._driver.fail(error)
@@ -80,10 +104,11 @@ class LaneThread(threading.Thread):
 
 @final
 class ComputeLane:
-    """Dispatches compute segments in the interleaver's order.
+    """The compute lane: dispatches segments to the device, in the interleaver's order.
 
-    A second thread waits for the segments to finish, in the same order, so that a segment's span
-    begins when the device became free for it.
+    A second thread waits for the segments in the same order. The device runs them in this order as
+    well, so the end of one segment is the earliest time at which the next one can have begun, and
+    the spans show when the device really worked on each of them.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -101,7 +126,7 @@ class ComputeLane:
             thread.start()
 
     def close(self) -> None:
-        """Ends both threads once all queued segments are done. Waits."""
+        """Ends both threads after all queued segments have finished. Waits for that."""
         self._todo.put(None)
         for thread in self._threads:
             thread.join()
@@ -114,7 +139,7 @@ class ComputeLane:
         while (item := self._todo.get()) is not None:
             d, call = item
             dispatched_ns = driver.clock_ns()
-            # This activity stays open until the device has finished the segment, so that a
+            # Keep this activity open until the device has finished the segment, so that a
             # post-mortem shows which segments were in flight.
             token = driver.world.flight.begin(
                 Activity.now("compute", job=call.name, step=d.step, segment=d.segment)
@@ -122,26 +147,29 @@ class ComputeLane:
             event: m.Event
             try:
                 call.execution.run(d.segment)
-            # If a segment can't be dispatched, only its job fails. The lane continues.
+            # If a segment can't be dispatched, that's a failure of its job. The lane continues with
+            # the other jobs' segments.
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
                 event = driver.router.segment_failed(d, call, error)
             else:
-                # Queue this before posting, so that the wait thread gets the segments in the order
-                # of their dispatch.
+                # Pass the segment to the waiting thread before posting the event, because this
+                # thread must have dropped its reference to the call by then.
                 self._on_device.put((d, call, dispatched_ns, token))
                 event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call
             driver.post(event)
-        # This is the last item in the queue, so the wait thread ends after all dispatched segments.
+        # This comes after all dispatched segments in the queue, so the other thread ends after
+        # them.
         self._on_device.put(None)
 
     def _wait_for_all(self) -> None:
         driver = self._driver
-        free_ns = 0  # when the device finished the previous segment
+        free_ns = 0  # the time at which the device finished the previous segment
         while (item := self._on_device.get()) is not None:
             d, call, dispatched_ns, token = item
-            # XLA reports most errors of a computation here rather than at dispatch.
+            # XLA reports most errors of a computation here rather than at dispatch, because it
+            # computes asynchronously.
             try:
                 call.execution.wait_outputs(d.segment)
             except Exception as error:
@@ -152,13 +180,14 @@ class ComputeLane:
                 continue
             driver.world.flight.end(token)
             end_ns = driver.clock_ns()
-            # The exchange lane reads this without a lock, for `ready_ns`; see `StepCall.ready_ns`.
+            # The exchange lane's thread may be reading this at the same time, without a lock.
+            # That's harmless; see `StepCall.ready_ns`.
             call.ends_ns[d.segment] = end_ns
-            # Dispatch is asynchronous: a segment that was dispatched early had to wait until the
-            # device was free.
+            # A segment that was dispatched early had to wait until the device was free, so it began
+            # at the later of the two times.
             start_ns = max(dispatched_ns, free_ns)
-            # Do this before posting, because a thread that receives the completion may end the run
-            # and then read the spans.
+            # Report the span before posting the event. The event may end the run, and then another
+            # thread may read the collected spans right away.
             driver.listeners.span(
                 Span(
                     rank=driver.world.rank,
@@ -181,16 +210,16 @@ class ComputeLane:
 
 @final
 class ExchangeLane:
-    """Runs exchanges, votes and the jobs' collective calls, one at a time.
+    """The exchange lane: runs exchanges, votes and the jobs' collective calls, one at a time.
 
-    Their order is identical across ranks.
+    All ranks do this in the same order.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
-        self._arrived = threading.Event()  # set whenever an item has been queued
-        self._pause = threading.Event()  # never set; used for waits that aren't a plain sleep
+        self._arrived = threading.Event()  # set whenever an item is queued
+        self._pause = threading.Event()  # never set; for waiting without `time.sleep`
         self._thread = LaneThread(
             "exchange", self._work, driver.world.exchange_owner.lane_threads, driver
         )
@@ -199,12 +228,12 @@ class ExchangeLane:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, unless `Finish` has already done so. Waits."""
+        """Ends the thread, unless a `Finish` has already ended it. Waits for that."""
         self._put(None)
         self._thread.join()
 
     def put(self, instruction: m.Instruction, call: StepCall | None) -> None:
-        """Queues an instruction, together with its call of a step, if it has one."""
+        """Queues an instruction. `call` is the call of a step that it belongs to, if any."""
         self._put((instruction, call))
 
     def _put(self, item: tuple[m.Instruction, StepCall | None] | None) -> None:
@@ -215,15 +244,16 @@ class ExchangeLane:
         """Returns the next instruction, or None if the lane has to end.
 
         Raises:
-            Empty: No instruction arrived within `backoff` seconds. Sometimes raised earlier, which
-                only means that this rank votes earlier.
+            Empty: No instruction arrived within `backoff` seconds. This is sometimes raised too
+                early, which only makes this rank vote earlier.
         """
-        # We don't pass the timeout to the queue, because up to Python 3.12,
-        # `SimpleQueue.get(timeout=...)` can block forever. It computes the remaining timeout in a
-        # loop. If the kernel suspends this thread for too long, the remaining timeout becomes
-        # negative, and CPython then waits without any timeout. We saw this on a busy machine, where
-        # backoffs are 2 to 50 ms: one rank never cast its vote, so the run hung until the watchdog
-        # terminated it.
+        # We can't pass the timeout to the queue, because up to Python 3.12,
+        # `SimpleQueue.get(timeout=...)` may block forever. It computes the remaining time in a
+        # loop, and if the kernel suspends this thread for long enough, the remaining time becomes
+        # negative. CPython then waits without a timeout. This has happened on a busy machine,
+        # because our backoffs are only 2 to 50 ms: one rank never cast its vote, and the run hung
+        # until the watchdog terminated it. So we wait for an event instead, and read the queue
+        # without waiting.
         if backoff is None:
             return self._todo.get()
         self._arrived.clear()
@@ -232,16 +262,17 @@ class ExchangeLane:
         return self._todo.get(block=False)
 
     def _work(self) -> None:
-        # With short time slices, the kernel wakes this thread soon after a message arrives, even
-        # while XLA's threads are computing.
+        # XLA's threads use all cores while they compute. With short time slices, the exchange
+        # thread still gets to run soon after a message has arrived.
         ask_for_short_slices()
         backoff = None
         while True:
             try:
                 item = self._next(backoff)
             except Empty:
-                # No instruction arrived in time, so this rank votes although it has nothing to
-                # report.
+                # The backoff is over and no instruction has replaced it. So this rank votes
+                # although it has nothing to report, because other ranks may be waiting in the vote
+                # already.
                 backoff = None
                 self._driver.post(m.BackoffElapsed())
                 continue
@@ -252,12 +283,13 @@ class ExchangeLane:
             backoff = None  # an instruction that arrives during a backoff replaces it
             match instruction:
                 case m.Finish():
-                    # No rank communicates after this, because all ranks finish in the same slot.
+                    # All ranks finish in the same slot, so no rank communicates after this.
                     self._driver.finished()
                     return
                 case m.Backoff(level):
-                    # There's nothing to do, and voting immediately would only spin. Any instruction
-                    # ends this wait early.
+                    # This rank has nothing to report at the moment, so voting right away would only
+                    # keep a core and the network busy. If something happens during the wait, the
+                    # resulting instruction ends it early.
                     backoff = backoff_s(level)
                     continue
                 case m.RunExchange():
@@ -273,14 +305,16 @@ class ExchangeLane:
         execution = call.execution
         segment = x.segment
         zero = x.zero
-        # Wait for the inputs before the watch begins: a rank whose own computation takes long isn't
-        # waiting for other ranks.
+        # The inputs may not be computed yet. Wait for them before the monitor starts: if a rank's
+        # own computation takes long, that rank isn't waiting for other ranks, and its watchdog must
+        # not report them.
         if not zero:
             try:
                 execution.wait_inputs(segment)
             except Exception as error:
-                # This rank has failed, but the other ranks will enter the exchange. So take part
-                # with zeros, and report the failure in the vote.
+                # The job has failed on this rank, but the other ranks don't know that yet and will
+                # enter this exchange, where they'd wait for this rank forever. So take part with
+                # zeros. The failure is reported in the next vote, and the results aren't used.
                 driver.post(driver.router.segment_failed(x, call, error))
                 zero = True
         if zero:
@@ -290,7 +324,8 @@ class ExchangeLane:
         with driver.world.monitor(job=call.name, step=x.step, segment=segment, what="exchange"):
             execution.run(segment)
             execution.wait_outputs(segment)
-        # Do this after the watch: the emulated link's delay isn't a wait for other ranks either.
+        # The delay of the emulated link comes after the monitor has ended, because it isn't a wait
+        # for other ranks, either.
         label = self._hold(start_ns, nbytes)
         end_ns = driver.clock_ns()
         call.ends_ns[segment] = end_ns
@@ -312,22 +347,23 @@ class ExchangeLane:
             )
         )
         finite = True
-        if not zero:  # after a failure, this rank's own results mean nothing
+        if not zero:  # otherwise the results on this rank are meaningless
             finite = self._check_results(x, call)
         return m.ExchangeDone(x.job, segment, finite)
 
     def _check_results(self, x: m.RunExchange, call: StepCall) -> bool:
-        """Posts a failure if ranks took different branches or exchanged values aren't finite.
+        """Posts a failure if the ranks took different branches or if values aren't finite.
 
         Returns:
-            Whether the step may change the state, as far as `nonfinite="skip"` is concerned.
+            False if `nonfinite="skip"` requires that the step leaves the state unchanged.
         """
         driver = self._driver
         execution = call.execution
         mismatch = execution.branch_mismatch(x.segment)
         if mismatch is not None:
             driver.post(driver.router.segment_failed(x, call, ExchangeError(mismatch)))
-        # Check this now, because later segments may overwrite what was exchanged.
+        # Check this now rather than at the end of the step, because later segments may overwrite
+        # the exchanged values.
         found = execution.check_finite(x.segment)
         if found is None:
             return True
@@ -336,9 +372,9 @@ class ExchangeLane:
         return not found.skips
 
     def _communicate(self, instruction: m.Instruction) -> m.Event:
-        """Carries out what needs all ranks but belongs to no step.
+        """Carries out an instruction that needs all ranks but belongs to no step.
 
-        These are votes, comparisons, gatherings and collective calls.
+        That's a vote, a comparison, a gathering or a job's collective call.
         """
         driver = self._driver
         world = self._driver.world
@@ -346,12 +382,12 @@ class ExchangeLane:
         event: m.Event
         job = ""
         match instruction:
-            # The monitor gets no job, because a vote is about all jobs.
+            # A vote is about all jobs, so the monitor gets no job.
             case m.CastVote(ballot):
                 with world.monitor(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
-                # A vote takes the emulated link's latency. We don't delay the messages below,
-                # because they are rarer.
+                # On the emulated link, a vote takes as long as the latency. We don't delay the
+                # other messages below, because they're rarer.
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text, step):
                 job = driver.router.jobs[number].name
@@ -359,14 +395,14 @@ class ExchangeLane:
                 with world.monitor(job=job, step=step, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
             case m.GatherAnnouncements():
-                label = "news"
-                with world.monitor(job="", step=0, segment=-1, what="news of jobs"):
+                label = "announcements"
+                with world.monitor(job="", step=0, segment=-1, what="announcements"):
                     event = m.AnnouncementsGathered(
                         tuple(world.control.allgather_text(driver.announcement()))
                     )
             case m.RunSync(number, step):
-                # An error in the work is the job's rather than the lane's, so it's raised in the
-                # job's thread.
+                # If the work raises, that's an error of the job rather than of the lane. So `run`
+                # keeps the exception, and it's raised in the job's thread.
                 record = driver.router.jobs[number]
                 job = record.name
                 label = ON_ALL_RANKS
@@ -380,14 +416,15 @@ class ExchangeLane:
         return event
 
     def _hold(self, start_ns: int, nbytes: int) -> str:
-        """Makes an exchange or a vote last as long as it would on the emulated link.
+        """Waits until an exchange or a vote has taken as long as it would on the emulated link.
 
-        `start_ns` is when it began. Returns the label for its span.
+        It began at `start_ns`. Returns the label for its span, which is empty if there's no such
+        link.
         """
         driver = self._driver
         if driver.link is None:
             return ""
-        # The real exchange has already taken part of that time.
+        # The real exchange has already taken some of this time.
         rest_s = driver.link.seconds(nbytes) - (driver.clock_ns() - start_ns) / 1e9
         if rest_s > 0:
             self._pause.wait(rest_s)

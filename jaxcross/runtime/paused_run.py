@@ -1,6 +1,7 @@
-"""Handles a run in which all remaining jobs are paused.
+"""Handles the case that all unfinished jobs of a run are paused.
 
-Rank 0 logs a warning, and the run ends if nobody can resume the jobs.
+If all unfinished jobs are paused, rank 0 logs a warning. If nothing on any rank can resume one of
+them any more, the run ends, because it would otherwise wait forever.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ from jaxcross.errors import JobError, quoted
 
 _log = logging.getLogger("jaxcross")
 
-_SAID_AFTER_S = 3.0  # all jobs may be paused just for a moment
-_MARK = "nobody resumes"  # not JSON, unlike the texts of submitted jobs
+_WARN_AFTER_S = 3.0  # no warning if all jobs are paused just for a moment
+_MARK = "nobody resumes"  # can't be mistaken for a submitted job, whose text is JSON
 
 
 @final
 class PausedRun:
-    """Finds out whether anybody on any rank can still resume the jobs.
+    """Finds out whether anything on any rank can still resume a job.
 
-    A paused job's own thread waits in a step, so only another thread or a signal handler can call
-    `resume`. A rank that has neither reports so in a text, which reaches all ranks between the same
-    two slots. The run ends once every rank has reported this since the last time a job joined,
-    paused or resumed. It's safe to end it then, because whoever could still start a thread that
-    resumes would have to be running already.
+    A paused job can't resume itself, because its thread waits in a step. So only another thread of
+    the script or a signal handler can call `resume`. If a rank has neither, it submits a text that
+    says so, and all ranks receive this text between the same two slots. The run ends once all ranks
+    have submitted such a text, and no job has joined, paused or resumed meanwhile. Could a rank
+    start a new thread later, which resumes a job? It can't: the code that starts this thread would
+    have to be running already, in a thread that would have been noticed.
 
     Args:
         rank: This rank.
         ranks: Number of ranks.
 
     Attributes:
-        changes: How many times a job has joined, paused or resumed. Between the same two slots,
-            it's identical across ranks.
-        is_over: Whether the run ends because nobody can resume its jobs. Between the same two
-            slots, it's identical across ranks.
+        changes: How many times a job has joined, been paused, or been resumed. All ranks have the
+            same number between the same two slots.
+        is_over: Whether the run ends because nothing can resume its jobs. All ranks have the same
+            value between the same two slots.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -46,19 +48,22 @@ class PausedRun:
         self.changes = 0
         self.is_over = False
         self._since: tuple[int, float] | None = None
-        # The value of `changes` when this rank last logged the warning, and when it last reported.
-        self._said = self._voted = -1
+        # The values of `changes` when this rank last logged the warning, and when it last submitted
+        # its text.
+        self._warned = -1
+        self._submitted = -1
         self._without: set[tuple[int, int]] = set()
         self._ends = False
 
     def look(self, now_s: float, paused: Sequence[str]) -> str | None:
-        """Looks at the paused jobs and returns a text for all ranks if nobody here can resume them.
+        """Returns a text for all ranks if nothing on this rank can resume the paused jobs, or None.
 
-        Called a few times per second.
+        This is called a few times per second.
 
         Args:
             now_s: The current time.
-            paused: All remaining jobs if they are paused and wait on this rank, otherwise nothing.
+            paused: The unfinished jobs, if all of them are paused and their threads wait on this
+                rank. Otherwise empty.
         """
         if not paused:
             self._since = None
@@ -68,23 +73,23 @@ class PausedRun:
             return None
         if (
             self._rank == 0
-            and self._said != self.changes
-            and now_s - self._since[1] >= _SAID_AFTER_S
+            and self._warned != self.changes
+            and now_s - self._since[1] >= _WARN_AFTER_S
         ):
-            self._said = self.changes
+            self._warned = self.changes
             _log.warning(
-                "All jobs that are left are paused: %s. The run waits for `resume()`.",
+                "All remaining jobs are paused: %s. The run waits for `resume()`.",
                 _named(paused),
             )
-        if self._voted == self.changes or can_resume():
+        if self._submitted == self.changes or can_resume():
             return None
-        self._voted = self.changes
+        self._submitted = self.changes
         return f"{_MARK} {self.changes} {self._rank}"
 
     def take(self, text: str) -> bool:
         """Processes a text that was delivered on all ranks in the same order.
 
-        Returns whether it was one of `look`'s texts.
+        Returns whether the text came from `look`.
         """
         if not text.startswith(_MARK):
             return False
@@ -94,21 +99,22 @@ class PausedRun:
                 (changes, rank),
                 *(each for each in self._without if each[0] == changes),
             }
-            self.is_over = self._ends = len(self._without) == self._ranks
+            self.is_over = len(self._without) == self._ranks
+            self._ends = self.is_over
         return True
 
     def take_end(self) -> bool:
-        """Returns True, once, if the run has to stop."""
+        """Returns True if the run has to stop. Does so only once."""
         ends = self._ends
         self._ends = False
         return ends
 
 
 def can_resume() -> bool:
-    """Whether anything in this process besides jaxcross may call `job.resume`.
+    """Whether the script may still call `job.resume` in this process.
 
-    That's any other thread, or a signal handler for a signal other than SIGINT and SIGTERM. The
-    calling thread doesn't count.
+    It can do so from any thread that isn't one of ours, or from a handler for a signal other than
+    SIGINT and SIGTERM. The calling thread doesn't count, because it's waiting for the run.
     """
     if any(
         callable(signal.getsignal(number))
@@ -123,12 +129,12 @@ def can_resume() -> bool:
 
 
 def nobody_resumes(jobs: Sequence[str]) -> JobError:
-    """Returns the error of a run that ended because nobody could resume these jobs.
+    """Returns the error for a run that has ended because nothing could resume these jobs.
 
     Identical across ranks.
     """
     return JobError(
-        f"All jobs that were left are paused ({_named(jobs)}), and no rank has a thread or a "
+        f"All remaining jobs are paused ({_named(jobs)}), and no rank has a thread or a "
         "signal handler that could call `resume()`: the run has ended. Resume a job from one that "
         "is not paused, or from a thread that you start before `run()`. With checkpoints, these "
         "jobs stay paused in the next run."

@@ -1,4 +1,4 @@
-"""Passes each instruction to the thread that carries it out, and holds the jobs they refer to."""
+"""Passes each instruction to the thread that carries it out, and stores the jobs by number."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _log = logging.getLogger("jaxcross")
 
 @final
 class Router:
-    """The jobs and lanes of a run.
+    """Knows the jobs and the lanes of a run, and passes instructions to them.
 
-    Instructions arrive under the driver's lock, in the interleaver's order.
+    It's called with the driver's lock held, in the order of the interleaver's instructions.
 
     Args:
         records: The run's initial jobs, in the order of their numbers.
-        compute: Queues a segment on the compute lane.
-        exchange: Queues an instruction on the exchange lane, together with its call if it's an
-            exchange.
+        compute: Puts a segment into the compute lane's queue.
+        exchange: Puts an instruction into the exchange lane's queue. If it's an exchange, its call
+            is the second argument.
         listeners: Receive all notes.
         rank: This rank.
         ranks: Number of ranks.
 
     Attributes:
-        jobs: Jobs that have joined and whose threads haven't ended, by their number in the
-            interleaver.
-        joining: Jobs that were added but haven't joined, by name.
-        threads: Job threads. Some may have ended.
-        paused_run: Ends the run if its jobs would stay paused forever.
-        texts: Texts to deliver once the lock is released.
-        left_out: After the run, the names of the jobs that were added here but never joined.
+        jobs: The jobs that have joined and whose threads haven't ended, by the interleaver's
+            number.
+        joining: The jobs that were added but haven't joined yet, by name.
+        threads: The jobs' threads. Some of them may have ended.
+        paused_run: Ends the run if all of its jobs would stay paused forever.
+        texts: Texts that the driver has to deliver once it has released the lock.
+        left_out: After the run, the names of jobs that were added on this rank but never joined.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Router:
         self._rank = rank
 
     def route(self, instruction: m.Instruction) -> None:
-        """Passes on an instruction. Never waits for work."""
+        """Passes an instruction to its thread. Never waits."""
         match instruction:
             case m.Dispatch(number, call, _, _):
                 self._compute(instruction, self._call(number, call))
@@ -107,14 +107,15 @@ class Router:
                 self.paused_run.changes += 1
                 job.on_pause(paused)
                 self._listeners.note(
-                    job=job.name, kind="status", value="paused" if paused else "goes on"
+                    job=job.name, kind="status", value="paused" if paused else "resumed"
                 )
             case m.JobAtStart(number, arrival, awaited):
                 name = self.jobs[number].name
                 text = note_at_start(arrival, [self.jobs[n].name for n in awaited])
                 self._listeners.note(job=name, kind="status", value=text)
-                # Warn here, where all ranks have the outcome: the rank on which the job was late
-                # can be any rank, and there can be several.
+                # Log the warning here, where all ranks know about the late job, so rank 0 can do
+                # it. The job may have been late on any rank, and on several of them, so a warning
+                # from the ranks themselves could be printed several times.
                 if arrival == "late" and self._rank == 0:
                     _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
@@ -134,21 +135,22 @@ class Router:
             job.error.__cause__ = job.cause
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
-        # Do this before setting `done`. After that, the job's thread may write its own last note,
-        # and no other note may follow that one. The job itself notes a normal end, after its last
-        # metrics.
+        # Write this note before setting the `done` event. The job's thread may write the job's
+        # final note as soon as the event is set, and no other note may come after that one. If the
+        # job has ended normally, its thread writes the status itself, after the last metrics.
         if end.status != JobStatus.ENDED:
             self._listeners.note(
                 job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
             )
-        # Set this last, because the job's thread and `Runner.run` read the other fields as soon as
-        # it's set.
+        # Set this last. The job's thread and `Runner.run` wait for it, and then read the other
+        # fields.
         job.done.set()
         if job.thread is None:
             del self.jobs[job.number]
 
     def _call(self, number: int, call_number: int) -> StepCall:
-        # Each instruction names its call, so that a late one can't touch the next call's values.
+        # An instruction that's late might belong to an earlier call, and must not touch the values
+        # of the current one. So each instruction has the number of its call.
         job = self.jobs[number]
         if job.call is None or job.call.number != call_number:
             raise InternalError(f"job `{job.name}` has no call {call_number}")
@@ -162,12 +164,13 @@ class Router:
         *,
         ejects: bool = False,
     ) -> m.SegmentFailed:
-        """Returns the event for a segment that raised.
+        """Returns the event for a segment that raised an exception.
 
-        The job gets the error only once all ranks agree on the outcome.
+        When a segment fails, the job's function doesn't get the exception immediately. It gets an
+        error once all ranks have agreed on how the job ends.
         """
         segment = instruction.segment
-        # None if the job has already ended because of another failure.
+        # The job may have ended already, because of another failure.
         job = self.jobs.get(instruction.job)
         if job is not None and job.cause is None:
             job.cause = error
@@ -184,11 +187,11 @@ class Router:
         )
 
     def break_off(self, error: BaseException) -> None:
-        """Ends all jobs, because the run broke."""
+        """Ends all jobs on this rank, because the run is broken."""
         for job in (*self.jobs.values(), *self.joining.values()):
             if job.status is None:
                 job.status = JobStatus.FAILED
-                job.error = JobError(f"Job `{job.name}` cannot go on: the run broke.")
+                job.error = JobError(f"Job `{job.name}` cannot continue, because the run broke.")
                 job.error.__cause__ = error
             job.answers.put(m.Raised(job.number))
             job.done.set()

@@ -1,7 +1,8 @@
-"""A watch over the jobs' waits between their steps.
+"""Detects jobs that are stuck between two steps.
 
-During such a wait no exchange is blocked: the ranks just vote again and again without a result. So
-nothing else would notice the stall.
+While a job waits between two steps, e.g. for a batch or for the other ranks to call the step, no
+exchange is blocked, so the monitors of the exchanges don't notice anything. The ranks just keep
+voting, without a result. So we have to monitor these waits separately.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class JobWaits:
-    """Passes each job wait that is seen twice in a row to the watchdog.
+    """Monitors each job's wait between two steps, if it lasts.
 
-    A job waits either for something that all ranks do together (a batch, a call of the step, its
-    end), and thus for every rank that hasn't arrived, or for something local to its rank, e.g. its
-    data. Both waits may last forever. If a rank is in a local wait, or was a short while ago, the
-    others don't blame it, because its own watchdog measures that wait.
+    A job's thread may wait for something that all ranks have to do together (take a batch, call the
+    step, end the job). Then it waits for every rank that isn't there yet. Or it waits for something
+    local to its rank, such as its own data. Both kinds of waits may last forever, so both are
+    monitored. While a rank is in a local wait, and for a short while after that, other ranks don't
+    report it as missing, because its own watchdog is already measuring that wait.
 
     Args:
         world: Provides the watchdog.
@@ -36,7 +38,7 @@ class JobWaits:
         self._watched: dict[str, Monitor] = {}
 
     def look(self, waits: Mapping[str, Wait]) -> None:
-        """Takes the waits that jobs are in now, by job name. Neither waits nor communicates.
+        """Starts, continues and ends monitors, given the jobs' current waits by name. Never waits.
 
         Called a few times per second.
         """
@@ -45,8 +47,8 @@ class JobWaits:
         same = {
             job for job, wait in waits.items() if job in before and before[job].point == wait.point
         }
-        # Watch a wait only if two calls in a row find the job at the same point. Most waits have
-        # ended by the second call.
+        # Monitor a job's wait only if it's still in progress on the second call. Most waits are
+        # over by then, so monitoring all of them would mostly be wasted work.
         for job in self._watched.keys() - same:
             self._watched.pop(job).__exit__(None, None, None)
         for job in same:
@@ -71,9 +73,9 @@ class JobWaits:
 
 
 def after_run(world: World, what: str, *, job: str = "", step: int = 0) -> Monitor:
-    """Returns the watch over a wait for all ranks at the end of a run.
+    """Returns the monitor for a wait for all ranks at the end of a run.
 
-    A rank that is in a local wait isn't blamed for being late.
+    A rank that's in a local wait isn't reported as missing.
     """
     others = [rank for rank in range(world.size) if rank != world.rank]
     waiting_for = partial(missing_ranks, job, what, others, excuse_local=True)
@@ -81,19 +83,19 @@ def after_run(world: World, what: str, *, job: str = "", step: int = 0) -> Monit
 
 
 def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-    """Returns the other ranks that a job waits for, each with the reason.
+    """Returns the other ranks for which a job waits, each with the reason.
 
     Args:
         job: The job's name.
-        what: The event that the job waits for.
-        answers: Every other rank's status, or None if it sent none.
+        what: What the job waits for.
+        answers: The status of every other rank, or None for ranks that didn't answer.
     """
     found = {}
     for other, status in answers.items():
         if status is not None and not status.may_be_late(job):
             waits = [wait for wait in status.waits if wait.job == job]
             if not waits:
-                found[other] = f"its job {job!r} has not come so far"
+                found[other] = f"its job {job!r} has not reached that point"
             elif all(wait.what != what for wait in waits):
                 found[other] = f"it waits for its {waits[-1].what}"
     return found

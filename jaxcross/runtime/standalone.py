@@ -1,4 +1,4 @@
-"""A step without a runner. If computation can overlap exchanges, they run in a second thread."""
+"""Runs a step without a runner. If exchanges can overlap computation, a second thread runs them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxcross.world import Control, World
 
 
 class StepInFlight(Protocol):
-    """A call whose segments `run_execution` runs.
+    """What `run_execution` needs of a call.
 
-    Implemented by `jaxcross.program.execution.Execution`, and by the trials of
-    `jaxcross.step.timed_trial`, which continue after a failure.
+    Implemented by `jaxcross.program.execution.Execution`. The trials of `jaxcross.step.timed_trial`
+    also implement it, but they continue after a failure.
     """
 
     def run(self, index: int) -> None: ...
@@ -34,21 +34,22 @@ class StepInFlight(Protocol):
 
 @final
 class Standalone:
-    """Hosts one step that is called without a runner.
+    """The host of a step that's called without a runner.
 
     Implements `jaxcross.runtime.step_host.StepHost`.
 
-    Every rank makes these calls in the same order, so they match up without a runner having to
-    agree on one. The step agrees with the other ranks before it requests executables
-    (`jaxcross.step.step`). Several steps may make equal exchanges. So the ranks number the
-    steps in the order in which they agree on them, and compare the numbers again in later calls.
+    Without a runner, every rank must call its steps in the same order, so the calls match up
+    without any agreement about the order. The ranks agree on each step before it requests its
+    executables (see `jaxcross.step.step`). But two steps may make equal exchanges, and then a rank
+    that calls the wrong one of them wouldn't be noticed. So the ranks number their steps in the
+    order in which they agree on them, and compare these numbers again in later calls.
 
     Attributes:
         world: All ranks.
         name: The step's name.
-        calls: How many calls of the step have begun.
-        number: The step's number, counted from 1 and identical across ranks. 0 until the ranks have
-            agreed on the step.
+        calls: How often the step was called.
+        number: The step's number, counted from 1 and identical across ranks, or 0 until the ranks
+            have agreed on the step.
     """
 
     in_run = False
@@ -63,13 +64,13 @@ class Standalone:
 
     @property
     def function(self) -> str:
-        """The step's name and number, as a text that's identical across ranks."""
+        """The step's name and number as a text, which is identical across ranks."""
         return f"`{self.name}`{f' (function {self.number} of the script)' if self.number else ''}"
 
     def agreed(self) -> None:
-        """Numbers the step, unless it has a number already.
+        """Gives the step a number, unless it already has one.
 
-        All ranks call this after they have reached an agreement.
+        All ranks call this after they have agreed on the step.
         """
         if not self.number:
             owner = self.world.exchange_owner
@@ -83,19 +84,19 @@ class Standalone:
         """Does nothing, because nothing is saved without a runner."""
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether the ranks still have to agree, which is true only for a search's candidates."""
+        """Whether the ranks have to agree now. That's only the case for a candidate of a search."""
         return candidate
 
     def agree(self, agreement: Agreement) -> None:
-        """Carries out an agreement. Waits for the other ranks."""
+        """Lets the ranks agree. Waits for the other ranks."""
         agreement.standalone()
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:  # noqa: ARG002
-        """Runs `work(control)` in this thread. The other ranks call it in the same order."""
+        """Runs `work(control)` in this thread. The ranks must make such calls in the same order."""
         return work(self.world.control)
 
     def compiling(self, name: str) -> AbstractContextManager[None]:
-        """Returns a context that the flight recorder shows as compilation."""
+        """Returns a context that the flight recorder records as compilation."""
         return self.world.flight.during("compile", job=name, step=0)
 
     def run(
@@ -106,15 +107,14 @@ class Standalone:
         *,
         compare: Callable[[], None] | None = None,
     ) -> PyTree:
-        """Runs one step. Waits for its exchanges, but not for the computation after them.
+        """Runs one step. Waits for its exchanges, but not for any computation after them.
 
         Args:
             compiled: The executables.
-            leaves: The flat arguments.
+            leaves: The step's arguments, flattened.
             step: See `jaxcross.runtime.step_host.StepHost.run`.
-            compare: Called before the first exchange, because there the ranks would wait for each
-                other anyway. Raises `ExchangeError` on every rank if the ranks call different
-                steps.
+            compare: Called before the first exchange, where the ranks have to wait for each other
+                anyway. Raises `ExchangeError` on every rank if the ranks call different steps.
         """
         ended: dict[int, bool] = {}
         try:
@@ -122,9 +122,10 @@ class Standalone:
                 self.world, compiled, compiled.execution(leaves), self.calls, ended, compare
             )
         except BaseException:
-            # If the failure came halfway through the exchanges, other ranks may be in exchanges
-            # that this rank will never join. If it came before the first exchange, perhaps only
-            # this rank has failed, so the next step begins with an agreement.
+            # If the step failed in the middle of its exchanges, the other ranks may be waiting in
+            # an exchange that this rank won't enter any more, so nothing can be exchanged from now
+            # on. If it failed before the first exchange, the other ranks may be fine, so the next
+            # step has to begin with an agreement.
             due = sum(
                 r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables
             )
@@ -143,20 +144,21 @@ def run_execution(
     ended: dict[int, bool],
     compare: Callable[[], None] | None = None,
 ) -> PyTree:
-    """Runs one call whose execution hasn't begun, like `Standalone.run`.
+    """Runs one call, like `Standalone.run`. Its execution must not have begun.
 
-    The caller's thread dispatches all computation in program order. Exchanges run one after another
-    in their own thread. The reason is that XLA runs what one thread dispatches in order, so an
-    exchange dispatched by the caller's thread would wait for all computation dispatched before it.
-    Overlapping them like this is known as wait-free backpropagation (Zhang et al., Poseidon, 2017,
-    section 3).
+    The caller's thread dispatches all computation in the order of the program, and a second thread
+    runs the exchanges one after the other. We need the second thread because XLA runs everything
+    that one thread dispatches in order. In the caller's thread, an exchange would wait for all
+    computation that was dispatched before it, even for computation that it doesn't depend on.
+    Overlapping exchanges and computation like this is known as wait-free backpropagation (Zhang et
+    al., Poseidon, 2017, section 3).
 
     Args:
         world: All ranks.
         compiled: The executables.
         execution: The call's values.
         step: Number of the call, for errors.
-        ended: For each exchange that begins, receives whether it has ended.
+        ended: Receives, for each exchange that has begun, whether it has ended.
         compare: See `Standalone.run`.
     """
     exchanges: dict[int, Future[None]] = {}
@@ -164,8 +166,8 @@ def run_execution(
         world=world, compiled=compiled, execution=execution, step=step, ended=ended, compare=compare
     )
     try:
-        # Carried exchanges read what the previous step has left. We begin them first, so that they
-        # overlap all of the computation.
+        # Carried exchanges only need what the previous step has left in the state. We start them
+        # first, so that they overlap all of the computation.
         for index in sorted(compiled.carried):
             exchanges[index] = world.exchanger.submit(call.exchange, index)
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
@@ -179,35 +181,37 @@ def run_execution(
             elif index in exchanges:
                 continue
             elif compiled.overlaps:
-                # The exchange's inputs have been dispatched already, or come from exchanges that
-                # are ahead of it in the same queue.
+                # By now, the exchange's inputs have been dispatched, or they come from exchanges
+                # that are before it in the same queue. So it's safe to queue the exchange.
                 exchanges[index] = world.exchanger.submit(call.exchange, index)
             else:
                 call.exchange(index)
         for exchange in exchanges.values():
             exchange.result()
     except BaseException as error:
-        # Wait for the exchange thread, because this thread's next exchange must not overlap another
-        # one on its communicator. Exchanges that haven't begun take place as well, because which
-        # ones have begun differs between ranks. After an interrupt they don't, because an interrupt
-        # should end the program.
+        # Don't return before the exchange thread is idle. The script's next exchange comes from
+        # this thread, and two threads must not use a communicator at the same time. The exchanges
+        # that are still in the queue take place, too. We can't cancel them, because other ranks may
+        # already be in them. After an interrupt, however, they fail immediately, because the user
+        # wants the program to end.
         if not isinstance(error, Exception):
             call.failed.append(error)
         if compiled.overlaps:
-            # An empty task, queued behind all exchanges. A second interrupt ends the wait for it.
+            # This task does nothing, but the queue gets to it only after all exchanges. A second
+            # interrupt ends the wait.
             world.exchanger.submit(_nothing).result()
         raise
     return execution.outputs()
 
 
 def _nothing() -> None:
-    """The empty task that `run_execution` queues."""
+    """Does nothing. See `run_execution`."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call outside a run.
+    """A call outside a run.
 
     Attributes:
         world: All ranks.
@@ -216,7 +220,7 @@ class _Call:
         step: Number of the call, for errors.
         ended: For each exchange that has begun, whether it has ended.
         compare: See `Standalone.run`.
-        failed: The first error of an exchange, if any.
+        failed: The first error of an exchange, if there was one.
     """
 
     world: World
@@ -230,11 +234,13 @@ class _Call:
     def exchange(self, index: int) -> None:
         """Makes one exchange. Waits for its inputs and for the other ranks.
 
-        Raises the first error of this exchange or an earlier one of the call.
+        Raises the error of this exchange or, if an earlier exchange of the call has failed, its
+        error.
         """
         if self.failed:
-            # The other ranks are still in the exchange that failed, and the next one must not be
-            # summed with it.
+            # The other ranks are still waiting in the exchange that failed here. If this rank
+            # entered the next exchange, MPI would match it with that one, and sum values that don't
+            # belong together.
             raise self.failed[0]
         program = self.compiled.program
         execution = self.execution
@@ -255,11 +261,12 @@ class _Call:
             raise
 
     def _compare(self, compare: Callable[[], None], index: int) -> None:
-        # If the comparison is interrupted, the other ranks continue into the exchange.
+        # Until the comparison is over, this exchange counts as begun. If the comparison is
+        # interrupted on this rank, the other ranks continue and enter the exchange.
         self.ended[index] = False
         try:
             compare()
-        except ExchangeError:  # raised on every rank, so nothing is exchanged
+        except ExchangeError:  # all ranks raise it, so none of them enters the exchange
             self.ended.clear()
             raise
 
@@ -269,8 +276,8 @@ class _Call:
         monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
         if not any(map(mpi4jax_lists.is_call, exchanges)):
             return monitor(what=exchanges[0].op)
-        # mpi4jax calls involve only some of the ranks. Other ranks may make a different number of
-        # such calls without being late.
+        # A call of mpi4jax may involve only some of the ranks. Other ranks may make fewer such
+        # calls without being late, so these waits can't be counted like the others.
         what = "calls of mpi4jax"
         return monitor(what=what, waiting_for=partial(self._missing_partners, what))
 

@@ -1,4 +1,4 @@
-"""A joint start: its time limit, the gate that keeps jobs in order, and its notes for the user."""
+"""A joint start on one rank: a time limit, a gate that keeps the jobs in order, and notes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from jaxcross.interleave import Arrival
 START_LIMIT_S = 30.0
 """How many seconds a job may spend on anything other than tracing and compiling.
 
-After that, the other jobs no longer wait for it.
+After that, the other jobs begin without it.
 """
 
 
 @final
 class StartLimit:
-    """Measures how long jobs do anything other than preparing their first step.
+    """Measures how much time jobs spend on anything other than preparing their first step.
 
-    A job that waits for another job's results doesn't reach its first step before that job has
-    begun. But we can't tell such a job from one that loads its data or waits for other ranks. So
-    the wait for it is limited. Tracing and compiling always end, though they may take minutes, so
-    that time doesn't count.
+    A job that waits for another job's results can't reach its first step before that job has begun,
+    so at a joint start, the two would wait for each other forever. We can't tell such a job from
+    one that's loading data or waiting for other ranks. So there's a limit on this time. Time for
+    tracing and compiling doesn't count, because a compilation always ends, although it may take
+    minutes.
 
     Only one thread may use this object.
 
@@ -37,13 +38,14 @@ class StartLimit:
         self._before_s: float | None = None
 
     def look(self, now_s: float, preparing: Mapping[int, bool]) -> list[int]:
-        """Updates the times, and returns the jobs that now exceed the limit. Each is returned once.
+        """Updates the times, and returns the jobs that have just exceeded the limit.
 
-        Called a few times per second.
+        Each job is returned once. This is called a few times per second.
 
         Args:
             now_s: The current time.
-            preparing: The jobs that are awaited now, and whether each is preparing its step.
+            preparing: The jobs for which the others are waiting, and whether each is tracing or
+                compiling its step.
         """
         passed_s = 0.0 if self._before_s is None else now_s - self._before_s
         self._before_s = now_s
@@ -60,14 +62,14 @@ class StartLimit:
 
 @final
 class StartGate:
-    """Holds job threads until all earlier jobs have reached their first steps on this rank.
+    """Holds back a job's thread until all earlier jobs have reached their first steps on this rank.
 
-    So whatever the jobs decide before their first steps is decided in job order, no matter how long
-    each job compiles.
+    With this gate, the jobs reach their first steps in a fixed order. Whatever they decide before
+    that is decided in this order as well, and doesn't depend on how long each of them compiles.
 
     Args:
-        lock: The driver's lock, which is held while a job reaches its first step.
-        coming: Returns the jobs that haven't reached theirs. Called under the lock.
+        lock: The driver's lock, which is held whenever a job reaches its first step.
+        coming: Returns the jobs that haven't reached their first steps. Called with the lock held.
     """
 
     def __init__(self, lock: threading.RLock, coming: Callable[[], Sequence[int]]) -> None:
@@ -86,18 +88,18 @@ class StartGate:
             self._waiting -= 1
 
     def look(self) -> None:
-        """Wakes up threads that need not wait any more. Called under the lock after each event."""
+        """Wakes up threads that can continue. Called after each event, with the lock held."""
         if self._waiting:
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Releases all threads because the run broke. Called under the lock."""
+        """Releases all threads, because the run is broken. Called with the lock held."""
         self._is_open = True
         self._changed.notify_all()
 
 
 def note_at_start(arrival: Arrival, awaited: Sequence[str]) -> str:
-    """Returns the note about a job that has reached its first step or is excused."""
+    """Returns the note about a job that has reached its first step, or was excused."""
     if arrival != "here":
         return "the other jobs begin without it"
     if not awaited:
@@ -109,9 +111,9 @@ def note_at_start(arrival: Arrival, awaited: Sequence[str]) -> str:
 
 
 def late_warning(job: str) -> str:
-    """Returns the warning about a job that exceeded the limit on some rank."""
+    """Returns the warning about a job that has exceeded the limit on some rank."""
     return (
-        f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on other work than compiling its "
-        "first step: the other jobs begin without it. If it waits for them, a policy with "
+        f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on something other than compiling "
+        "its first step, so the other jobs begin without it. If it waits for them, a policy with "
         '`start="as_ready"` saves that time.'
     )

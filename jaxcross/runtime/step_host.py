@@ -1,4 +1,4 @@
-"""The interface between a step and the code that runs it: a runner's job, or the step itself."""
+"""The interface between a step and whatever runs it: a runner's job, or the step itself."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ T = TypeVar("T")
 
 
 class Agreement(Protocol):
-    """A check that all ranks are about to make the same exchanges, in two forms."""
+    """A check that all ranks are about to make the same exchanges. There are two variants of it."""
 
     @property
     def label(self) -> str:
-        """A text that a run compares across ranks before it calls `in_run`."""
+        """A text that a run compares between ranks before it calls `in_run`."""
         ...
 
     def in_run(self, control: Control) -> None:
-        """Compares what the label leaves open.
+        """Compares everything that the label doesn't cover. Used in a run.
 
-        Also creates the communicators that the exchanges need.
+        It also creates the communicators that the exchanges need.
         """
         ...
 
     def standalone(self) -> None:
-        """Compares everything, outside a run."""
+        """Compares everything. Used outside a run."""
         ...
 
 
 class StepHost(Protocol):
-    """Runs a step's programs, and provides what the step needs from other ranks for that.
+    """Runs a step's programs, and communicates with other ranks on the step's behalf.
 
     Implemented by `jaxcross.jobs.engine.JobEngine` and by `jaxcross.runtime.standalone.Standalone`.
     """
 
     @property
     def in_run(self) -> bool:
-        """Whether a runner orders the exchanges.
+        """Whether a runner determines the order of exchanges.
 
-        If not, every rank makes its calls in the same order, so what this process remembers of
-        earlier calls is identical across ranks.
+        Without a runner, every rank must call its steps in the same order. What this process
+        remembers about earlier calls is then identical across ranks.
         """
         ...
 
@@ -55,49 +55,49 @@ class StepHost(Protocol):
 
     @property
     def steps_left(self) -> int | None:
-        """How many more steps this rank expects to make, or None if that's unknown."""
+        """How many more steps this rank expects to make, or None if it doesn't know."""
         ...
 
     def cut_before_restart(self, key: str) -> int | None:
-        """Returns into how many segments this step was cut before a restart, or None if unknown."""
+        """Returns the number of segments into which the step was cut before a restart, or None."""
         ...
 
     def remember_cut(self, key: str, n_segments: int) -> None:
-        """Saves the number of segments for a restart."""
+        """Saves the number of segments, so that it's available after a restart."""
         ...
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:
-        """Whether the ranks still have to agree on `program` before it runs here.
+        """Whether the ranks have to agree on `program` before it runs here for the first time.
 
         Identical across ranks.
 
         Args:
             program: The program.
-            step: An object that identifies the program's step.
-            candidate: Whether the program is only tried out, in a search for the fastest cut.
+            step: An object that identifies the step to which the program belongs.
+            candidate: Whether the program is only being tried in a search for the fastest cut.
         """
         ...
 
     def agree(self, agreement: Agreement) -> None:
-        """Carries out an agreement. Waits for all ranks.
+        """Lets the ranks agree. Waits for all ranks.
 
         Raises:
-            ExchangeError: The ranks differ. Raised on every rank.
+            ExchangeError: The ranks don't agree. Raised on every rank.
         """
         ...
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
-        """Runs `work(control)` on every rank while nothing else exchanges. Waits for all ranks."""
+        """Runs `work(control)` on all ranks while nothing else exchanges. Waits for all ranks."""
         ...
 
     def compiling(self, name: str) -> AbstractContextManager[None]:
-        """Returns a context whose duration is recorded as compilation of `name`."""
+        """Returns a context whose duration is recorded as the compilation of `name`."""
         ...
 
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
-        """Runs one step on its flat arguments.
+        """Runs one step on flattened arguments.
 
-        Waits for the step's exchanges, but not for its results to be computed.
+        Waits for the step's exchanges, but not until its results are computed.
 
         Args:
             compiled: The executables.

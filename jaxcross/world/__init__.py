@@ -1,18 +1,22 @@
 """The MPI world: which rank this process is, its communicators, and how it starts and ends.
 
-start           `initialize`: MPI, the thread pool, the device, the hooks that terminate all ranks
-                together
-wire_choice     chooses the library for the exchanges, the same one on every rank
-start_limit     a time limit for the start of MPI; `start_notice`: log lines until work begins
-world           `World`: rank, size, communicators, agreements, the watchdog
-exchange_owner  which thread or run may currently exchange
-control_plane   small agreements between all ranks, on a communicator of their own
+start           `initialize`: starts MPI, thread pool and device, and installs the hooks that
+                terminate all ranks together
+wire_choice     chooses the library for the exchanges, which must be the same on every rank
+start_limit     a time limit for the start of MPI
+start_notice    prints that the ranks have joined, until work begins
+world           `World`: rank, size, communicators, agreements, and the watchdog
+exchange_owner  decides which thread or run may exchange at the moment
+control_plane   small agreements between all ranks, on a separate communicator
 initial_state   makes a pytree identical on all ranks, or checks that it is
-mailbox         non-blocking flat messages; `neighbours`: gathers texts among the ranks that
-                exchange with one another
-workers         worker processes of a rank, such as a data loader's
-launch_env      the launcher's variables for this process; `probe` prints findings about MPI and JAX
-malloc          settings that make malloc keep its memory; `xla_pool` and `sched_slice`: threads
+mailbox         non-blocking messages between ranks, as flat arrays
+neighbours      gathers texts among ranks that exchange with each other
+workers         worker processes of a rank, e.g. those of a data loader
+launch_env      what the launcher's environment variables say about this process
+probe           prints what works of MPI and JAX on a host
+malloc          settings that make malloc keep its memory
+xla_pool        the size of XLA's CPU thread pool
+sched_slice     shorter time slices for threads that wait by polling
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""Small agreements between all ranks, on a communicator of their own.
+"""Small agreements between all ranks, on a separate communicator.
 
-Votes and checks only need two operations, an elementwise minimum and a gathering of texts, so
-`Control` has nothing else. Because nothing else uses the communicator, these messages can't be
-mixed up with exchanges.
+All that votes and checks need is an elementwise minimum and a gathering of texts, so these are the
+only operations that `Control` has. They use a communicator of their own. On the communicators of
+the exchanges, a vote's message could be matched with a message of an exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 class Control(Protocol):
     """Small messages between all ranks. `JobContext.run_on_all_ranks` passes it to your function.
 
-    Every call waits for every rank. Only one thread may use it.
+    Every call waits for all ranks. Only one thread at a time may use it.
 
     Attributes:
         rank: This rank.
@@ -30,24 +30,24 @@ class Control(Protocol):
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
         """Returns the elementwise minimum over ranks of an int64 array.
 
-        The array must have the same length on every rank.
+        The array must have the same length on all ranks.
         """
         ...
 
     def allgather_text(self, text: str) -> list[str]:
-        """Returns every rank's text, by rank."""
+        """Returns all ranks' texts, in rank order."""
         ...
 
 
 RunOnAllRanks: TypeAlias = Callable[[str, Callable[[Control], Any]], Any]
-"""`(label, work)` -> `work(control)`, run on all ranks while nothing else exchanges.
+"""`(label, work)` -> `work(control)`, which runs on all ranks while nothing else exchanges.
 
-In a job, that's in the same slot of every rank's exchange lane.
+In a job, it runs in the same slot of all ranks' exchange lanes.
 """
 
 
 class MpiControl:
-    """`Control` over a communicator that nothing else uses."""
+    """A `Control` on an MPI communicator that nothing else may use."""
 
     __slots__ = ("_comm", "_min", "rank", "size")
 
@@ -68,9 +68,9 @@ class MpiControl:
 
 
 def gather(control: Control, value: object) -> list[Any]:
-    """Returns every rank's value, by rank. Waits for all ranks.
+    """Returns all ranks' values, in rank order. Waits for all ranks.
 
-    Values are sent as JSON, so tuples arrive as lists.
+    The values are sent as JSON, so a tuple arrives as a list.
     """
     text = json.dumps(value)
     return [
@@ -79,7 +79,7 @@ def gather(control: Control, value: object) -> list[Any]:
 
 
 def all_equal(control: Control, number: int) -> bool:
-    """Whether all ranks pass the same number, which must be below 2**62. Waits for all ranks.
+    """Whether all ranks pass the same number, which must be less than 2**62. Waits for all ranks.
 
     The result is identical across ranks.
     """
@@ -87,16 +87,17 @@ def all_equal(control: Control, number: int) -> bool:
 
 
 def which_equal(control: Control, numbers: Sequence[int]) -> list[bool]:
-    """Returns for each number whether all ranks pass the same. Waits for all ranks.
+    """Returns, for each number, whether it's the same on all ranks. Waits for all ranks.
 
-    The result is identical across ranks. Each rank passes as many numbers, all below 2**62.
+    The result is identical across ranks. All ranks must pass equally many numbers, each of them
+    less than 2**62.
     """
     mine = np.array([(number, -number) for number in numbers], np.int64)
-    # The minimum of the negated numbers is the negated maximum.
+    # The minimum of the negated numbers is the maximum of the numbers, negated.
     low, high = control.allreduce_min(mine.reshape(-1)).reshape(-1, 2).T
     return (low == -high).tolist()
 
 
 def any_rank(control: Control, flag: object) -> bool:
-    """Whether `flag` is true on any rank. Waits for all ranks, and is identical across them."""
+    """Whether `flag` is true on at least one rank. Identical across ranks. Waits for all ranks."""
     return control.allreduce_min(np.array([-bool(flag)], np.int64)).item() < 0

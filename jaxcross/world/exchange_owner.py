@@ -1,8 +1,9 @@
-"""Decides who may exchange: one run of jobs, or one thread that calls a step outside any run.
+"""Decides who may exchange: either a single run of jobs, or a single thread outside any run.
 
-Ranks match up exchanges by their order alone. If two threads exchanged at the same time, their
-exchanges would interleave in an order that may differ between ranks, and one step's sums would be
-mixed up with the other's.
+MPI matches up the exchanges of different ranks by nothing but their order. If two threads of a
+process exchanged at the same time, their exchanges would alternate in an arbitrary order, which may
+be different on another rank. A gradient of one step would then be summed with a gradient of the
+other, without any error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ VARIABLE = "JAXCROSS_CHECK_CALLS"
 
 
 def check_interval(environ: Mapping[str, str]) -> int:
-    """Returns n: the ranks compare which step they call on every n-th call outside a run.
+    """Returns n if the ranks compare their calls of steps outside a run on every n-th call.
 
     Raises:
         ValueError: `JAXCROSS_CHECK_CALLS` is not a whole number of at least 1.
@@ -34,19 +35,19 @@ def check_interval(environ: Mapping[str, str]) -> int:
 
 @final
 class ExchangeOwner:
-    """Whether a thread of this process may exchange now. Nothing in it waits or communicates.
+    """Decides whether a thread of this process may exchange now. Never waits or communicates.
 
     Attributes:
-        broken_step: The step that failed outside a run before it had finished all of its exchanges,
-            "" if there is none. Other ranks may be waiting in the remaining exchanges.
-        must_agree: Whether a step outside a run failed before its first exchange. This may have
-            happened on this rank alone, so the ranks must agree on the next step.
-        check_every: The ranks compare which step they call on every such call outside a run. The
-            same on every rank.
-        unchecked: Number of calls since the last comparison.
-        functions: Number of steps outside a run that the ranks have agreed on.
-        lane_threads: The live threads of a run's lanes.
-        job_threads: The live threads of jobs.
+        broken_step: The name of a step that failed outside a run in the middle of its exchanges, or
+            "". Other ranks may still be waiting in the remaining exchanges of that step.
+        must_agree: Whether a step failed outside a run before its first exchange. Perhaps it failed
+            only on this rank, so the ranks have to agree on the next step.
+        check_every: n if the ranks compare on every n-th call outside a run which step they are
+            calling. Identical across ranks.
+        unchecked: Number of calls since the last such comparison.
+        functions: Number of steps that the ranks have agreed on outside a run.
+        lane_threads: The lanes' threads that are alive.
+        job_threads: The jobs' threads that are alive.
     """
 
     __slots__ = (
@@ -80,11 +81,11 @@ class ExchangeOwner:
         return bool(self.lane_threads or self.job_threads)
 
     def run(self) -> ExitStack:
-        """Returns a context in which one run may exchange, from its first message to its last one.
+        """Returns a context in which a run may exchange, from its first message to its last one.
 
         Raises:
-            JobError: Another run is in progress, or a run that broke has left a lane thread behind,
-                or another thread is in a step outside any run.
+            JobError: Another run is in progress, a run that broke has left a lane's thread behind,
+                or another thread is calling a step outside any run.
         """
         refusal = JobError(
             "A run is in progress in this process, and two at once would mix up their messages. "
@@ -96,8 +97,9 @@ class ExchangeOwner:
         if self.lane_threads:
             self._run.release()
             raise refusal
-        # A run sends its first messages before it has a lane. They would be mixed up with the
-        # messages of a step that has already begun, or of one that begins in between.
+        # A run starts to send messages before it has an exchange lane. At that time, no other
+        # thread may be in a step outside the run, or begin one. Otherwise the run's messages could
+        # be matched with that step's messages.
         if not self._step.acquire(blocking=False):
             theirs, other = self._in_step()
             self._run.release()
@@ -114,8 +116,8 @@ class ExchangeOwner:
         """Returns a context in which this thread may make the exchanges of a step outside any run.
 
         Raises:
-            ExchangeError: An earlier step has failed halfway on this rank.
-            JobError: Another thread is in a step or in a run.
+            ExchangeError: An earlier step has failed on this rank in the middle of its exchanges.
+            JobError: Another thread is calling a step, or a run is in progress.
         """
         if not self._step.acquire(blocking=False):
             theirs, other = self._in_step()
@@ -126,8 +128,8 @@ class ExchangeOwner:
                 "with the other's. Call steps from one thread, or make the threads' work jobs of a "
                 "`jaxcross.Runner`, which agrees on an order."
             )
-        # We check this only once we hold the lock, because until the previous thread releases the
-        # lock, its step may still fail halfway.
+        # Check this only after acquiring the lock: as long as another thread holds it, that
+        # thread's step may still fail in the middle of its exchanges.
         if self.broken_step:
             self._step.release()
             raise ExchangeError(
@@ -145,11 +147,11 @@ class ExchangeOwner:
         return theirs, next((t.name for t in threading.enumerate() if t.ident == ident), str(ident))
 
     def check_due(self) -> bool:
-        """Counts a call outside a run that is about to exchange.
+        """Counts a call outside a run. Returns whether the ranks have to compare what they call.
 
-        Returns whether the ranks have to compare which step they call. The count is identical
-        across ranks because a call is counted when the ranks are about to communicate, rather than
-        when the call begins.
+        Call this when the step is about to communicate, rather than when it begins. If a step fails
+        on one rank before it has communicated, it must not be counted there, because the counts
+        have to be identical across ranks.
         """
         self.unchecked += 1
         if self.unchecked < self.check_every:
@@ -158,7 +160,7 @@ class ExchangeOwner:
         return True
 
     def check_not_stray(self, step: str) -> None:
-        """Refuses a step that is called during a run from a thread that isn't a job's.
+        """Raises if a step is called during a run by a thread that isn't a job's thread.
 
         Raises:
             JobError: The step's exchanges would have no place in the order that all ranks agreed
@@ -175,9 +177,9 @@ class ExchangeOwner:
 
 
 def _releasing(*locks: threading.Lock) -> ExitStack:
-    # The caller has already acquired the locks, so that a refusal is raised in the caller's own
-    # frame instead of a frame of `contextlib`. The locks are released in the order of the
-    # arguments.
+    # The returned context releases the locks but doesn't acquire them. The caller has done that
+    # already, so if a lock can't be acquired, the error is raised in the caller's own frame, rather
+    # than in a frame of `contextlib`. The locks are released in the order of the arguments.
     context = ExitStack()
     for lock in reversed(locks):
         context.callback(lock.release)

@@ -16,14 +16,14 @@ _CHUNK_BYTES = 2**30
 
 
 def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
-    """Returns `state` after all ranks have compared digests of its leaves. Waits for every rank.
+    """Returns `state` after comparing digests of its leaves between all ranks. Waits for all ranks.
 
-    Leaves whose paths are in `rank_local` aren't compared.
+    Leaves whose paths are in `rank_local` are excluded from the comparison.
 
     Raises:
-        ExchangeError: The state differs between ranks: raised on every rank, naming the first leaf
-            that differs and two ranks. Or some rank can't read its own state: raised on the other
-            ranks, while that rank raises the original error.
+        ExchangeError: The state differs between ranks. This is raised on every rank, and names the
+            first leaf that differs and two ranks. Or a rank can't read its own state: then that
+            rank raises the original error, and the other ranks raise this one.
         TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
             such leaf.
     """
@@ -39,15 +39,15 @@ def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
 
 
 def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
-    """Returns this rank's tree with rank 0's values. Waits for every rank.
+    """Returns this rank's tree with the values of rank 0. Waits for all ranks.
 
-    Each leaf keeps this rank's type and placement. Leaves whose paths are in `rank_local` stay as
-    they are.
+    Each leaf keeps the type and the device that it has on this rank. Leaves whose paths are in
+    `rank_local` stay unchanged.
 
     Raises:
-        ExchangeError: The trees, shapes or element types differ: raised on every rank. Or some rank
-            can't read its own state: raised on the other ranks, while that rank raises the original
-            error.
+        ExchangeError: The trees, shapes or element types differ between ranks, in which case this
+            is raised on every rank. Or a rank can't read its own state: then that rank raises the
+            original error, and the other ranks raise this one.
         TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
             such leaf.
     """
@@ -65,8 +65,9 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
         try:
             return _placed(values, leaf)
         except Exception as error:
-            # The device may have run out of memory, for instance. The other ranks broadcast the
-            # next leaf in any case, so this rank has to continue, too.
+            # If this rank can't store the leaf, e.g. because its device is out of memory, it
+            # doesn't raise yet. The other ranks are going to broadcast the remaining leaves, and
+            # would wait for this rank forever.
             failures.append(error)
             return leaf
 
@@ -79,9 +80,9 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
 def _gathered(
     what: Callable[[Any], str], state: Any, comm: Any, rank_local: Collection[str]
 ) -> list[list[tuple[str, str]]]:
-    """Returns, by rank, the path of each leaf and its description.
+    """Returns, for each rank, the paths and descriptions of its leaves. Waits for all ranks.
 
-    All rank-local leaves have the same description.
+    Rank-local leaves all get the same description, so they don't count as different.
     """
 
     def described(path: str, leaf: Any) -> str:
@@ -93,8 +94,9 @@ def _gathered(
     try:
         mine = [(path, described(path, leaf)) for path, leaf in leaves_with_paths(state)]
     except Exception as error:
-        # This rank may have run out of memory, or the leaf was donated. The other ranks wait in the
-        # gathering in any case, so this rank has to take part.
+        # If this rank can't read a leaf, e.g. because it's out of memory or the leaf was donated,
+        # it doesn't raise yet. The other ranks wait in the gathering below, so this rank first has
+        # to take part in it.
         trouble = f"{type(error).__name__}: {error}"
         failure = error
     every = comm.allgather((mine, trouble))
@@ -128,7 +130,11 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
 
 
 def _check_arrays(state: Any) -> None:
-    """Comes after the comparison, so that either all ranks raise or none does."""
+    """Raises if a leaf isn't an array or a number.
+
+    Must come after the comparison. By then all ranks have equal trees, so they either all raise or
+    none does.
+    """
     for path, leaf in leaves_with_paths(state):
         if not _is_numeric(leaf):
             raise TypeError(
@@ -153,7 +159,8 @@ def _digest(leaf: Any) -> str:
     array = on_host(leaf)
     if not numeric(array.dtype):
         return _form(leaf)
-    # Hash a view rather than a copy, because the arrays may fill half of the memory.
+    # Hash the array's memory directly, without a copy. The arrays may fill half of the memory, so
+    # there may be no space for a copy.
     content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
@@ -169,8 +176,9 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
 def _placed(values: np.ndarray, leaf: Any) -> Any:
     """Returns rank 0's values with the type and on the device of this rank's leaf."""
     if isinstance(leaf, jax.Array):
-        # The leaf determines type and device, whatever contexts are active here: a job's contexts
-        # don't apply on the exchange lane's thread.
+        # Take type and device from the leaf rather than from JAX's current settings. This code may
+        # run in the exchange lane's thread, where the contexts that the job has entered
+        # (`enable_x64`, `default_device`) aren't in effect.
         with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):
             return rebuild(leaf, forms_of(leaf), {"": values})
     return type(leaf)(values) if isinstance(leaf, bool | int | float | complex) else values

@@ -1,6 +1,6 @@
-"""The launcher's variables for this process, compared with what MPI reports.
+"""What the launcher's environment variables say about this process, compared with what MPI says.
 
-Pure: the environment is an argument.
+All functions are pure: they get the environment as an argument.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from jaxcross.errors import ExchangeError
 
-# Launchers that start MPI ranks set one of these variables in each process. SLURM's variable only
-# counts if none of the MPI launchers' variables is set: under `mpirun` inside a SLURM job, it
-# counts mpirun's own helper processes. We can't use SLURM_NTASKS, because a batch script has it,
-# too.
+# Each launcher of MPI ranks sets one of these variables in all processes that it starts. SLURM's
+# variable comes last, so it counts only if none of the others is set. Inside a SLURM job, `mpirun`
+# starts its helper processes by SLURM, and for the ranks, the variable then contains the number of
+# these helpers. SLURM_NTASKS would be of no use, because it's also set in a batch script, which
+# isn't a rank.
 _SIZES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -23,25 +24,25 @@ _SIZES = (
 )
 
 MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""Settings with which we start Open MPI; see `benchmarks/exchange_cost.py` for the measurements.
+"""Settings with which we start Open MPI. The measurements are in `benchmarks/exchange_cost.py`.
 
-By default, Open MPI transfers long messages over TCP with PUT operations, in one direction at a
-time, and an all-reduce takes 1.7 times as long as with plain sends. The second setting is needed
-because a waiting rank would otherwise take the core away from computation. These settings take
-precedence over Open MPI's parameter files.
+By default, Open MPI sends long messages over TCP by PUT operations, in only one direction at a
+time. An all-reduce then takes 1.7 times as long as with ordinary sends, which the first setting
+selects. With the second setting, a rank that waits for a message yields its core, instead of taking
+the core away from a computation. Both settings take precedence over Open MPI's parameter files.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRanks:
-    """The number of ranks that the launcher announced, and the variable that it is from."""
+    """The number of ranks that the launcher has started, and the variable that says so."""
 
     size: int
     variable: str
 
 
 def read_launch(environ: Mapping[str, str]) -> LaunchedRanks | None:
-    """Reads the launcher's variables. Returns None if no launcher started this process."""
+    """Returns what the launcher's variables say, or None if no launcher started this process."""
     for name in _SIZES:
         if environ.get(name, "").isdecimal():
             return LaunchedRanks(size=int(environ[name]), variable=name)
@@ -49,12 +50,14 @@ def read_launch(environ: Mapping[str, str]) -> LaunchedRanks | None:
 
 
 def check_launch(launch: LaunchedRanks | None, *, world_size: int, vendor: str) -> None:
-    """Refuses a world whose size isn't the number of launched processes.
+    """Raises if MPI's world doesn't have as many ranks as the launcher has started.
 
-    This typically means that N processes have been launched, and each of them believes it's alone.
+    Typically, N processes were started but MPI was set up for a different launcher, so each of them
+    is alone in a world of its own.
 
     Raises:
-        ExchangeError: The sizes differ. The text has the remedy for the launcher that was used.
+        ExchangeError: The numbers differ. The text tells the user what to do for the launcher in
+            use.
     """
     if launch is None or launch.size == world_size:
         return

@@ -1,4 +1,4 @@
-"""Flat messages between ranks on a communicator of their own, sent and received asynchronously."""
+"""Non-blocking messages between ranks, as flat arrays on a separate communicator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 @final
 class Mailbox:
-    """One thread's messages to and from all ranks, including its own.
+    """Sends messages to all ranks, including this one, and receives theirs. For a single thread.
 
-    Messages from the same rank arrive in the order in which they were sent.
+    Messages from the same rank arrive in the order in which that rank sent them.
 
     Args:
         comm: An mpi4py communicator that nothing else uses.
@@ -28,7 +28,7 @@ class Mailbox:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._own: deque[tuple[int, np.ndarray]] = deque()
-        # MPI reads a message until its request is complete, so we keep it alive until then.
+        # MPI may read a message until its send is complete, so we keep it alive until then.
         self._leaving: list[tuple[Any, np.ndarray]] = []
 
     def send(self, rank: int, tag: int, message: np.ndarray) -> None:
@@ -41,9 +41,9 @@ class Mailbox:
             )
 
     def receive(self) -> tuple[int, int, np.ndarray] | None:
-        """Returns sender, tag and bytes of a message that has arrived, or None.
+        """Returns the sender, tag and bytes of a message that has arrived, or None.
 
-        If only the beginning of a message has arrived, waits for its remainder.
+        If only the first part of a message has arrived, waits for the rest.
         """
         if self._own:
             return (self.rank, *self._own.popleft())
@@ -52,18 +52,19 @@ class Mailbox:
         if found is None:
             return None
         message = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-        # Two ranks may be in this call at the same time, each receiving from the other. There is no
-        # deadlock, because the call also makes progress on what this rank is sending.
+        # If two ranks send each other large messages, both may be waiting in this receive at the
+        # same time. That isn't a deadlock, because MPI also makes progress on a rank's sends while
+        # the rank is waiting here.
         found.Recv([message, self._mpi.BYTE])
         return status.Get_source(), status.Get_tag(), message
 
     def sent(self) -> bool:
-        """Whether every message has left this rank. Calling this makes large messages progress."""
+        """Whether all messages have been sent. Large messages make progress only in such calls."""
         self._leaving = [
             (request, message) for request, message in self._leaving if not request.Test()
         ]
         return not self._leaving
 
     def close(self) -> None:
-        """Frees the communicator. Every rank must call it once everything is sent and received."""
+        """Frees the communicator. All ranks must call this, after their last message."""
         self._comm.Free()

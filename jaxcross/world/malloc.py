@@ -1,12 +1,12 @@
-"""Settings of glibc's malloc for a rank, so that freed memory is kept and uses large pages."""
+"""Settings that make glibc's malloc keep freed memory and use large pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# In this order: use large pages, if the kernel gives them on request; never use a separate mapping
-# for an allocation; never return memory to the kernel (64 GiB stands for never); and use one heap,
-# since the main heap is the only one whose size isn't limited.
+# The settings mean, in this order: use large pages if the kernel offers them on request; don't use
+# a separate mapping for any allocation; never return memory to the kernel (the threshold of 64 GiB
+# is never reached); and use a single heap, because only the main heap can grow without limit.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:"
     "glibc.malloc.mmap_max=0:"
@@ -16,7 +16,7 @@ _TUNABLES = (
 
 
 def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str | None:
-    """Returns a notice for users whose ranks compute on CPUs without these settings. Pure.
+    """Returns advice for users whose ranks compute on CPUs without these settings, or None. Pure.
 
     Args:
         environ: The environment of the process.
@@ -26,22 +26,26 @@ def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str |
     if accelerators or libc != "glibc" or environ.get("GLIBC_TUNABLES"):
         return None
     return (
-        "Steps on CPUs take their memory from the kernel each time, a quarter of ResNet-50's time "
-        "on a virtual machine. Start ranks by `jaxcross launch`, which has it kept, or with "
+        "On CPUs, each step gets its memory from the kernel again, which takes a quarter of "
+        "ResNet-50's time on a virtual machine. To keep the memory, start the ranks by `jaxcross "
+        "launch`, or with "
         f"GLIBC_TUNABLES={_TUNABLES}"
     )
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables with which glibc keeps its memory; none if the user has tuned it. Pure.
+    """Returns environment variables with which glibc keeps its memory. Pure.
 
-    XLA allocates a step's buffers with malloc and frees them afterwards. glibc returns large
-    buffers to the kernel, which has to clear the pages when they are allocated again. In each
-    ResNet-50 step (batch 4), this affects 146,000 pages of 4 kB, or 600 pages of 2 MB, and several
-    times as many if two jobs and their exchanges alternate. On a virtual machine, that takes up to
-    a third of the step. If glibc keeps the memory, only two pages per step remain.
+    Empty if the user has already tuned glibc.
 
-    glibc reads the variable when a process starts, so only the parent that starts the process can
-    set it. Other C libraries ignore the variable.
+    XLA allocates the buffers of a step with malloc, and frees them after the step. glibc gives
+    large buffers back to the kernel, and when they are allocated again in the next step, the kernel
+    has to clear all of their pages. For ResNet-50 with a batch of 4, that's 146,000 pages of 4 kB
+    per step, or 600 pages of 2 MB, and several times as many if two jobs and their exchanges
+    alternate. On a virtual machine, this takes up to a third of the step. If glibc keeps the
+    memory, only two pages per step remain.
+
+    glibc reads the variable when a process starts. So a process can't set it for itself; its parent
+    has to do that. Other C libraries ignore the variable.
     """
     return {} if environ.get("GLIBC_TUNABLES") else {"GLIBC_TUNABLES": _TUNABLES}

@@ -1,13 +1,15 @@
-"""Gathers texts among the ranks that exchange with one another, directly or through others.
+"""Gathers texts among ranks that exchange with each other, directly or through other ranks.
 
-The ranks that exchange with each other (the partners) form a graph. We gather the texts of a
-connected component of this graph, and the rest of the world doesn't take part.
+Think of the ranks as a graph in which two ranks are connected if they exchange with each other,
+i.e. if they are partners. Sometimes a rank needs the texts of all ranks in its connected component,
+e.g. to compare which step they call. A collective over the whole world would be simpler, but the
+other ranks may be doing something else, and must not have to take part.
 
-The gathering proceeds in rounds. In each round a rank sends what it knows to its partners and
-receives what they know. It stops once it has the text of every rank that any known rank names as a
-partner, and flags its last message to each partner as such. The partner then also has all texts. So
-each rank receives exactly the messages that its partners send, and none is left over for the next
-gathering.
+So we spread the texts in rounds. In each round, every rank sends its partners whatever it knows,
+and receives what they know. A rank is done when it has the text of each rank that any rank it knows
+of has named as a partner. It then sends its partners one last message, flagged as such, after which
+they have all texts as well. Since a rank receives exactly the messages that its partners send, no
+message is left over that the next gathering could receive by mistake.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Every round has its own tag, so that its messages can't be confused with those of another round: a
-# rank that receives from any sender selects messages by the tag.
+# Each round of a gathering has its own tag. A partner may already be one round ahead, and a rank
+# that receives from any sender must not mistake that partner's message for one of its own round.
 _FIRST_TAG = 1000
 
 Known = dict[int, tuple[str, frozenset[int]]]
@@ -24,7 +26,7 @@ Accepts = Callable[[Mapping[int, str], str | None], bool]
 
 
 class Neighbours:
-    """Gathers the texts of connected ranks, one gathering at a time.
+    """Gathers texts from all connected ranks, in one gathering at a time.
 
     Args:
         comm: An mpi4py communicator on which nothing else sends point-to-point messages.
@@ -34,7 +36,7 @@ class Neighbours:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        # First messages of ranks that will be partners in a later gathering.
+        # First messages that arrived early, from ranks that will be partners in a later gathering.
         self._early: dict[int, Any] = {}
 
     def gather(
@@ -42,19 +44,19 @@ class Neighbours:
     ) -> dict[int, str]:
         """Returns the texts of all ranks that are connected with this one.
 
-        Waits for these ranks, each of which must call it.
+        Waits for these ranks, all of which must make this call.
 
         Args:
             text: This rank's text.
-            partners: The ranks with which this rank exchanges. The relation is symmetric: this rank
-                must be a partner of each of its partners.
-            accepts: Needed if this rank can't name all of its partners in advance. It gets two
-                arguments: the texts received so far, by rank, and the text of another rank that
-                names this rank as a partner. It returns whether that rank is a partner, too. If the
-                second argument is None, it returns whether there are more partners to come.
+            partners: The ranks with which this rank exchanges. They must name this rank as a
+                partner, too.
+            accepts: Needed if this rank doesn't know all of its partners in advance. It's called
+                with the texts received so far, by rank, and the text of a rank that names this one
+                as a partner, and returns whether that rank really is one. If the second argument is
+                None, it returns whether there are still partners to come.
 
         Returns:
-            The texts by rank, including this rank's own. Identical on all connected ranks.
+            The texts, by rank, including this rank's own. Identical on all connected ranks.
         """
         comm = self._comm
         me = self._comm.Get_rank()
@@ -112,12 +114,13 @@ class Neighbours:
             p = status.Get_source()
             if accepts(message[0][p][0]):
                 return p, message
-            self._early[p] = message  # the sender waits for an answer before it sends another
+            self._early[p] = message  # at most one per rank, because the sender waits for an answer
 
 
 def _learn(known: Known, theirs: Known) -> None:
     for rank, (text, partners) in theirs.items():
-        # A rank may find further partners while it waits, so the longer list is newer.
+        # A rank may discover more partners during the gathering, so the longer list is the newer
+        # one.
         if rank not in known or len(known[rank][1]) < len(partners):
             known[rank] = text, partners
 

@@ -1,10 +1,10 @@
-"""Prints findings about MPI, mpi4jax and JAX as JSON.
+"""Finds out what works of MPI, mpi4jax and JAX, and prints it as JSON.
 
 Usage: `python -m jaxcross.world.probe [exchange | versions]`.
 
-The probe runs in a separate process, because a broken MPI may terminate the process that loads it.
-`jaxcross doctor --hosts` sends this file to Python on other hosts, where jaxcross may not be
-installed, so only the functions that need jaxcross import it.
+The `jaxcross doctor` command runs this file in a separate process, because a broken MPI may kill
+the process that loads it. With `--hosts`, the command sends the file to Python on other hosts,
+where jaxcross may not be installed. So only the functions that need jaxcross import it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _first_line(version: str) -> str:
 
 
 def probe_mpi4jax() -> dict[str, Any]:
-    """Returns what mpi4jax was built for and what it supports. Starts MPI.
+    """Returns which MPI mpi4jax was built for, and what it supports. Starts MPI.
 
-    This includes its version and warnings, the MPI that it was built for, and whether it can send
-    from GPUs.
+    The result has mpi4jax's version, the MPI it was built for, whether it can send from GPUs, and
+    the warnings that it has raised.
     """
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -71,7 +71,7 @@ def probe_mpi4jax() -> dict[str, Any]:
 
 
 def probe_jax() -> dict[str, Any]:
-    """Returns the versions and devices of JAX. Starts JAX's backends."""
+    """Returns JAX's versions and devices. Starts JAX's backends."""
     import jax
 
     return {
@@ -84,7 +84,7 @@ def probe_jax() -> dict[str, Any]:
 def probe_versions() -> dict[str, str | None]:
     """Returns the versions of everything that must be the same on all hosts. Starts nothing.
 
-    The version is None for a package that isn't installed.
+    A package that isn't installed has the version None.
     """
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
@@ -103,14 +103,14 @@ def probe_versions() -> dict[str, str | None]:
 
 
 def probe_exchange() -> dict[str, Any]:
-    """Does one all-reduce over all ranks through the whole wire. Waits for every rank.
+    """Makes one all-reduce over all ranks, in the same way as a step does. Waits for all ranks.
 
-    Returns whether the result is correct, and between which addresses ranks are connected.
+    Returns whether the result is correct, and which pairs of addresses the ranks have connected.
     """
     import jax
 
-    # Exchanges run on the host's CPU device. On an accelerator, the first rank that uses it would
-    # take its memory.
+    # An exchange only needs the CPU device. If JAX also started the accelerators, the first rank of
+    # a node would allocate their memory.
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
@@ -126,7 +126,8 @@ def probe_exchange() -> dict[str, Any]:
             jaxpr.in_avals, name="doctor", host=jax.devices("cpu")[0], place=None
         )
         (total,) = jax.block_until_ready(exchange(jnp.full(4, world.rank + 1.0)))
-        # Importing this starts MPI, and `initialize` limits how long that may take.
+        # Importing this starts MPI, which may hang. Here, `initialize` has started it already, with
+        # a time limit.
         from mpi4py import (
             MPI,
         )
@@ -143,9 +144,9 @@ def probe_exchange() -> dict[str, Any]:
 
 
 def tcp_ends() -> list[tuple[str, str]]:
-    """Returns the two ends of each TCP connection of this process, as `address:port`.
+    """Returns both ends of each TCP connection of this process, as `address:port`.
 
-    This process's own end comes first. Only works on Linux.
+    The end on this process's side comes first. Only works on Linux.
     """
     own = set()
     for link in Path("/proc/self/fd").glob("*"):
@@ -159,9 +160,9 @@ def tcp_ends() -> list[tuple[str, str]]:
 
 
 def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
-    """Returns both ends of the established connections whose sockets are in `own`. Pure.
+    """Returns both ends of all established connections whose sockets are in `own`. Pure.
 
-    The `table` has the lines of `/proc/net/tcp`.
+    `table` has the lines of `/proc/net/tcp`.
     """
     rows = (line.split() for line in table)
     return [
@@ -172,9 +173,9 @@ def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
 
 
 def _end(text: str) -> str:
-    """Converts an end to text: `0200000A:B461` becomes `10.0.0.2:46177`.
+    """Converts an end to text, e.g. `0200000A:B461` to `10.0.0.2:46177`.
 
-    The kernel prints 32-bit words in this machine's byte order.
+    The kernel prints an address as 32-bit words, each of them in this machine's byte order.
     """
     digits, port = text.split(":")
     words = [bytes.fromhex(digits[n : n + 8]) for n in range(0, len(digits), 8)]
@@ -188,7 +189,7 @@ def _end(text: str) -> str:
 def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, str]]:
     """Returns the pairs of addresses between which ranks are connected. Pure.
 
-    The argument has each rank's `tcp_ends`.
+    `ends` are the results of `tcp_ends` on all ranks.
     """
     found = {
         (own.rpartition(":")[0], other.rpartition(":")[0])
@@ -200,9 +201,9 @@ def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, st
 
 
 def main() -> int:
-    """Runs the probes that the command line selects, and prints their findings.
+    """Runs the probes that the command line selects, and prints the results.
 
-    Without arguments, a probe that fails is reported as a finding and doesn't stop the others.
+    Without arguments, all probes run, and one that fails is reported without stopping the others.
     """
     if sys.argv[1:] == ["exchange"]:
         found: dict[str, Any] = {"exchange": probe_exchange()}

@@ -1,4 +1,4 @@
-"""Shortens the time for which a polling thread stays off the core after each poll."""
+"""Shortens the time that a polling thread loses each time it yields its core."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class _Attributes(ctypes.Structure):
 def ask_for_short_slices(slice_ns: int = _SLICE_NS) -> bool:
     """Asks Linux to schedule this thread in slices of 0.25 ms. Returns whether the kernel accepted.
 
-    MPI waits by polling, and yields the core after each poll. A yield forfeits the rest of the
-    thread's slice, which is 3 ms by default. If a computation shares the core, the thread then
-    polls only once in that time, and the link runs dry. With slices of 0.25 ms, an exchange of 102
-    MB alongside a computation takes 1.07 s instead of 1.25 s (1.05 s without the computation), and
-    the computation hardly takes longer.
+    While MPI waits, it polls, and yields the core after each poll. If a computation shares the
+    core, yielding gives up the rest of the thread's time slice, which is 3 ms by default. So the
+    thread polls only once in that time, and the link is idle for most of it. With slices of 0.25
+    ms, an exchange of 102 MB takes 1.07 s instead of 1.25 s while a computation is running (and
+    1.05 s without the computation). The computation hardly takes any longer.
 
-    This needs no privilege. Kernels before 6.12 ignore it. The thread keeps its niceness.
+    You don't need any privileges for this. The thread keeps its niceness. Kernels before 6.12
+    ignore the request.
     """
     number = _SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:

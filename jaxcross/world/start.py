@@ -1,4 +1,4 @@
-"""Starts the world: MPI, the thread pool, the device, the hooks that end all ranks together."""
+"""Starts the world: MPI, XLA's thread pool, the device, and the hooks that terminate all ranks."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ from jaxcross.world.world import World
 
 _log = logging.getLogger(__name__)
 
-# The only world of this process, because a process has only one MPI. Steps are decorated before the
-# world exists, and look it up here when they are called.
+# The MPI world of this process, if it has been created yet. There can't be a second one, because
+# MPI starts only once per process. Scripts decorate steps before they call `initialize`, so a step
+# looks up the world here when it's called.
 _CURRENT: list[World] = []
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -70,43 +71,49 @@ def initialize(
     heartbeat_timeout_s: float = 30.0,
     wire: WireLibrary | None = None,
 ) -> World:
-    """Joins the MPI world. Waits for every rank. Call it before the first JAX array.
+    """Joins the MPI world. Waits for all ranks. Call this before you create the first JAX array.
 
-    From this point on, all ranks are terminated if one of them fails: if it has an uncaught
-    exception, or its process dies or goes silent. Each rank prints an error that names the failed
-    rank. At Python's prompt and in a notebook, an exception terminates nothing. SIGTERM acts as an
-    interrupt with exit code 143.
+    From then on, if one rank fails, i.e. has an uncaught exception, dies or stops responding, all
+    ranks are terminated, and each prints an error that names the failed rank. At Python's prompt
+    and in a notebook, however, an uncaught exception doesn't terminate anything. SIGTERM works like
+    Ctrl-C, with exit code 143.
 
-    If the variable `JAXCROSS_EVENTS` names a folder, each rank records its activities there, for
-    `jaxcross doctor --post-mortem`. Outside a run, the ranks compare on every call that they call
-    the same step. If the variable `JAXCROSS_CHECK_CALLS` is n on some rank, they only do so on
-    every n-th call.
+    You can set two environment variables:
 
-    XLA's CPU pool is made large enough for a waiting exchange, and if several ranks share a node,
-    each takes its own accelerator. Without a launcher, the world has a single rank. A second call
-    returns the same world, and must not request different settings.
+    - If `JAXCROSS_EVENTS` is the name of a folder, each rank writes its activities to a file in it,
+      for `jaxcross doctor --post-mortem`.
+    - When you call a step outside a run, the ranks first check that they are all calling the same
+      step. If `JAXCROSS_CHECK_CALLS` is n, they do this only on every n-th call. If the variable
+      differs between ranks, the largest value counts.
 
-    A worker process that a rank has started (`multiprocessing`, Grain) neither joins nor waits. The
-    world that it gets has the numbers of its rank, and everything that would exchange with other
-    ranks raises `ExchangeError`.
+    If several ranks share a node, each of them takes its own accelerator. XLA's CPU thread pool
+    gets enough threads that an exchange which waits for other ranks can't block computation. If the
+    script wasn't started by a launcher, the world has a single rank. If you call `initialize`
+    again, it returns the same world; the second call must not request different settings.
+
+    Worker processes started by a rank (e.g. by `multiprocessing` or Grain) aren't part of the MPI
+    world. In such a process, `initialize` returns immediately, with a world that has the rank's
+    numbers. Code that only reads these numbers works as usual, but any attempt to communicate
+    raises `ExchangeError`.
 
     Args:
-        stall_timeout_s: Seconds after which a wait for other ranks is reported, and all ranks are
-            aborted. The start of MPI counts as such a wait.
-        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is reported, and all
-            ranks are aborted; 0 for never. A rank sends a heartbeat about once a second, from a
-            separate thread, whatever it computes.
-        wire: The library for the exchanges, the same on every rank: `mpi4jax`, inside XLA
-            executables, or `mpi4py`, between them. If None, the variable `JAXCROSS_WIRE` decides.
-            Without that variable, it's mpi4jax, except on accelerators or if mpi4jax isn't
-            installed: there it's mpi4py, and rank 0 logs the reason.
+        stall_timeout_s: If a rank waits for other ranks for longer than this many seconds, the wait
+            is reported and all ranks are aborted. The start of MPI is such a wait, too.
+        heartbeat_timeout_s: If a rank sends no heartbeat for longer than this many seconds, it's
+            reported and all ranks are aborted. 0 for never. Each rank sends a heartbeat about once
+            a second. They come from a separate thread, so a long computation doesn't delay them.
+        wire: The library for the exchanges: `mpi4jax`, which exchanges inside XLA executables, or
+            `mpi4py`, which exchanges between them. Must be the same on every rank. If None, the
+            environment variable `JAXCROSS_WIRE` decides. If that isn't set either, it's mpi4jax,
+            unless there's an accelerator or mpi4jax isn't installed: then it's mpi4py, and rank 0
+            logs the reason.
 
     Raises:
-        ExchangeError: MPI or the wire can't be used, ranks have different wires, only a part of the
-            launched ranks is visible, JAX started too early, or this process is a subprocess of a
-            rank, but not a worker of `multiprocessing`.
-        ValueError: An argument or a variable is invalid, or an argument differs from that of the
-            first call.
+        ExchangeError: MPI or the wire can't be used, ranks have different wires, MPI sees only some
+            of the ranks that were started, JAX was started too early, or this process is a
+            subprocess of a rank but not a worker of `multiprocessing`.
+        ValueError: An argument or an environment variable is invalid, or an argument isn't the same
+            as in the first call.
     """
     _check_arguments(stall_timeout_s, heartbeat_timeout_s)
     over = wire_choice.chosen(wire, os.environ)
@@ -134,8 +141,8 @@ def initialize(
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
-    # If another handler is installed, this is a rank of `jaxcross launch`, which prints the
-    # message.
+    # If a different handler is already installed, this is a rank of `jaxcross launch`, which prints
+    # the message itself.
     own_handler = install_interrupt()
     try:
         return _start(launch, stall_timeout_s, heartbeat_timeout_s, over)
@@ -153,7 +160,7 @@ def _start(
     heartbeat_timeout_s: float,
     over: WireLibrary | None,
 ) -> World:
-    """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
+    """Starts MPI, joins the other ranks and returns the world. Waits for all ranks."""
     with limited_start(1 if launch is None else launch.size, stall_timeout_s, os.environ):
         mpi = load_mpi()
     if mpi.Is_finalized():
@@ -204,9 +211,10 @@ def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any) -> None:
 
 @contextmanager
 def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
-    """Terminates all ranks if another rank doesn't arrive in time.
+    """Returns a context that terminates all ranks if it isn't left in time.
 
-    There is no watchdog yet that could find out which rank is missing.
+    It covers the time until there's a watchdog. Unlike the watchdog, it can't find out which rank
+    is missing.
     """
     reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
     message = (
@@ -237,7 +245,7 @@ def _join(
     heartbeat_timeout_s: float,
     over: WireLibrary | None,
 ) -> World:
-    """Returns this rank's view of the world. Waits for every rank."""
+    """Returns the world as seen from this rank. Waits for all ranks."""
     world = mpi.COMM_WORLD
     rank = world.Get_rank()
     size = world.Get_size()
@@ -248,8 +256,9 @@ def _join(
         {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
     )
     node.Free()
-    # All ranks use the same pool size, so that replicated values stay identical bit for bit even if
-    # nodes have different numbers of cores.
+    # XLA splits computations according to the size of its pool, which affects the last bits of the
+    # results. So all ranks use the same size, even if their nodes have different numbers of cores.
+    # Otherwise replicated values would no longer be bitwise identical.
     own_cores = xla_pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores)
@@ -294,17 +303,17 @@ def _join(
         _base=base,
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
-        # All ranks use the same number, even if their environments differ, because each check is
-        # collective.
+        # Each of these comparisons is a collective operation. So all ranks have to make it on the
+        # same calls, even if their environments contain different numbers.
         exchange_owner=ExchangeOwner(world.allreduce(check_interval(os.environ), op=mpi.MAX)),
         _watchdog=watchdog,
     )
 
 
 def current_world() -> World:
-    """Returns the world that `initialize` has made in this process. Does not communicate.
+    """Returns the world that `initialize` has created in this process. Does not communicate.
 
-    In a worker process, returns a world that only has the rank's numbers.
+    In a worker process, returns a world that has the rank's numbers and can't communicate.
 
     Raises:
         RuntimeError: `initialize` hasn't been called.
@@ -328,7 +337,7 @@ def _make_world(**fields: Any) -> World:
 def load_mpi() -> Any:
     """Returns mpi4py's MPI module. Starts MPI, unless the script has already done so.
 
-    Sets `MPI_SETTINGS` before the start, except those that the environment already has.
+    Before the start, sets the variables in `MPI_SETTINGS` that aren't set in the environment yet.
 
     Raises:
         ExchangeError: No MPI library can be loaded.
@@ -347,10 +356,10 @@ def load_mpi() -> Any:
 
 
 def _load_wire(world: Any, over: WireLibrary | None, accelerators: int) -> WireLibrary:
-    """Returns the library for the exchanges, ready to use. Waits for every rank.
+    """Returns the library for the exchanges, after loading it. Waits for all ranks.
 
     Raises:
-        ExchangeError: The library can't be used, or ranks have different libraries.
+        ExchangeError: The library can't be used, or ranks use different ones.
     """
     found, why = (over, "") if over is not None else wire_choice.default(accelerators, os.environ)
     if found == "mpi4jax":
@@ -363,19 +372,20 @@ def _load_wire(world: Any, over: WireLibrary | None, accelerators: int) -> WireL
 
 
 def load_mpi4jax() -> Any:
-    """Returns mpi4jax after registering its calls with XLA.
+    """Returns mpi4jax, after registering its functions with XLA.
 
     Raises:
-        ExchangeError: mpi4jax is missing, or was built for a different MPI or a newer jaxlib than
-            the loaded ones.
+        ExchangeError: mpi4jax isn't installed, or was built for a different MPI or a newer jaxlib
+            than the ones that are loaded.
     """
     try:
         with warnings.catch_warnings():
-            # mpi4jax warns if JAX is newer than the versions that it was tested with. We ignore
-            # that, because jaxcross's own version range states which versions work.
+            # mpi4jax warns if JAX is newer than the versions with which mpi4jax was tested. We
+            # ignore this warning, because the version range in our own package metadata states
+            # which versions work.
             warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
             import mpi4jax
-        compat.register_host_calls()  # otherwise the script's first array would fail
+        compat.register_host_calls()  # otherwise, creating the first array would fail
     except (ImportError, RuntimeError) as error:
         jaxlib = importlib.metadata.version("jaxlib")
         raise ExchangeError(
@@ -400,13 +410,13 @@ def _flight_recorder(processes: list[process.ProcessId], rank: int, folder: str)
     if folder:
         try:
             flight.record_to(folder)
-        except OSError as error:  # may concern this rank only, so training continues
+        except OSError as error:  # perhaps only on this rank, so training continues
             _log.warning("rank %d does not record its events: %s", rank, error)
     return flight
 
 
 def _accelerators() -> int:
-    """Returns the number of NVIDIA devices of this node, counted without starting CUDA."""
+    """Returns the number of NVIDIA devices of this node. Counts them without starting CUDA."""
     return len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
 
 
@@ -416,8 +426,8 @@ def _take_device(
     choice = device_of(settings, local_rank=local_rank, accelerators=accelerators)
     if local_rank == 0 and not any(settings) and 0 < accelerators < len(settings):
         _log.warning(
-            "%d ranks of this node share %d accelerator%s. Start one rank an accelerator, unless "
-            "this is meant.",
+            "%d ranks of this node share %d accelerator%s. Start one rank per accelerator, unless "
+            "this is intended.",
             len(settings),
             accelerators,
             "s" * (accelerators > 1),
@@ -431,16 +441,18 @@ def _take_device(
 def device_of(
     settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int
 ) -> int | None:
-    """Returns the index of the accelerator that a rank takes, or None for no choice. Pure.
+    """Returns the index of the accelerator that a rank takes, or None to change nothing. Pure.
 
-    The index counts the accelerators that are visible to the rank. A rank that is alone on its node
-    keeps all accelerators. If a batch system shows the same accelerators to every rank by
-    `CUDA_VISIBLE_DEVICES`, each rank takes a different one. If the ranks' settings differ, or use
-    any other variable, they remain in effect.
+    The index refers to the accelerators that are visible to the rank. If a rank is alone on its
+    node, it keeps all of them. If a batch system has made the same accelerators visible to all
+    ranks by `CUDA_VISIBLE_DEVICES`, each rank takes a different one. If this variable differs
+    between the ranks, or another such variable is set, somebody has already assigned the
+    accelerators, so we change nothing.
 
     Args:
-        settings: For each rank of the node, those of its variables that hide accelerators.
-        local_rank: This rank's position among them.
+        settings: For each rank of the node, the environment variables that restrict which
+            accelerators are visible to it.
+        local_rank: This rank's number on the node.
         accelerators: Number of accelerators of the node.
     """
     own = settings[local_rank]

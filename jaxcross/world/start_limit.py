@@ -1,9 +1,10 @@
-"""A time limit for the start of MPI, enforced by a second process.
+"""A time limit for the start of MPI, which a second process enforces.
 
-`MPI_Init` waits for every rank while it holds Python's lock. If a firewall drops a rank's messages,
-or a rank never arrives, `MPI_Init` never returns, and no thread or signal handler of this process
-can run. So a small guard process waits alongside, which kills the rank when the limit has passed.
-The guard exits as soon as its pipe is closed, i.e. once MPI has started or the rank has ended.
+`MPI_Init` waits for all ranks, and holds Python's global lock all the time. If a firewall drops a
+rank's messages, or a rank never gets there, `MPI_Init` never returns. No other thread and no signal
+handler of this process can run then, so nothing in this process could report the problem. So we
+start a small guard process, which prints a message and kills the rank when the time is over. The
+guard exits as soon as its pipe is closed, which happens when MPI has started or the rank has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-# Rank 0 reports first. `mpirun` then ends the other ranks before they print the same message.
+# Rank 0's guard process acts first. `mpirun` then terminates the other ranks, so the message is
+# printed once rather than once per rank.
 _SPEAKER_FIRST_S = 2.0
 
 _GUARD = """
@@ -30,12 +32,12 @@ if not select.select([0], [], [], limit_s)[0]:
 
 @contextmanager
 def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iterator[None]:
-    """Kills this rank, with a message, if the block takes too long; `mpirun` then ends the others.
+    """Returns a context that kills this rank, with a message, if its block takes too long.
 
     Args:
-        size: Number of ranks. A single rank has no limit.
+        size: Number of ranks. There's no limit for a single rank.
         limit_s: The limit in seconds.
-        environ: The environment, in which the launcher names this rank.
+        environ: The environment, where the launcher has put this rank's number.
     """
     if size == 1:
         yield
@@ -86,4 +88,4 @@ START_CHECKS = (
     "`UCX_NET_DEVICES=eth0` (MPICH with UCX), `FI_TCP_IFACE=eth0` (MPICH with libfabric) or "
     "`OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
 )
-"""What users should check if ranks on different hosts cannot reach each other."""
+"""What users should check if ranks on different hosts can't reach each other."""

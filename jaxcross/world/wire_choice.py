@@ -1,4 +1,4 @@
-"""Chooses the library for the exchanges, mpi4jax or mpi4py, which must be the same on all ranks."""
+"""Chooses the library for the exchanges, mpi4jax or mpi4py. All ranks must use the same one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CHOICES: tuple[WireLibrary, ...] = get_args(WireLibrary)
 
 
 def chosen(argument: str | None, environ: Mapping[str, str]) -> WireLibrary | None:
-    """Returns the wire requested by `initialize(wire=...)` or else by the environment, or None.
+    """Returns the wire that `initialize(wire=...)` or else the environment requests, or None.
 
     Raises:
-        ValueError: The requested wire doesn't exist.
+        ValueError: There's no such wire.
     """
     for what, value in (("`wire`", argument), (f"`{VARIABLE}`", environ.get(VARIABLE) or None)):
         if value is not None:
@@ -30,11 +30,11 @@ def chosen(argument: str | None, environ: Mapping[str, str]) -> WireLibrary | No
 
 
 def default(accelerators: int, environ: Mapping[str, str]) -> tuple[WireLibrary, str]:
-    """Returns the wire of a rank for which none was requested, and the reason if it isn't mpi4jax.
+    """Returns a rank's wire if none was requested, and, unless it's mpi4jax, the reason.
 
     Args:
         accelerators: Number of accelerators of the node.
-        environ: The environment. With `JAX_PLATFORMS=cpu`, accelerators aren't used.
+        environ: The environment. With `JAX_PLATFORMS=cpu`, the accelerators don't count.
     """
     if importlib.util.find_spec("mpi4jax") is None:
         return "mpi4py", "mpi4jax isn't installed"
@@ -47,14 +47,14 @@ def default(accelerators: int, environ: Mapping[str, str]) -> tuple[WireLibrary,
 
 
 def check_equal(wires: Sequence[WireLibrary], reasons: Sequence[str] = ()) -> None:
-    """Checks that all ranks use the same wire.
+    """Raises unless all ranks use the same wire.
 
-    Ranks that mix wires aren't tested, and could wait for each other forever.
+    Different wires have never been tested together, and could deadlock.
 
     Args:
         wires: The wire of each rank.
-        reasons: The reason of each rank's wire, as returned by `default`. Empty for a wire that was
-            requested, and for mpi4jax.
+        reasons: For each rank, why it uses this wire, as returned by `default`. Empty if the wire
+            was requested or is mpi4jax.
 
     Raises:
         ExchangeError: The wires differ. The text is identical on every rank.

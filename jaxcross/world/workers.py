@@ -1,9 +1,10 @@
-"""Worker processes of a rank, such as a data loader's, which must never take part in MPI.
+"""Worker processes that a rank starts, e.g. for loading data. They must not take part in MPI.
 
-With `spawn` and `forkserver`, `multiprocessing` imports the script again in every worker, including
-its call of `initialize()`. A forked worker inherits the communicators. MPI allows neither: a worker
-that joined would terminate the run, or be restarted forever. So a worker gets a world with the
-numbers of its rank, in which everything that communicates raises.
+With the start methods `spawn` and `forkserver`, `multiprocessing` imports the script again in every
+worker, so a worker executes the script's call of `initialize()`. With `fork`, a worker inherits the
+rank's communicators. MPI supports neither. A worker that tried to join would either bring down the
+run, or fail and be restarted by its pool, forever. So we give each worker a world that has its
+rank's number and size, but in which any attempt to communicate raises.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from jaxcross.health import AbortReason, ProcessId, abort_everywhere, process_st
 from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"
-"""Set by `initialize()` for the processes that a rank starts.
+"""The environment variable by which `initialize()` marks the processes that this rank starts.
 
-It's a JSON object that has the rank's process, its numbers, and the pipe on which it listens.
+It contains a JSON object with the rank's process, the numbers for the worker's world, and the pipe
+on which the rank listens to its workers.
 """
 
 _NUMBERS = (
@@ -47,7 +49,7 @@ _TALKING = (
     "_base",
     "_watchdog",
     "_neighbours",
-)  # the fields of a world that communicate
+)  # the fields of a world that can communicate
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
     "Workers must not train: put what trains under `if __name__ == '__main__':`. "
@@ -57,7 +59,7 @@ _REMEDY = (
 
 
 def mark(world: World) -> None:
-    """Marks, in the environment, all processes that this rank starts or forks as its workers."""
+    """Marks all processes that this rank is going to start or fork as its workers."""
     listener = _listen(world)
     process = this_process()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
@@ -71,18 +73,18 @@ def mark(world: World) -> None:
 
 
 def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]) -> World | None:
-    """Returns the world of a worker process, or None in any other process.
+    """Returns the world of a worker process, or None if this process isn't a worker.
 
-    This world has the numbers of the rank that started the worker, and everything that communicates
-    raises. MPI isn't started.
+    A worker's world has the numbers of the rank that started the worker, and any attempt to
+    communicate raises. MPI isn't started.
 
     Args:
         environ: The environment of this process.
-        make_world: Makes a `World` from the fields that differ between processes.
+        make_world: Makes a `World` from the fields that depend on the process.
 
     Raises:
-        ExchangeError: This process was started by a rank, but not by `multiprocessing`, and has
-            inherited the rank's launcher variables. MPI would fail in it.
+        ExchangeError: A rank has started this process, but not through `multiprocessing`, and this
+            process has inherited the rank's launcher variables. MPI would fail in it.
     """
     text = environ.get(VARIABLE)
     if text is not None and _is_worker():
@@ -109,13 +111,14 @@ def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]
 
 @final
 class Refusal:
-    """Replaces everything in a worker's world that communicates: every use raises.
+    """Stands in for each object that communicates in a worker's world. Any use of it raises.
 
     Args:
-        rank: The rank that started the worker.
+        rank: The rank that has started the worker.
         process: The rank's process.
-        listener: The file descriptor of a pipe of that process, -1 if there is none; see `mark`.
-        timeout_s: The rank's `stall_timeout_s`, which a worker may read.
+        listener: A file descriptor of the rank's process: the pipe to which the worker can write
+            (see `mark`), or -1 if there's none.
+        timeout_s: The rank's `stall_timeout_s`, because a worker may read that number.
     """
 
     def __init__(self, rank: int, process: ProcessId, listener: int, timeout_s: float) -> None:
@@ -132,15 +135,16 @@ class Refusal:
             "other ranks"
         )
         if _imports_script() and self._notify(what):
-            # A pool would replace this worker by a new one, and so on forever. Instead, the rank
-            # terminates and reports why.
+            # This worker process is running the script again, so its `multiprocessing` pool would
+            # replace it by a new worker, which would fail in the same way, and so on forever. So
+            # the rank terminates the run, and reports the reason.
             raise SystemExit(1)
         raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
 
     def _notify(self, what: str) -> bool:
-        """Makes the rank terminate all ranks. Returns whether it will, or already has.
+        """Asks the rank to terminate all ranks. Returns whether it will do so, or already has.
 
-        Another worker may have been first, so the rank's process may be gone by now.
+        Another worker may have asked before, so the rank's process may not exist any more.
         """
         if self._listener < 0:
             return False
@@ -153,16 +157,17 @@ class Refusal:
 
 
 def _listen(world: World) -> int:
-    """Starts a thread that terminates all ranks once a worker reports that it runs the script.
+    """Starts a thread that terminates all ranks as soon as a worker asks for it.
 
-    Returns a pipe to which workers write through `/proc`, or -1 if there is no `/proc`.
+    Returns the descriptor of a pipe, to which workers can write through `/proc`, or -1 if there's
+    no `/proc`.
     """
     if not Path("/proc/self/fd").exists():
         return -1
     reader, writer = os.pipe()
 
     def wait() -> None:
-        # Only the first worker's message counts.
+        # The first message is enough, because it ends the run.
         what = os.read(reader, 4096).decode(errors="replace").partition("\n")[0]
         abort_everywhere(
             f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script "
@@ -176,9 +181,9 @@ def _listen(world: World) -> int:
 
 
 def _disarm(world: World, process: ProcessId) -> None:
-    """Turns a rank's world into a worker's world, in the child of a fork.
+    """Turns a rank's world into a worker's world, in a forked child process.
 
-    The object is changed in place, so that all references to it are affected.
+    We change the object itself, because the script and its steps already have references to it.
     """
     refusal = Refusal(world.rank, process, -1, world.stall_timeout_s)
     atexit.unregister(world._watchdog.stop)
@@ -189,25 +194,25 @@ def _disarm(world: World, process: ProcessId) -> None:
 def _is_worker() -> bool:
     """Whether `multiprocessing` started this process.
 
-    We don't import `multiprocessing` to find out, because that opens sockets.
+    To find out, we don't import `multiprocessing`, because the import opens sockets.
     """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and (module.parent_process() is not None or _imports_script())
 
 
 def _imports_script() -> bool:
-    """Whether `multiprocessing` is importing the script in this worker, before it has any work.
+    """Whether `multiprocessing` is just importing the script in this worker, before its first task.
 
-    This is the check that `multiprocessing` makes itself.
+    `multiprocessing` itself uses the same check.
     """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and getattr(module.current_process(), "_inheriting", False)
 
 
 def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
-    """Whether a rank started this process, which isn't a rank itself.
+    """Whether this process was started by a rank, and isn't a rank itself.
 
-    MPICH gives each rank an open pipe, which a subprocess doesn't have.
+    MPICH opens a pipe for each rank, and a rank's subprocess doesn't inherit it.
     """
     descriptor = environ.get("PMI_FD", "")
     if descriptor.isdecimal():
@@ -220,7 +225,7 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
 
 
 def _users_line() -> str:
-    """Returns the file and line from which jaxcross was called."""
+    """Returns the line and the file from which the user's code has called jaxcross."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
         (_PACKAGE, contextlib.__file__)

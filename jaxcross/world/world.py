@@ -1,4 +1,4 @@
-"""The MPI world of a process: its rank, communicators and watchdog, and how it terminates."""
+"""A process's view of the MPI world: its rank, communicators and watchdog, and how to abort."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 @dataclass(slots=True)
 class _GroupComm:
-    """The communicator of one group of ranks, once it has been made.
+    """The communicator of a group of ranks, once it has been created.
 
-    Each one has its own lock, so that making one group's communicator never blocks another group's.
+    Each group has a lock of its own. With a common lock, a thread that waits for the members of one
+    group would block threads that need another group, and the ranks could deadlock.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -50,30 +51,31 @@ class _GroupComm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All ranks, seen from this one. Made by `jaxcross.initialize`, once per process.
+    """All ranks, seen from this one. Created by `jaxcross.initialize`, once per process.
 
     Attributes:
         rank: This process's number among all processes, from 0 to size - 1.
         size: Number of ranks.
-        local_rank: This process's number among those on its node.
+        local_rank: This process's number among the processes on its node.
         local_size: Number of ranks on this node.
-        vendor: The MPI implementation: `mpich`, `openmpi`, ...
+        vendor: The MPI implementation, e.g. `mpich` or `openmpi`.
         over: The library for the exchanges, `mpi4jax` or `mpi4py`. The same on every rank.
-        arena: Memory into which exchanges over mpi4py receive.
-        pool_size: Number of threads of XLA's CPU pool. The same on every rank, because it affects
+        arena: The memory into which exchanges over mpi4py receive.
+        pool_size: Number of threads in XLA's CPU pool. The same on every rank, because it affects
             the last bits of results.
-        control: Small agreements between all ranks. Only one thread at a time may use it.
-        executables: Everything that this process has compiled, shared by jobs with equal programs.
-        make_wire: Makes the wire; see `wire`.
-        unpickle: Returns the world of the process that calls it.
+        control: For small agreements between all ranks. Only one thread at a time may use it.
+        executables: All executables that this process has compiled. Jobs with equal programs share
+            them.
+        make_wire: Creates the wire; see `wire`.
+        unpickle: Returns the world of the process in which it's called.
         exchange_owner: Decides which thread or run may exchange now.
-        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is reported, and all
-            ranks are aborted; 0 for never.
+        heartbeat_timeout_s: If a rank sends no heartbeat for longer than this many seconds, it's
+            reported and all ranks are aborted. 0 for never.
         flight: Records this rank's current activities, and writes its event file.
-        exchanger: The thread that makes exchanges concurrently with computation when no runner has
-            lanes.
-        estimate_request: What `jaxcross estimate` requests from the script's first step, as JSON.
-            Empty if the script is to train.
+        exchanger: A thread that runs exchanges concurrently with computation outside a run. (In a
+            run, the exchange lane does this.)
+        estimate_request: As JSON, what `jaxcross estimate` wants to know from the script's first
+            step. Empty if the script should train.
     """
 
     rank: int
@@ -104,9 +106,10 @@ class World:
     _group_comms_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
-        """Pickles as "the world of the process that unpickles it".
+        """Pickles as a reference to the world of the process that unpickles it.
 
-        Objects that are sent to a worker may contain a world.
+        A script may send objects to its worker processes that contain the world, e.g. steps. A
+        worker can't use its rank's communicators, so it gets its own world instead.
         """
         return self.unpickle, ()
 
@@ -114,7 +117,7 @@ class World:
         """Returns the ranks as a row-major grid with these axes. Pure.
 
         Raises:
-            ValueError: The product of the sizes isn't the number of ranks.
+            ValueError: The product of the axes' sizes isn't the number of ranks.
         """
         return make_rank_grid(axes, rank=self.rank, size=self.size)
 
@@ -124,11 +127,12 @@ class World:
         axes: Sequence[str],
         groups: Sequence[Sequence[int]] | None = None,
     ) -> Any:
-        """Returns the mpi4py communicator of this rank's group over `axes`, made once per group.
+        """Returns the mpi4py communicator of this rank's group along `axes`, created once per
+        group.
 
-        The first call for a group waits until each of the group's members makes that call; other
-        ranks aren't involved. Threads may request different groups in any order, and the order may
-        differ between ranks.
+        The first call for a group waits until every member of the group has made it. Ranks outside
+        the group aren't involved. Different threads may request communicators for different groups
+        at the same time, in any order, and the order may differ between ranks.
 
         Raises:
             ValueError: An axis is unknown.
@@ -144,19 +148,21 @@ class World:
             if group_comm.comm is None:
                 what = f"making a communicator of ranks {ranks}"
                 others = [r for r in ranks if r != self.rank]
-                # We may be in a job's thread, so this wait has no fixed order relative to what the
-                # lanes do.
+                # A communicator may be created in a job's thread, i.e. at an arbitrary time
+                # relative to the lanes' waits. So this wait can't be part of the sequence of waits
+                # that's the same on all ranks.
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
-                    # MPI distinguishes concurrent creations over the same parent by nothing but
-                    # their tags.
+                    # If several threads create communicators from the same parent at the same time,
+                    # MPI tells them apart by nothing but their tags, so the tag has to depend on
+                    # the group.
                     group_comm.comm = self.new_communicator(ranks, repr(ranks))
         return group_comm.comm
 
     def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
-        """Returns a new mpi4py communicator of these ranks in this order. Waits for these ranks.
+        """Returns a new mpi4py communicator of these ranks, in this order. Waits for these ranks.
 
-        All of them must make such calls in the same order.
+        All of these ranks must make such calls in the same order.
         """
         group = self._base.Get_group().Incl(ranks)
         try:
@@ -165,7 +171,7 @@ class World:
             group.Free()
 
     def wire(self) -> MpiWire:
-        """Returns the wire over which programs exchange. Does not communicate."""
+        """Returns the wire through which programs exchange. Does not communicate."""
         return self.make_wire(self)
 
     def gather_connected(
@@ -176,10 +182,11 @@ class World:
         *,
         accepts: Accepts | None = None,
     ) -> dict[int, str]:
-        """Returns, by rank, the texts of the ranks that exchange with this one in step `name`.
+        """Returns the texts of all ranks that exchange with this one in step `name`, by rank.
 
-        This includes ranks that exchange with this one through others. Waits only for those ranks,
-        each of which must make this call. See `jaxcross.world.neighbours`.
+        The result includes ranks with which this rank exchanges only indirectly, through other
+        ranks. The call waits for exactly these ranks, all of which must make it. See
+        `jaxcross.world.neighbours`.
         """
         partners = set(partners)
         if not partners and accepts is None:
@@ -189,7 +196,7 @@ class World:
             return self._neighbours.gather(text, partners, accepts=accepts)
 
     def mailbox(self) -> Mailbox:
-        """Returns a mailbox between all ranks, with a communicator of its own.
+        """Returns a mailbox for messages between all ranks, with a communicator of its own.
 
         Waits for all ranks, which must make these calls in the same order.
         """
@@ -206,28 +213,28 @@ class World:
         waiting_for: WaitingFor | None = None,
         local: bool = False,
     ) -> Monitor:
-        """Returns a context in which this rank waits for others; a long wait aborts all ranks.
+        """Returns a context for a wait for other ranks. If it takes too long, aborts all ranks.
 
-        Takes about a microsecond and does not communicate. The watchdog measures the time, and
-        aborts all ranks after `stall_timeout_s`. Every rank must enter these contexts in the same
-        order, except those with `waiting_for` or `local`.
+        If the context isn't left within `stall_timeout_s`, the watchdog reports which ranks are
+        missing and aborts all ranks. Every rank must enter these contexts in the same order,
+        because the watchdogs find missing ranks by counting them. Contexts with `waiting_for` or
+        `local` aren't counted, so they may come in any order. Entering a context takes about a
+        microsecond, and does not communicate.
 
         Args:
-            job: The job that waits, "" for none.
+            job: The job that waits, or "" for none.
             step: The job's step.
-            segment: The segment in the job's program, -1 for none.
+            segment: The segment in the job's program, or -1 for none.
             what: The name of the wait in reports.
-            waiting_for: Returns the ranks for which this rank waits. A context with this argument
-                has no place in the common order.
-            local: Whether this rank alone determines when the context ends. Such a context has no
-                place in the common order, either.
+            waiting_for: Returns the ranks that hold up this wait; see `jaxcross.health.WaitingFor`.
+            local: Whether it depends on this rank alone when the context is left.
         """
         return self._watchdog.monitor(
             job=job, step=step, segment=segment, what=what, waiting_for=waiting_for, local=local
         )
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
-        """Prints `message` with this rank's number and terminates all ranks. Does not return."""
+        """Prints `message` with this rank's number, and terminates all ranks. Does not return."""
         first = clause(first_line(message))
         size = self._base.Get_size()  # raises in a worker, which must not terminate any rank
         kinds = {INTERRUPTED: ExitKind.INTERRUPTED, TERMINATED: ExitKind.TERMINATED}
@@ -240,26 +247,26 @@ class World:
 
     @property
     def stall_timeout_s(self) -> float:
-        """Seconds after which a wait for other ranks is reported, and all ranks are aborted."""
+        """Seconds after which a wait for other ranks is reported and all ranks are aborted."""
         return self._watchdog.timeout_s
 
     def broadcast_or_check(
         self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()
     ) -> Any:
-        """Returns a job's initial state, identical on all ranks from then on. Waits for all ranks.
+        """Returns a job's initial state, which is then identical on all ranks. Waits for all ranks.
 
         All ranks must make these calls in the same order, and from one thread at a time.
 
         Args:
             state: A pytree of arrays.
-            mode: With `check`, compares the states and returns `state`. With `broadcast`, returns
-                rank 0's values, placed like this rank's.
-            rank_local: Paths of leaves that have a different value on each rank and stay as they
-                are. Must be the same on every rank.
+            mode: With `check`, compares the ranks' states, and returns `state`. With `broadcast`,
+                returns rank 0's values, on the same devices as this rank's.
+            rank_local: Paths of leaves that may have a different value on each rank, and that stay
+                as they are. Must be the same on every rank.
 
         Raises:
-            ExchangeError: The trees differ or, with `check`, the values do. Raised on every rank,
-                naming the leaf and two ranks.
+            ExchangeError: The ranks' trees differ or, with `check`, their values do. Raised on
+                every rank, naming the leaf and two ranks.
         """
         from jaxcross.world.initial_state import broadcast, check_equal
 

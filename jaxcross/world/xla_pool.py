@@ -1,7 +1,7 @@
 """Size of XLA's CPU thread pool.
 
-A blocked exchange occupies a thread of the pool, and there must always be another one for
-computation.
+An exchange that waits for other ranks occupies a thread of XLA's CPU pool. If no other thread is
+left, computation stops until the exchange is over.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from collections.abc import Mapping
 
 from jaxcross.errors import ExchangeError
 
-# XLA reads both variables when its CPU client starts. The first one takes precedence.
+# XLA reads these variables when its CPU client starts. The first one takes precedence.
 _VARIABLES = ("NPROC", "PJRT_NPROC")
 
 MINIMUM = 2
-"""With fewer threads, a blocked exchange could starve computation."""
+"""With fewer threads, a waiting exchange could block all computation."""
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use, by its affinity, as XLA does."""
+    """Returns the number of cores that this process may use. Counts them by affinity, like XLA."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def needed(core_count: int) -> int:
     """Returns how many threads the pool needs: one per core, and at least `MINIMUM`.
 
-    Additional threads would slow down computation: on 2 cores, a convolution took 26 ms with 2
-    threads, 40 ms with 3 and 50 ms with 4. A waiting exchange runs in its lane's own thread, and
-    only occupies a thread of the pool if its program has other work as well.
+    More threads than cores would slow down computation. On 2 cores, a convolution took 26 ms with 2
+    threads, 40 ms with 3, and 50 ms with 4. They aren't needed for exchanges, either: an exchange
+    waits in its lane's own thread, and only takes a thread of the pool if its program contains
+    other work as well.
     """
     return max(core_count, MINIMUM)
 
@@ -36,16 +37,16 @@ def needed(core_count: int) -> int:
 def plan_pool(
     wanted: int, *, started: bool, core_count: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables to set before XLA's CPU client starts; none if the pool is fine.
+    """Returns the variables to set before XLA's CPU client starts, if the pool needs any. Pure.
 
     Args:
-        wanted: Number of threads to set if the user hasn't set any.
-        started: Whether JAX has already started a backend, so that nothing can be changed.
-        core_count: Number of threads of the pool if no variable sets it.
-        environ: The environment, in which the user may have set the number of threads.
+        wanted: How many threads to set if the user hasn't set a number.
+        started: Whether JAX has already started a backend. If so, it's too late to change anything.
+        core_count: How many threads the pool has if no variable sets a number.
+        environ: The environment, where the user may have set the number of threads.
 
     Raises:
-        ExchangeError: The pool is too small, and it's too late to change it.
+        ExchangeError: The pool is too small, and it's too late to change that.
     """
     variable = next((v for v in _VARIABLES if environ.get(v, "").isdecimal()), None)
     size = effective(environ, core_count)
@@ -57,9 +58,9 @@ def plan_pool(
         return {}
     raise ExchangeError(
         f"JAX started before `jaxcross.initialize()`, with a CPU pool of {size} threads where "
-        f"{MINIMUM} are needed. A waiting exchange holds a thread, and the ranks would stop for "
-        "ever. Call `jaxcross.initialize()` before the first JAX array or `jax.devices()`, or set "
-        f"`{variable or 'PJRT_NPROC'}={wanted}`."
+        f"{MINIMUM} are needed. A waiting exchange holds a thread, and the ranks would "
+        "deadlock. Call `jaxcross.initialize()` before the first JAX array or `jax.devices()`, or "
+        f"set `{variable or 'PJRT_NPROC'}={wanted}`."
     )
 
 

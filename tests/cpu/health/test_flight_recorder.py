@@ -175,7 +175,7 @@ def test_disk_failure_ends_only_the_recording(flight, caplog):
         token = flight.begin(compute(1))
         flight.end(token)
     assert [r.message.split(":")[0] for r in caplog.records] == [
-        "rank 0 records its events no longer"
+        "rank 0 no longer records its events"
     ]
     assert flight.describe() == "outside of any step, after job 'a', step 1, segment 0 (compute)"
 

@@ -77,7 +77,7 @@ def test_what_is_said(found, text):
     place = ProcessId(host="h", machine="m", pid=7, started=1)
     said = str(LostPeer(rank=2, process=place, found=found, since_beat_s=31, activity="in vote"))
     assert said.startswith(text)
-    assert "It was last heard 31 s ago, in vote." in said
+    assert "Its last heartbeat was 31 s ago, in vote." in said
     assert ("initialize(heartbeat_timeout_s=...)" in said) == (found != "gone")
 
 

@@ -143,11 +143,11 @@ def test_report_is_left_to_another_rank_that_asks(
     with dog.monitor(job="a", step=3, segment=0, what="psum"):
         clock[0] += 0.5
         dog._look_at_waits()
-    assert questions.count("standing") == 1 + holds_back  # after holding back, it asks again
+    assert questions.count("status") == 1 + holds_back  # after holding back, it asks again
 
 
 @pytest.mark.parametrize(
-    "awaited", [{}, {0: "its data has not given it"}, {1: "its job has not come so far"}]
+    "awaited", [{}, {0: "its data has not given it"}, {1: "its job has not reached that point"}]
 )
 def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     """With no rank to wait for, the wait continues, since its cause is watched elsewhere."""
@@ -294,7 +294,7 @@ def test_waits_of_its_own_are_told_for_as_long_again(clock):
             and dog._status().entered == 0
         )
         ((_, awaited),) = dog._waits.values()
-        assert awaited({1: None}) == {0: "own evaluation is its own affair"}
+        assert awaited({1: None}) == {0: "its own evaluation takes this long"}
     with dog.monitor(job="b", step=3, segment=1, what="psum"):
         assert dog._status().may_be_late("a") and not dog._status().may_be_late("b")
     clock[0] += 0.25

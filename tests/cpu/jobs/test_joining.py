@@ -159,7 +159,7 @@ def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
         with pytest.raises(JobError) as raised:
             runner.run()
         assert str(raised.value).startswith(
-            "All jobs that were left are paused (`a`, `b`), and no rank has a thread"
+            "All remaining jobs are paused (`a`, `b`), and no rank has a thread"
         )
         return [(job.status, job.step) for job in jobs]
 
@@ -196,7 +196,7 @@ def test_a_paused_job_takes_no_turn_until_it_goes_on():
 
     (seen, steps), (theirs, their_steps) = run_ranks(2, work)
     assert (seen, steps) == (theirs, their_steps)
-    rest = seen[seen.index(("b", "paused")) : seen.index(("b", "goes on"))]
+    rest = seen[seen.index(("b", "paused")) : seen.index(("b", "resumed"))]
     assert (
         len({step for job, step in rest if job == "b" and step != "paused"}) <= 1
     )  # belongs to the step in progress

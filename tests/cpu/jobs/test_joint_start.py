@@ -264,7 +264,7 @@ def test_a_job_that_waits_unseen_is_excused_in_time(kind, limit, caplog):
     # Just one message, whichever rank found the job late first.
     assert (
         caplog.text.count(
-            "Job `b` spent 30 s, on some rank, on other work than compiling its first step"
+            "Job `b` spent 30 s, on some rank, on something other than compiling its first step"
         )
         == 1
     )

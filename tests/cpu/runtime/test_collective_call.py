@@ -47,7 +47,7 @@ def test_a_failure_of_one_rank_is_one_of_all(after):
     assert second == "ZeroDivisionError: here"
     assert first == third
     assert (
-        "JobError: Ranks did something together, in which rank 1 failed: ZeroDivisionError: here"
+        "JobError: In work that all ranks do together, rank 1 failed: ZeroDivisionError: here"
         in first
     )
 

@@ -87,8 +87,8 @@ def test_every_wait_for_other_ranks_is_watched():
         assert len([w for w in watched if w[3] == "vote"]) >= 5
         # Votes and announcements concern all jobs, so the report of such a wait names no job, step
         # or segment.
-        assert {w[:3] for w in watched if w[3] in ("vote", "news of jobs")} == {("", 0, -1)}
-        assert ("", 0, -1, "news of jobs") in watched
+        assert {w[:3] for w in watched if w[3] in ("vote", "announcements")} == {("", 0, -1)}
+        assert ("", 0, -1, "announcements") in watched
 
 
 def test_a_job_that_waits_for_its_data_is_watched():
@@ -272,7 +272,7 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
         )
         assert all(job.done.wait(60) for job in runner.jobs)
         assert second.status == "failed"
-        assert str(second.error) == "Job `b` cannot go on: the run broke."
+        assert str(second.error) == "Job `b` cannot continue, because the run broke."
         with pytest.raises(RuntimeError, match="after shutdown"):
             runner._session._writer.submit(lambda: None)  # pyright: ignore[reportOptionalMemberAccess]
 

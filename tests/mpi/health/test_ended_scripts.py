@@ -25,7 +25,7 @@ def test_waiter_learns_that_a_ranks_script_has_ended(mpirun):
     done = mpirun(2, code)
     assert done.returncode != 0
     said = (
-        "because rank 1 does not come to job 'a', step 3, segment 1 (psum): its script ended after "
+        "because rank 1 will not enter job 'a', step 3, segment 1 (psum): its script ended after "
         "0 of 1 exchanges"
     )
     assert said in done.stderr

@@ -49,13 +49,13 @@ runner.run()
             "pass",
             (
                 r"step 4 \(call of the step\).\n"
-                "  rank 1 has not arrived: its job 'bad' has not come so far; "
+                "  rank 1 has not arrived: its job 'bad' has not reached that point; "
             ),
         ),
         pytest.param(
             "job.batches(data(world.rank == 1))",
             "pass",
-            "rank 1 is late itself: own batch 4 of data 1 is its own affair",
+            "rank 1 is late itself: its own batch 4 of data 1 takes this long",
             marks=pytest.mark.exhaustive,
         ),
         (  # and on all ranks

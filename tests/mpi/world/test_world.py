@@ -323,7 +323,7 @@ OSError: no more data
 ENDS = (
     "jaxcross: rank {rank} of 2 ends after the run: JobError: Job `a` failed on rank 1 after step "
     "2: OSError: no more data. Every rank leaves the job after step 2, the last one that all of "
-    "them committed; other jobs go on."
+    "them committed; other jobs continue."
 )
 SCRIPT_RAISES = (
     START.format(watchdog=300) + "if world.rank == 1:\n    raise OSError('no more data')" + WAIT

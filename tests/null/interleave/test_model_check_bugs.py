@@ -86,7 +86,7 @@ class DeafState(SharedState):
 
 
 class HastyJob(LocalJob):
-    def goes_on(self):
+    def must_complete(self):
         return False
 
 

@@ -80,10 +80,10 @@ def test_for_whom_a_wait_is():
     there, none = status("call of the step"), status()
     assert absent("a", "call of the step", {1: there, 2: there}) == {}
     assert absent("a", "call of the step", {1: there, 2: none}) == {
-        2: "its job 'a' has not come so far"
+        2: "its job 'a' has not reached that point"
     }
     assert absent("a", "call of the step", {1: status("call of the step", job="b"), 2: there}) == {
-        1: "its job 'a' has not come so far"
+        1: "its job 'a' has not reached that point"
     }
     assert absent("a", "batch 4 of data 1", {1: status("batch 5 of data 1"), 2: None}) == {
         1: "it waits for its batch 5 of data 1"
@@ -116,7 +116,9 @@ def test_rank_that_just_waited_locally_is_not_blamed():
     """The rank runs several evaluations in a row, each shorter than the watchdog's time limit."""
     between = RankStatus(entered=9, waits=(), recent_local=frozenset({"a"}))
     assert absent("a", "call of the step", {1: between}) == {}
-    assert absent("b", "call of the step", {1: between}) == {1: "its job 'b' has not come so far"}
+    assert absent("b", "call of the step", {1: between}) == {
+        1: "its job 'b' has not reached that point"
+    }
 
 
 def test_a_wait_for_all_ranks_says_who_is_missing():
@@ -126,11 +128,11 @@ def test_a_wait_for_all_ranks_says_who_is_missing():
         status("evaluation", local=True),
     )
     answers, patient = {1: there, 2: late, 3: busy}, partial(missing_ranks, excuse_local=True)
-    assert patient("", "report", [1, 2, 3], answers) == {2: "it has not come so far"}
+    assert patient("", "report", [1, 2, 3], answers) == {2: "it has not reached that point"}
     assert patient("", "report", [1, 3], answers) == {}
     assert missing_ranks("", "report", [1, 3], answers, excuse_local=False) == {
-        3: "it has not come so far"
+        3: "it has not reached that point"
     }
     assert patient("", "report", [1], answers) is None
-    assert patient("a", "report", [1], answers) == {1: "it has not come so far"}
+    assert patient("a", "report", [1], answers) == {1: "it has not reached that point"}
     assert patient("", "report", [1], {1: None}) is None  # a silent rank is named as such

@@ -122,11 +122,11 @@ def test_ranks_sharing_an_accelerator_are_warned_once(caplog, monkeypatch, accel
     monkeypatch.setattr(start.compat, "backends_started", lambda: True)
     for local_rank in range(4):
         start._take_device([{}] * 4, local_rank=local_rank, accelerators=accelerators)
-    assert [record.getMessage() for record in caplog.records] == (
-        [f"4 ranks of this node share {said} Start one rank an accelerator, unless this is meant."]
-        if said
-        else []
+    warning = (
+        f"4 ranks of this node share {said} Start one rank per accelerator, unless this is "
+        "intended."
     )
+    assert [record.getMessage() for record in caplog.records] == ([warning] if said else [])
 
 
 WAIT = Activity(job="a", step=3, segment=1, what="psum", number=7, since_s=0.0)
