@@ -1,4 +1,4 @@
-"""Turns the events of a run into tables, JSON, traces, charts and progress. Only listens.
+"""Turns a run's events into tables, JSON, traces, charts and progress. Never affects the run.
 
 record           spans of a run on this rank, and the alignment of the ranks' clocks
 summary          numbers of a run as plain data: jobs, timing, breakdown

@@ -1,4 +1,7 @@
-"""Arithmetic on sets of time: sorted, disjoint, half-open `(start, end)` pairs in nanoseconds."""
+"""Arithmetic on sets of time.
+
+A set is a sorted list of disjoint half-open intervals `(start, end)` in nanoseconds.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ Interval = tuple[int, int]
 
 
 def merge_intervals(pieces: Iterable[Interval]) -> list[Interval]:
-    """Sorts and joins pieces into a set. Drops empty pieces."""
+    """Sorts intervals and joins those that touch or overlap into a set. Drops empty ones."""
     joined: list[Interval] = []
     for start, end in sorted(pieces):
         if end <= start:
@@ -32,7 +35,8 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     while i < len(left) and j < len(right):
         a, b = left[i]
         c, d = right[j]
-        # Faster than `max` and `min`: a run has hundreds of thousands of pieces.
+        # A run has hundreds of thousands of intervals, and comparisons are much faster than calls
+        # of `max` and `min`.
         start = a if a > c else c
         end = b if b < d else d
         if start < end:

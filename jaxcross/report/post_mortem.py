@@ -1,4 +1,22 @@
-"""Finds which rank ended first, in which operation, and what the other ranks were doing. Pure."""
+"""Finds which rank ended first, in which operation, and what the other ranks were doing.
+
+When one rank dies, the others fail within moments, so at the end every event file looks as if its
+rank had been cut off. The last time stamps don't tell which rank was first: a rank only records a
+sign of life about once a second, and the clocks of two hosts may differ. So `_first` looks for
+evidence that doesn't depend on time, and goes from the most to the least reliable kind:
+
+1. A rank recorded that it failed, with its exception. If several did, the earliest record counts.
+2. A rank reported which ranks it had lost. Then the lost ranks ended first.
+3. A rank's script ended normally, but the others wait in an exchange that this rank never entered.
+4. Some ranks wrote a last record and others didn't. A rank that is killed by a signal it can't
+   handle, crashes or runs out of memory writes nothing, so these are the ones that died.
+5. A rank recorded that it was terminated, interrupted, or that it reported a failure.
+6. No rank wrote a last record, but some had entered fewer exchanges than the others, which were
+   therefore waiting for them.
+7. The last sign of life of some ranks is clearly older (`_BEAT_S`) than that of the others.
+
+If none of this applies, we say so rather than guess.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +27,15 @@ from jaxcross._endings import ExitKind
 from jaxcross.report.event_files import MOST_RANKS, RankRecord
 
 _BEAT_S = 2.0
-"""A rank records a sign of life about once a second. If its last one is this much later than
-another rank's, it has ended later.
+"""A rank records a sign of life about once a second. If the last signs of life of two ranks differ
+by more than this, the rank with the earlier one ended first.
 """
 
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
 def first_to_end(records: Sequence[RankRecord]) -> str:
-    """Returns a paragraph on which rank ended first, and what all ranks were doing at that time."""
+    """Returns a paragraph that says which rank ended first, and what each rank was doing then."""
     if all(record.words == ExitKind.LEFT for record in records) and len(records) == records[0].size:
         return "All ranks ended by themselves: their scripts came to their ends."
     first, why = _first(records)
@@ -34,7 +52,7 @@ def first_to_end(records: Sequence[RankRecord]) -> str:
 
 
 def ranks_without_file(records: Sequence[RankRecord]) -> list[int]:
-    """Returns the ranks of the run that have no file."""
+    """Returns the ranks of the run that have no event file."""
     return sorted(
         set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records}
     )
