@@ -96,8 +96,7 @@ class RunProgress:
 
 
 class StepRate:
-    """Measures a job's steps per second over the last ten seconds, or the last step if that's
-    longer.
+    """Measures a job's steps per second, over the last ten seconds or at least one step.
 
     The first step isn't counted, because it includes compilation.
     """
