@@ -165,9 +165,9 @@ class Measurement:
 def image_side(window_s: float, least_s: float) -> int:
     """Returns an image size such that about four steps fit into a window.
 
-    If the window has its default length, this is the largest size, except on very slow machines. If
-    the user requested a short measurement, the images must be smaller, because several steps have
-    to fit into each part of a round.
+    If the window has its default length, we use the largest images, except on very slow machines.
+    If the user requested a short measurement, the images must be smaller, because several steps
+    have to fit into each part of a round.
 
     Args:
         window_s: Seconds of a window.

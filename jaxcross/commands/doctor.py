@@ -380,8 +380,9 @@ def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
 def reason_in(stderr: str) -> str:
     """Returns the line of a failed command's output that most likely states the reason.
 
-    This is the last line that names an exception, because the launcher prints lines of its own
-    after it. If there's no such line, it's the last one.
+    The last line of the output usually comes from the launcher, which only says that a rank has
+    failed. So we return the last line that names an exception. If there's no such line, we return
+    the last line.
     """
     lines = stderr.strip().splitlines() or ["no output"]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]

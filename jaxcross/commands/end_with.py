@@ -7,8 +7,8 @@ On Linux, a process can ask the kernel for a signal when its parent dies (`PR_SE
 precisely, the kernel sends it when the *thread* that started the process ends. That's fine here,
 because that thread waits for the command, so it only ends earlier if the whole launcher dies.
 
-The usual place for such a call is the `preexec_fn` of `subprocess`. We can't use it, because it
-makes `subprocess` fork, and forking a process with JAX's threads may deadlock. Hence this script,
+You'd usually make such a system call in the `preexec_fn` of `subprocess`. We can't do that, because
+`subprocess` then forks, and forking a process with JAX's threads may deadlock. Hence this script,
 which makes the call and then replaces itself by the command.
 """
 

@@ -1,7 +1,7 @@
 """`jaxcross plan jobs.toml`: plans which jobs share ranks, and how, from their profiles.
 
-The file has one table per job. A job's profile comes from the report of a run of this job alone:
-`--profile-of report.json NAME FILE`.
+The file has one table per job, which names the job's profile. To get a profile, run the job alone,
+and extract it from the report of that run: `--profile-of report.json NAME FILE`.
 
     script = "train.py"        # only for `--launch`: receives the plan and a group's number
 

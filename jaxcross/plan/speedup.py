@@ -210,7 +210,8 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
     cut_alone = None
     if cost.cut is not None:
         # No cut can be faster than the busier lane. But the cut and the uncut step were timed
-        # separately, so noise may suggest that it is. Hence the limit.
+        # separately, so noise may suggest that a cut is even faster. So we limit the speed-up to
+        # what's possible.
         cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
     return Estimate(
         cost=cost,
@@ -226,9 +227,10 @@ def period_s(
 ) -> float:
     """Returns the seconds of a round, i.e. one step of each job, in the best order.
 
-    Without contention, this is `bound_s`. With contention, we assume that the lane with more work
-    never idles, so that the other lane's work always overlaps with it and slows it down for that
-    long. This is exact for equal jobs whose steps first compute, then exchange, then update.
+    Without contention, the round takes as long as its bound (`bound_s`). With contention, we assume
+    that the lane with more work never idles, so that the other lane's work always overlaps with it
+    and slows it down for that long. This is exact for equal jobs whose steps first compute, then
+    exchange, then update.
 
     Args:
         compute_s: Seconds that each job's step computes alone (c).

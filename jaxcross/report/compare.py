@@ -78,9 +78,10 @@ class Comparison:
     def most(self) -> float | None:
         """The largest speed-up that overlapping could achieve, as measured in the first way.
 
-        If jobs run one after the other, a round takes at least as long as all of its compute and
-        exchange time together. With perfect overlap, it takes only as long as the bound. The result
-        is the ratio of the two. None unless the first way runs the jobs one after the other.
+        If the jobs run one after the other, a round takes at least as long as its compute and
+        exchange time together. With perfect overlap, it would only take as long as its bound. This
+        property is the ratio of the two. It's None unless the first way runs the jobs one after the
+        other.
         """
         bound = self.first.bound_s
         work = self.first.compute_s + self.first.exchange_s
@@ -121,8 +122,8 @@ class Comparison:
     def _other_work(self) -> bool:
         """Whether a round contains a different amount of work in the two ways.
 
-        This happens if the jobs progress at unequal rates in one of the ways: a round then contains
-        several steps of a fast job, or only part of a step of a slow one.
+        The amount differs if the jobs progress at unequal rates in one of the ways. A round then
+        contains several steps of a fast job, or only part of a step of a slow one.
         """
         pairs = zip(self.first.jobs, self.second.jobs, strict=True)
         more = sum(

@@ -119,7 +119,8 @@ class RankRecord:
         """The operation that the rank was in when it ended; None if there was none.
 
         A rank has several threads, so several operations may be in progress at once. If one of them
-        waits for other ranks, it's this one. Otherwise it's the operation that began last.
+        was a wait for other ranks, we return that one, because it matters most in a post-mortem.
+        Otherwise we return the operation that began last.
         """
         now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
         return now[-1] if now else None

@@ -379,9 +379,9 @@ def _legend(
 class _Tint:
     """The segments of one lane that are shorter than a pixel, by colour.
 
-    They are drawn together as one image with a row of pixels. The darkness of a pixel column is the
-    share of its time that was spent on work, so a lane that is busy half of the time looks half as
-    dark as a lane that is always busy.
+    All thin segments of a lane are drawn together, as an image that is a single row of pixels. The
+    darkness of a pixel column is the share of its time that was spent on work, so a lane that is
+    busy half of the time looks half as dark as a lane that is always busy.
     """
 
     def __init__(self, shown_s: float) -> None:

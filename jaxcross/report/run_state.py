@@ -64,8 +64,8 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
 def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
     """Reads how far the latest run in `folder` is. Returns None if no run has begun.
 
-    Reads the event files only if a job has been waiting for a while, to find out which ranks it's
-    waiting for.
+    The progress file doesn't say for which ranks a job is waiting, but the event files do. Since
+    there's one event file per rank, we only read them if a job has been waiting for a while.
 
     Raises:
         ValueError: A file is damaged or of another version.

@@ -76,8 +76,9 @@ class _Terms:
 class _MeasuredRank:
     """One rank's timeline and the time we measure on it.
 
-    `own` is each job's own steady state. `stretches` are the parts of the run on which we measure
-    the round: usually a single one, but one per job if the jobs run one after the other.
+    The attribute `own` has the steady state of each job by itself. The attribute `stretches` has
+    the parts of the run on which we measure the round: usually a single one, but one per job if the
+    jobs run one after the other.
     """
 
     timeline: Timeline
@@ -101,8 +102,9 @@ class _MeasuredRank:
             }
             for rank, timeline in timelines.items()
         }
-        # Jobs that run one after the other are never in steady state together. Their round is the
-        # sum of what each job takes on its own.
+        # Jobs that run one after the other are never in steady state together, so there is no
+        # common time to measure. Instead we measure each job on its own and add up the times per
+        # step.
         if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
             return {
                 rank: cls(timeline, own[rank], tuple(own[rank].values()))
@@ -254,8 +256,8 @@ def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
     """Returns the work of the busiest lane.
 
-    A lane does one thing at a time, so a round takes at least as long as this. We can't add up
-    several lanes, because their work may overlap.
+    A lane does one thing at a time, so a round takes at least as long as the work of any single
+    lane. Work on different lanes may overlap, so we can't add it up.
     """
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
@@ -290,8 +292,8 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
         late = subtract(late, working)
         # `late` includes the time in which an exchange was ready but hadn't begun. If the exchange
         # lane was voting at that time, the exchange had to wait for the vote, so the vote is to
-        # blame rather than the dispatch. Votes don't occupy a compute lane, so this doesn't apply
-        # there.
+        # blame rather than the dispatch. A vote doesn't occupy a compute lane, so it can't hold up
+        # compute segments.
     voting = late if bottleneck != "compute" else []
     # Several causes may cover the same gap. It's attributed to the first of them in this list, so
     # the order matters: specific causes come before general ones.

@@ -1,7 +1,8 @@
 """One rank's spans as sets of time: when each lane worked, waited for other ranks, or was idle.
 
-The numbers in a report come from set operations on time. For example, the hidden share is the
-measure of the time in which a job exchanged, intersected with the time in which any job computed.
+The numbers in a report come from set operations on time. For example, to find out how much of a
+job's exchange is hidden, we intersect the time in which the job exchanged with the time in which
+any job computed.
 This module makes these sets from a rank's spans. The raw spans can't be used directly, for two
 reasons:
 
@@ -73,9 +74,10 @@ def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
     """Returns the nanoseconds that each exchange or numbered vote took on its fastest rank.
 
-    This is how long the exchange took without waiting, because the rank that arrived last didn't
-    have to wait for any other rank. Parameter-server messages are left out: ranks send them
-    independently of each other, so the messages for step n on two ranks don't belong together.
+    The shortest span of an exchange tells how long the exchange took without waiting, because the
+    rank that arrived last didn't have to wait for any other rank. Parameter-server messages are
+    left out: ranks send them independently of each other, so the messages for step n on two ranks
+    don't belong together.
     """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
