@@ -175,6 +175,9 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     contention = Contention(
         compute=max(1.0, 1 / computed.together), exchange=max(1.0, 1 / exchanged.together)
     )
+    # Each stage differs from the previous one in a single input, so the increase of the period from
+    # one stage to the next is the effect of that input. The inputs accumulate, so that the last
+    # stage has everything that the run measured.
     stages = [prediction]
     names = ["computation", "exchange", "contention", "host"]
     stages.append(_scaled(stages[-1], "compute", computed.factors))
@@ -183,6 +186,8 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     stages.append(_with_host_time(stages[-1], run))
     ends = [_period_ns(stage.rounds) for stage in stages]
     parts = dict.fromkeys(PARTS, 0)
+    # If an input was better than predicted, its stage is faster, and counts as 0 here. The time
+    # gained goes into `unexplained`, which may be negative.
     for name, before, after in zip(names, ends, ends[1:], strict=False):
         parts[name] = max(0, after - before)
     achieved = _period_ns(run.rounds)
@@ -267,11 +272,15 @@ class _Paces:
             predicted: The predicted pace.
         """
         pace = _fitted_pace(rows)
+        # A difference in the last digits is rounding. Without this, a run that matches its
+        # prediction exactly would be reported to differ a little.
         if pace is not None:
             pace = predicted if abs(pace - predicted) < 10**-4 else pace
             return cls(
                 factors={name: _factor(job, pace) for name, job in rows.items()}, together=pace
             )
+        # The segments don't determine the pace, so each job effectively gives us a single equation:
+        # the sum over its segments.
         alike = _factor([row for job in rows.values() for row in job], predicted)
         sums = [_Row(*map(sum, zip(*job, strict=True))) for job in rows.values()]
         next_to = sum(row.together_s**2 for row in sums)
@@ -280,6 +289,8 @@ class _Paces:
             pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
         one_factor = _misfit(sums, alike, predicted)
         one_pace = _misfit(sums, 1.0, pace)
+        # A pace fits k jobs with one unknown just as a common factor does, so noise alone may make
+        # it look a little better. We only blame contention if it's clearly better.
         if one_pace < min(one_factor - _CLEARLY, _TOLERANCE) and 0 < pace <= 1:
             return cls(factors=dict.fromkeys(rows, 1.0), together=pace)
         if one_factor < _TOLERANCE:
@@ -305,7 +316,10 @@ def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
             free.append(column - solo * (solo @ column) / (solo @ solo))
     a = np.concatenate(apart)
     b = np.concatenate(together)
+    # There's one equation per segment, and the unknowns are one factor per job and the pace.
     known = len(a) - len(rows) - 1
+    # If almost nothing of `together` is left after the projection, the segments of each job overlap
+    # to the same degree, and the pace isn't determined.
     if known < 1 or b @ b <= _DOUBT**2 * sum(
         row.together_s**2 for job in rows.values() for row in job
     ):
@@ -359,10 +373,13 @@ def _rows(
                 or span.step < 2
             ):
                 continue
+            # A segment that takes no time in its profile can't be compared with it.
             seconds_alone = solo[span.job][span.segment]
             if seconds_alone <= 0:
                 continue
             is_compute = span.kind == "compute"
+            # While a rank waits for others in an exchange, it transfers nothing, so only the end of
+            # the span counts as work of the exchange.
             length = min(
                 shortest.get((span.job, span.number, span.segment), span.end_ns),
                 span.end_ns - span.start_ns,

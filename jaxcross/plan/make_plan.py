@@ -213,6 +213,8 @@ def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[
     loads = []
     for name, cuts in jobs.items():
         whole = cuts[min(cuts)]
+        # Groups are chosen before the cuts, so use the coarsest cut that was measured, which is
+        # usually the whole step.
         alone_s = whole.compute_s + whole.exchange_s + whole.host_s
         if not alone_s > 0:
             raise ValueError(f"a step of `{name}` takes no time: a plan needs what it costs")
@@ -222,6 +224,8 @@ def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[
                 compute_s=whole.compute_s,
                 exchange_s=whole.exchange_s,
                 ranks=whole.ranks,
+                # A job's weight is how many steps it makes in a round. If all jobs take equally
+                # long alone, a job with short steps makes correspondingly more of them.
                 steps=1 / alone_s if steps is None else steps[name],
                 memory=whole.memory or JobMemory(),
             )
@@ -262,6 +266,8 @@ def _planned(
             made = None if chosen.refusal else _group_of(left, chosen, there, vote_s, "")
             known[key] = chosen, made
         rates, like = known[key]
+        # There are four cases: the jobs are refused, they'd gain too little, only one job is left,
+        # or they share ranks. In the first case, the loop continues without the slowest job.
         slowest = _first_to_go(list(left), rates)
         others = " and ".join(f"`{name}`" for name in left if name != slowest)
         if len(left) > 1 and rates.refusal:
@@ -284,12 +290,14 @@ def _planned(
         elif len(left) == 1 and apart:  # all others were taken out, so this job has no partner left
             apart += [(name, apart[-1][1]) for name in left]
             left = {}
+        # The result may have been computed for an identical group, so put in the names of this one.
         elif like is not None:
             jobs_here = tuple(
                 replace(job, name=name) for job, name in zip(like.jobs, left, strict=True)
             )
             found.append(replace(like, jobs=jobs_here))
             left = {}
+    # The jobs that were taken out run alone. `choose_rates` still decides how to cut their steps.
     for name, reason in apart:
         there = _there(contention, [jobs[name][min(jobs[name])]])
         rates = choose_rates([jobs[name]], contention=there, memory=limit, vote_s=vote_s)

@@ -145,11 +145,15 @@ def choose_rates(
     unlike = group.unlike()
     if unlike:
         return group.not_tried(unlike)
+    # The linear program ignores the order of turns, so a real schedule makes less progress. How
+    # close an option gets to it tells whether a finer cut could still gain much.
     good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
     fair: list[Rates] = []
     unfair: list[Rates] = []
     for pieces in filter(group.fits, _cuts(jobs, group.alone_s)):
         was_fair = bool(fair)
+        # `search` uses short simulations, which aren't very accurate. So confirm the options with a
+        # long one, in the order of their progress, until one of them turns out to be fair.
         options = sorted(group.search(pieces), key=lambda option: -option.progress)
         unfair += [option for option in options if not option.is_fair]
         for option in options:
@@ -158,8 +162,12 @@ def choose_rates(
                 (fair if confirmed.is_fair else unfair).append(confirmed)
                 if confirmed.is_fair:
                     break
+        # After the first fair cut, try one finer cut, because it may make more progress. But don't
+        # go any further, and don't even try that one if the progress is already good, because a
+        # finer cut sends more messages and takes longer to simulate.
         if was_fair or any(option.progress >= good for option in fair):
             break
+    # No cut was fair. The options that came closest may only need their shares shifted a little.
     for option in [] if fair else sorted(unfair, key=lambda option: -min(option.speeds))[:_LAST]:
         balanced = group.balanced(option)
         if balanced.is_fair:
@@ -249,6 +257,7 @@ class _Group:
         """Yields ways to run the jobs with these cuts, until one of them makes enough progress."""
         enough = _ENOUGH * sum(self.targets([self.floor] * len(pieces)))
         wanted = [self.floor * _LOSS] * len(pieces)
+        # If no step is cut, first try plain round-robin, because it's the simplest policy.
         if max(pieces) == 1:
             found = self.tried(pieces, RoundRobin(), COARSE)
             yield found
@@ -260,6 +269,9 @@ class _Group:
             yield found
             if found.is_fair and found.progress >= enough:
                 return
+            # A job only reached the part `kept` of its target, because it lost the rest to other
+            # jobs' turns. So demand that much more for it. The 0.1 keeps the demand finite if a job
+            # made almost no progress.
             kept = [speed / target for speed, target in zip(found.speeds, targets, strict=True)]
             wanted = [self.floor * _MARGIN / max(part, 0.1) for part in kept]
         if max(pieces) > 1:
@@ -298,6 +310,7 @@ class _Group:
             math.fsum(use * low for use, low in zip(lane, wanted, strict=True))
             for lane in self.uses
         ]
+        # Use slightly less than 100% of a lane, so that rounding can't make the problem infeasible.
         part = min(1.0, 0.999 / max(loads), 1 / max(wanted))
         bounds = [(low * part, 1.0) for low in wanted]
         found = linprog([-1.0] * len(wanted), A_ub=self.uses, b_ub=[1.0, 1.0], bounds=bounds)
@@ -318,6 +331,8 @@ class _Group:
         Round-robin gives each job the same number of turns, and every piece needs a turn. So a job
         whose step has twice as many pieces makes half as many steps.
         """
+        # At its target speed, a step takes `turns` seconds. All jobs get equally many turns per
+        # second, so the number of pieces of a step must be proportional to it.
         turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
         wanted = [max(pieces) * each / max(turns) for each in turns]
         return tuple(

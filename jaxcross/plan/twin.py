@@ -165,6 +165,8 @@ def predict(
     contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
+    # There's one simulated rank, so we take the first result. The simulation knows jobs by their
+    # numbers, whereas spans of a real run have their names.
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
     spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
     summaries = [
@@ -215,6 +217,8 @@ def step_rates(
     scripts = [_script(profile, None) for profile in profiles]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
+    # The simulation stops at `until_s`, in the middle of some steps. A step only counts if all of
+    # its segments have ended.
     ends: list[dict[int, list[float]]] = [{} for _ in profiles]
     for span in spans:
         ends[int(span.job)].setdefault(span.step, []).append(span.end_ns / 1e9)
@@ -230,6 +234,8 @@ def step_rates(
     low = max(found[0] for found in whole)
     high = min(found[-1] for found in whole)
     slowest = [end for end in min(whole, key=len) if low <= end <= high]
+    # The slowest job has made so few steps that none of them lies within the window. The best we
+    # can do is to count the steps of the whole simulation.
     if len(slowest) < 2:
         return tuple((len(found) - 1) / until_s for found in whole)
     low = slowest[0]
@@ -262,6 +268,7 @@ def _simulation(
         exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
         vote_s=vote_s,
         contention=contention,
+        # Checking the interleaver's invariants after every event is for tests.
         check=False,
     )
 

@@ -87,6 +87,8 @@ def draw_gantt(
         MissingExtraError: matplotlib is not installed.
     """
     require_extra("plot", "a picture of a run", "matplotlib")
+    # We create the figure and its canvas directly. `pyplot` would be shorter, but it chooses a
+    # backend, which may need a display, and keeps figures and settings in global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,6 +103,8 @@ def draw_gantt(
         name: COLOURS[i % len(COLOURS)]
         for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
     }
+    # All sizes are in inches and grow with the number of rows, so that a row always has the same
+    # height. The positions of texts are relative, hence the divisions by `total`.
     heights = [len(r) * 0.34 + 0.55 for r in rows]
     second = 0.22 if _is_long(colours) else 0.0  # inches for a second line of the legend
     total = sum(heights) + 1.75 + second
@@ -265,10 +269,13 @@ def _panel(
     for y, (_, _, spans) in enumerate(rows):
         thin = _Tint(shown_s)
         for kind in ("compile", "input", "compute", "collective", "vote"):
+            # Spans without a job, and those of a job that isn't in the report, are grey.
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
                 own = [s for s in spans if s.kind == kind and s.job == job]
                 bars = [((s.start_ns - begin) / 1e9, (s.end_ns - s.start_ns) / 1e9) for s in own]
                 style = _style(kind, colours.get(job, FAINT))
+                # A vote isn't work, so it isn't part of the tint. Otherwise a lane that only votes
+                # would look busy.
                 if kind != "vote":
                     bars = thin.keep_wide(bars, style["facecolor"])
                 else:
@@ -405,15 +412,22 @@ class _Tint:
         taken = {colour: pieces for colour, pieces in self._pieces.items() if pieces}
         if not taken:
             return
+        # `strip` has the colour of each pixel column, which is white at first. `free` is the share
+        # of the column that is still white.
         strip = np.ones((_PIXELS, 3))
         free = np.ones(_PIXELS)
         for colour, pieces in taken.items():
             part = self._coverage(pieces)
+            # Even the smallest amount of work gets the minimum tint. This could make several
+            # colours add up to more than the whole column, so limit each of them to what is left.
             part = np.minimum(np.where(part > 0, np.maximum(part, _PALEST), 0), free)
             free -= part
             rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
             strip -= part[:, None] * (1 - rgb)
+        # Columns without work are transparent, so that the image doesn't hide wide bars or the
+        # grid.
         image = np.concatenate([strip, (free < 1)[:, None]], axis=1)[None]
+        # `imshow` changes the limits of the axes, so restore them afterwards.
         limits = axis.get_xlim(), axis.get_ylim()
         axis.imshow(
             image,

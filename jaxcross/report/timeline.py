@@ -44,6 +44,7 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
         if span.kind == "compute":
             lane = (span.rank, span.lane)
+            # A span must not become negative if it ends before its predecessor.
             start = min(max(span.start_ns, last_end.get(lane, span.start_ns)), span.end_ns)
             if start != span.start_ns:
                 span = replace(span, start_ns=start)
@@ -155,6 +156,8 @@ class Timeline:
         ends: dict[str, dict[int, int]] = defaultdict(dict)
         for span in own:
             if span.kind == "vote":
+                # Votes and collective calls of a job are both recorded as votes, since both run on
+                # the exchange lane. A collective call is work of the job, so it's kept apart.
                 arrived = _arrival(span, shortest)
                 (together if span.label == ON_ALL_RANKS else vote).append((arrived, span.end_ns))
                 vote_peer.append((span.start_ns, arrived))
@@ -231,6 +234,9 @@ def _late(spans: Iterable[Span]) -> list[Interval]:
     free: dict[int, int] = {}
     late: list[Interval] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
+        # A segment isn't late as long as its lane is busy with another one. So the lost time begins
+        # when the inputs are ready and the lane is free. If the span began before that, the
+        # interval is empty, and is dropped at the end.
         late.append((max(span.ready_ns, free.get(span.lane, span.ready_ns)), span.start_ns))
         free[span.lane] = max(span.end_ns, free.get(span.lane, span.end_ns))
     return merge_intervals(late)
