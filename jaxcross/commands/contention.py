@@ -179,9 +179,8 @@ def _table(
         f"  {'':22}{'alone':>10}{'next to the other':>20}{'times as long':>16}",
     ]
     for what, name in _WHAT.items():
-        alone, together = (
-            median(row[f"{what}{end}_s"] for row in rounds) for end in ("", "_beside")
-        )
+        alone = median(row[f"{what}_s"] for row in rounds)
+        together = median(row[f"{what}_beside_s"] for row in rounds)
         spread = f"   {ratios[what][0]:.2f} to {ratios[what][-1]:.2f} by round"
         lines.append(
             "  "

@@ -27,7 +27,7 @@ ROUNDS = 5
 _PARTS = 20
 _MB = 2**20
 _MOST_MB = 100
-_SIDES = 4, 32  # side of the smallest and of the largest image, in pixels
+_SIDES = (4, 32)  # side of the smallest and of the largest image, in pixels
 _LEAST_STEPS = (
     4  # computation steps alongside exchanges; the last one ends alone, so it doesn't count
 )

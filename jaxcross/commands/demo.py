@@ -153,7 +153,10 @@ def _demo(args: argparse.Namespace) -> int:
         raise DemoError(f"--json: `{args.json}` is a folder.")
     data = _write_data(args)
     with ExitStack() as stack:
-        lab, why_not = _lab(args, stack) if slow else (None, "")
+        lab: Lab | None = None
+        why_not = ""
+        if slow:
+            lab, why_not = _lab(args, stack)
         launch = _launch(args, example, mpirun, data, lab, slow=slow)
         _print(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
         _print(

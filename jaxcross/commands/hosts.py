@@ -133,7 +133,8 @@ def wait_for_hosts(
 ) -> bool:
     """Waits until no host is missing. Shows a line per minute. Returns False after `limit_s`."""
     pause = pause or threading.Event().wait
-    start_s = shown_s = clock()
+    start_s = clock()
+    shown_s = start_s
     while missing := find_missing():
         now_s = clock()
         if now_s - start_s >= limit_s:

@@ -420,16 +420,16 @@ def _run(
     # Maps each signal to the signal that the ranks receive. Closing the terminal (SIGHUP) and
     # Ctrl-\ (SIGQUIT) have the same effect as SIGTERM.
     forwarded = {n: n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    forwarded[signal.SIGHUP] = forwarded[signal.SIGQUIT] = signal.SIGTERM
+    forwarded[signal.SIGHUP] = signal.SIGTERM
+    forwarded[signal.SIGQUIT] = signal.SIGTERM
     before = {
         number: signal.signal(number, lambda *_, passed=passed: forward(passed))
         for number, passed in forwarded.items()
         if signal.getsignal(number) != signal.SIG_IGN  # as it is under nohup
     }
     try:
-        out, err = (
-            (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
-        )
+        out = None if table is None else table.pipe(sys.stdout)
+        err = None if table is None else table.pipe(sys.stderr)
         tied = end_with.tied(line, os.getpid())
         processes.append(
             subprocess.Popen(tied, env=environ, start_new_session=True, stdout=out, stderr=err)

@@ -64,8 +64,12 @@ def receive(seconds: float, burst: int) -> None:
         )
         connection, _ = server.accept()
     buffer = bytearray(len(BLOCK))
-    begin = start = end = time.perf_counter()
-    total = arrived = skipped = 0
+    begin = time.perf_counter()
+    start = begin
+    end = begin
+    total = 0
+    arrived = 0
+    skipped = 0
     try:
         while skipped in (0, arrived) or end - start < seconds:
             connection.settimeout(max(0.01, begin + seconds + PATIENCE_S - end))

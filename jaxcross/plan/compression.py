@@ -193,7 +193,7 @@ def choose_compression(
     known: dict[Hashable, list[int | ValueError]] = {}  # jobs with the same model are traced once
     for job in jobs:
         types, treedef = jax.tree.flatten(_types(job.params))
-        model = treedef, tuple(types)
+        model = (treedef, tuple(types))
         if model not in known:
             known[model] = list(_received(exchanges, job.params, axis, ranks))
         for candidate, found in zip(candidates, known[model], strict=True):

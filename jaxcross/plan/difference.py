@@ -35,7 +35,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -283,10 +283,10 @@ class _Paces:
         # the sum over its segments.
         alike = _factor([row for job in rows.values() for row in job], predicted)
         sums = [_Row(*map(sum, zip(*job, strict=True))) for job in rows.values()]
-        next_to = sum(row.together_s**2 for row in sums)
+        squares = sum(row.together_s**2 for row in sums)
         pace = predicted
-        if next_to:
-            pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
+        if squares:
+            pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / squares
         one_factor = _misfit(sums, alike, predicted)
         one_pace = _misfit(sums, 1.0, pace)
         # A pace fits k jobs with one unknown just as a common factor does, so noise alone may make
@@ -361,9 +361,7 @@ def _rows(
     )
     for rank in sorted({span.rank for span in spans}):
         timeline = Timeline.of(rank, spans, shortest)
-        exchanging = _Cumulated(
-            merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
-        )
+        exchanging = _Cumulated(merge_intervals(chain.from_iterable(timeline.transfer.values())))
         computing = _Cumulated(timeline.computing)
         for span in spans:
             if (
@@ -398,10 +396,10 @@ class _Cumulated:
     Intersecting each of them with the whole set would be too slow.
     """
 
-    def __init__(self, pieces: Sequence[Interval]) -> None:
-        self._starts = [start for start, _ in pieces]
-        self._pieces = pieces
-        self._before = [0, *accumulate(end - start for start, end in pieces)]
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        self._starts = [start for start, _ in intervals]
+        self._intervals = intervals
+        self._before = [0, *accumulate(end - start for start, end in intervals)]
 
     def within(self, start: int, end: int) -> int:
         """Returns for how long the intervals cover the time from `start` to `end`."""
@@ -411,7 +409,7 @@ class _Cumulated:
         index = bisect_right(self._starts, moment)
         if not index:
             return 0
-        start, end = self._pieces[index - 1]
+        start, end = self._intervals[index - 1]
         return self._before[index - 1] + min(moment, end) - start
 
 

@@ -127,7 +127,9 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
     for load in loads:
         of_ranks[load.ranks].append(load)
     groups: list[tuple[str, ...]] = []
-    cost = alone = pooled = 0.0
+    cost = 0.0
+    alone = 0.0
+    pooled = 0.0
     for ranks, same in sorted(of_ranks.items()):
         table = _LoadTable(same, limit)
         for members in _divide(table, min(most, len(same))):
@@ -280,7 +282,8 @@ def _without_gain(table: _LoadTable, members: list[int]) -> list[tuple[int, ...]
         rest = [i for i in left if i != job]
         if not rest:
             break
-        together, apart = (float(table.seconds(np.array(row))) for row in (left, rest))
+        together = float(table.seconds(np.array(left)))
+        apart = float(table.seconds(np.array(rest)))
         alone = float(table.seconds(np.array([job])))
         if apart + alone <= together + _GAIN * alone:
             parts.append((job,))

@@ -194,7 +194,8 @@ def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
     Raises:
         ValueError: The prediction would have so many steps that it would take minutes.
     """
-    longest, shortest = (choose(jobs, key=lambda job: job.step_s) for choose in (max, min))
+    longest = max(jobs, key=lambda job: job.step_s)
+    shortest = min(jobs, key=lambda job: job.step_s)
     if not ROUNDS * sum(longest.step_s / job.step_s for job in jobs) <= MOST_STEPS:
         raise ValueError(
             f"a step of `{longest.name}` takes {longest.step_s:.3g} s, one of `{shortest.name}` "

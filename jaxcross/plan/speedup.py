@@ -384,7 +384,11 @@ def _one(estimate: Estimate) -> str:
 def _advice_on_speed(estimate: Estimate, asked: Gain) -> str:
     cost = estimate.cost
     k = estimate.jobs
-    gain, about = (asked.most, "at most") if asked.expected is None else (asked.expected, "about")
+    gain = asked.expected
+    about = "about"
+    if gain is None:
+        gain = asked.most
+        about = "at most"
     faster = f"{about} {gain:.2f} times as fast as one after the other"
     if gain < _WORTH and cost.exchange_s < cost.compute_s:
         share = cost.exchange_s / (cost.compute_s + cost.exchange_s)

@@ -55,14 +55,14 @@ def trace_events(report: Report) -> dict[str, Any]:
         for _, lane, name in (lane for lane in lanes if lane[0] == rank):
             events += _track(rank, lane, name)
     last = {job.name: job.last_step for job in report.jobs}
-    for piece in _nested(
-        [*_steps(spans, tracks, last), *(_piece(span, tracks, origin) for span in spans)]
+    for part in _nested(
+        [*_steps(spans, tracks, last), *(_slice_of(span, tracks, origin) for span in spans)]
     ):
         events.append(
             {
-                **piece.event,
-                "ts": _us(piece.start_ns, origin),
-                "dur": (piece.end_ns - piece.start_ns) / 1e3,
+                **part.event,
+                "ts": _us(part.start_ns, origin),
+                "dur": (part.end_ns - part.start_ns) / 1e3,
             }
         )
     events += _arrows(spans, origin)
@@ -111,7 +111,7 @@ def _name(span: Span) -> str:
     return span.label or (f"{what} {span.segment}" if span.segment >= 0 else what)
 
 
-def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
+def _slice_of(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
     """Returns a span's slice on its lane, or on its job's track if it has no lane."""
     lane = _lane(span)
     track = lane if lane is not None else tracks.get(span.job, 0)
@@ -166,23 +166,23 @@ def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
     waiting after that step has ended. The wait is then cut in two at the end of the step.
     """
     tracks: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
-    for piece in slices:
-        tracks[piece.event["pid"], piece.event["tid"]].append(piece)
-    for pieces in tracks.values():
+    for part in slices:
+        tracks[part.event["pid"], part.event["tid"]].append(part)
+    for slices_of_track in tracks.values():
         count = itertools.count()  # breaks ties: of equal slices, the first one is outside
-        heap = [(piece.start_ns, -piece.end_ns, next(count), piece) for piece in pieces]
+        heap = [(part.start_ns, -part.end_ns, next(count), part) for part in slices_of_track]
         heapq.heapify(heap)
         around: list[int] = []  # the ends of the open slices, the innermost one last
         while heap:
-            start, end, _, piece = heapq.heappop(heap)
+            start, end, _, part = heapq.heappop(heap)
             while around and around[-1] <= start:
                 around.pop()
             if around and -end > around[-1]:
-                rest = piece._replace(start_ns=around[-1])
+                rest = part._replace(start_ns=around[-1])
                 heapq.heappush(heap, (rest.start_ns, end, next(count), rest))
-                piece = piece._replace(end_ns=around[-1])
-            around.append(piece.end_ns)
-            yield piece
+                part = part._replace(end_ns=around[-1])
+            around.append(part.end_ns)
+            yield part
 
 
 def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
@@ -193,23 +193,25 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
             computes[span.rank, span.job, span.number].append(span)
     events: list[dict[str, Any]] = []
     for number, span in enumerate(s for s in spans if s.kind == "collective"):
-        maker = _maker(span, computes[span.rank, span.job, span.number])
-        if maker is None:
+        producer = _producer(span, computes[span.rank, span.job, span.number])
+        if producer is None:
             continue
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}
         # A viewer attaches an arrow to the slice that contains the arrow's time stamp, and a slice
         # doesn't contain its own end. So an arrow that starts exactly at the end of the compute
         # segment wouldn't be attached to that segment. We let it start at 90% of the segment
         # instead.
-        left = min(maker.start_ns + (maker.end_ns - maker.start_ns) * 9 // 10, span.start_ns)
-        events.append({**arrow, "ph": "s", "tid": _lane(maker), "ts": _us(left, origin)})
+        left = min(
+            producer.start_ns + (producer.end_ns - producer.start_ns) * 9 // 10, span.start_ns
+        )
+        events.append({**arrow, "ph": "s", "tid": _lane(producer), "ts": _us(left, origin)})
         events.append(
             {**arrow, "ph": "f", "bp": "e", "tid": _lane(span), "ts": _us(span.start_ns, origin)}
         )
     return events
 
 
-def _maker(exchange: Span, computes: list[Span]) -> Span | None:
+def _producer(exchange: Span, computes: list[Span]) -> Span | None:
     """Returns the compute segment that produced the exchange's operands, if there is one.
 
     Only segments that began before the exchange can be the producer. Of these, it's the last

@@ -17,7 +17,7 @@ from jaxcross.report.units import seconds, share
 if TYPE_CHECKING:
     from jaxcross.report.report import Report
 
-FIFTH = 1.2
+_LARGEST_RATIO = 1.2
 """Largest acceptable ratio between the compute times of the two ways, and between their exchange
 times. If a ratio is larger, the runs differ in more than the order of the work, e.g. because the
 machine was busy during one of them.
@@ -104,7 +104,10 @@ class Comparison:
             ("compute", self.first.compute_s, self.second.compute_s),
             ("exchange", self.first.exchange_s, self.second.exchange_s),
         ):
-            if max(one, other) > FIFTH * min(one, other) and abs(one - other) > NEGLIGIBLE * work:
+            if (
+                max(one, other) > _LARGEST_RATIO * min(one, other)
+                and abs(one - other) > NEGLIGIBLE * work
+            ):
                 return (
                     f"a round's {what} took {seconds(one)} ({self.names[0]}) and {seconds(other)} "
                     f"({self.names[1]}), over a fifth apart: the machine was busy, or jobs slow "

@@ -309,7 +309,8 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
     elif _is_int(ends):
         ended = record.under_way.pop(ends, None)
         if ended is not None and ended.job:
-            record.done = record.done_of[ended.job] = ended
+            record.done = ended
+            record.done_of[ended.job] = ended
     elif _text(event, "note").startswith(("done: ", "closed: ")):
         record.done_of.pop(_text(event, "job"), None)
     elif "checkpoint" in event:

@@ -119,7 +119,8 @@ def draw_gantt(
     cut = ""
     if shown_s < length_s and window is None:
         cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})"
-    shift, since = (window[0], "the run began") if window else (0.0, f"{_since(runs)}{cut}")
+    shift = window[0] if window else 0.0
+    since = "the run began" if window else f"{_since(runs)}{cut}"
     axes[-1].xaxis.set_major_formatter(lambda at, _: f"{at + shift:.6g}")
     axes[-1].set_xlabel(f"seconds since {since}", color=INK)
     axes[-1].set_xlim(0, shown_s * 1.005)
@@ -362,10 +363,10 @@ def _legend(
     ]
     if len(named) < len(colours):
         handles.append(Patch(label=f"and {len(colours) - len(named)} more", facecolor="none"))
-    words = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
-    words |= {"input": "waiting for a batch", "vote": "vote"}
+    texts = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
+    texts |= {"input": "waiting for a batch", "vote": "vote"}
     shown = [
-        Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds
+        Patch(label=text, **_style(kind, FAINT)) for kind, text in texts.items() if kind in kinds
     ]
     for line, at in (
         ((handles, top), (shown, top - second)) if second else ((handles + shown, top),)
@@ -394,7 +395,7 @@ class _Tint:
     def __init__(self, shown_s: float) -> None:
         self._shown_s = shown_s
         self.pixel_s = shown_s / _PIXELS
-        self._pieces: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def keep_wide(
         self, bars: Sequence[tuple[float, float]], colour: str
@@ -404,20 +405,20 @@ class _Tint:
         A bar is a pair (begin, length) in seconds. Bars outside the picture are dropped.
         """
         shown = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < self._shown_s]
-        self._pieces[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
+        self._bars[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
         return [bar for bar in shown if bar[1] >= self.pixel_s]
 
     def draw(self, axis: Any, y: float) -> None:
         """Draws the thin bars as a tint into the row at height `y`."""
-        taken = {colour: pieces for colour, pieces in self._pieces.items() if pieces}
+        taken = {colour: bars for colour, bars in self._bars.items() if bars}
         if not taken:
             return
         # `strip` has the colour of each pixel column, which is white at first. `free` is the share
         # of the column that is still white.
         strip = np.ones((_PIXELS, 3))
         free = np.ones(_PIXELS)
-        for colour, pieces in taken.items():
-            part = self._coverage(pieces)
+        for colour, bars in taken.items():
+            part = self._coverage(bars)
             # Even the smallest amount of work gets the minimum tint. This could make several
             # colours add up to more than the whole column, so limit each of them to what is left.
             part = np.minimum(np.where(part > 0, np.maximum(part, _PALEST), 0), free)
@@ -428,7 +429,8 @@ class _Tint:
         # grid.
         image = np.concatenate([strip, (free < 1)[:, None]], axis=1)[None]
         # `imshow` changes the limits of the axes, so restore them afterwards.
-        limits = axis.get_xlim(), axis.get_ylim()
+        x_limits = axis.get_xlim()
+        y_limits = axis.get_ylim()
         axis.imshow(
             image,
             extent=(0, self._shown_s, y - 0.4, y + 0.4),
@@ -436,17 +438,17 @@ class _Tint:
             interpolation="nearest",
             zorder=1,
         )
-        axis.set_xlim(limits[0])
-        axis.set_ylim(limits[1])
+        axis.set_xlim(x_limits)
+        axis.set_ylim(y_limits)
 
-    def _coverage(self, pieces: Sequence[tuple[float, float]]) -> np.ndarray:
+    def _coverage(self, bars: Sequence[tuple[float, float]]) -> np.ndarray:
         """Returns how much of each pixel column the bars cover, from 0 to 1.
 
         Every bar here is thinner than a pixel, so it ends either in the column where it began or in
         the next one. Two additions per bar are therefore enough, one for each of these columns, and
         `bincount` makes them without a Python loop.
         """
-        begin, length = np.array(pieces).T / self.pixel_s
+        begin, length = np.array(bars).T / self.pixel_s
         end = np.clip(begin + length, 0, _PIXELS)
         begin = np.clip(begin, 0, _PIXELS)
         column = np.minimum(begin.astype(int), _PIXELS - 1)

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 Interval = tuple[int, int]
 
 
-def merge_intervals(pieces: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Sorts intervals and joins those that touch or overlap into a set. Drops empty ones."""
     joined: list[Interval] = []
-    for start, end in sorted(pieces):
+    for start, end in sorted(intervals):
         if end <= start:
             continue
         if joined and start <= joined[-1][1]:
@@ -23,15 +23,16 @@ def merge_intervals(pieces: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def measure(pieces: Iterable[Interval]) -> int:
+def measure(intervals: Iterable[Interval]) -> int:
     """Returns the total length of a set."""
-    return sum(end - start for start, end in pieces)
+    return sum(end - start for start, end in intervals)
 
 
 def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     """Returns the intersection of two sets."""
     shared: list[Interval] = []
-    i = j = 0
+    i = 0
+    j = 0
     while i < len(left) and j < len(right):
         a, b = left[i]
         c, d = right[j]

@@ -115,7 +115,8 @@ class MetricFiles(Instrument):
             if self._closed or (files is not None and not without):
                 return kept  # without checkpoints, the files were opened for the job's first line
             try:
-                files = self._jobs[job] = files or _JobFiles(self._folder / _file_name(job))
+                files = files or _JobFiles(self._folder / _file_name(job))
+                self._jobs[job] = files
                 kept = files.open(step, without)
                 for line in self._early.pop(job, ()):
                     if step == 0:  # otherwise the previous run has already written the line

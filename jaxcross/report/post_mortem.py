@@ -61,14 +61,14 @@ def ranks_without_file(records: Sequence[RankRecord]) -> list[int]:
 def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     by_rank = {record.rank: record for record in records}
     # 1. A rank recorded its own failure. If there are several, take the earliest.
-    spoken = sorted((r for r in records if r.words), key=lambda r: r.last_s)
-    for record in spoken:
+    recorded = sorted((r for r in records if r.words), key=lambda r: r.last_s)
+    for record in recorded:
         if record.words == ExitKind.FAILED:
             return [record], f"ended first ({record.text})"
-    without_words = [r for r in records if not r.words]
+    unrecorded = [r for r in records if not r.words]
     # 2. A rank that lost others names them. Either their processes were gone, so they died without
     # writing anything, or they were alive but didn't respond; in that case, we quote the report.
-    for record in spoken:
+    for record in recorded:
         if record.words == ExitKind.REPORTED and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
             silent = all(not r.words for r in lost) and "is gone" in record.text
@@ -80,28 +80,28 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     # normally has entered fewer of them than the ranks that are still waiting, they're waiting for
     # this rank.
     waiting = max(
-        (r.entered for r in without_words if r.where is not None and r.where.number), default=0
+        (r.entered for r in unrecorded if r.where is not None and r.where.number), default=0
     )
-    left = [r for r in spoken if r.words == ExitKind.LEFT and r.entered < waiting]
+    left = [r for r in recorded if r.words == ExitKind.LEFT and r.entered < waiting]
     if len(left) == 1:
         return left, "left first (its script ended)"
     if left:
         return left, "left first (their scripts ended)"
     # 4. Only some ranks wrote a last record.
-    if without_words and len(without_words) < len(records):
-        return without_words, _SILENTLY
+    if unrecorded and len(unrecorded) < len(records):
+        return unrecorded, _SILENTLY
     # 5. All ranks wrote one.
-    for record in spoken:
+    for record in recorded:
         if record.words in (ExitKind.TERMINATED, ExitKind.INTERRUPTED, ExitKind.REPORTED):
             return [record], f"ended first ({record.text})"
-    if not without_words:
+    if not unrecorded:
         return [], "No rank says why it ended."
     # 6. No rank wrote one, e.g. because the launcher killed all of them when one had died.
-    behind = [r for r in without_words if r.entered == min(s.entered for s in without_words)]
-    if len(behind) < len(without_words):
+    behind = [r for r in unrecorded if r.entered == min(s.entered for s in unrecorded)]
+    if len(behind) < len(unrecorded):
         return behind, "had not come to where the others waited"
     # 7. All ranks were in the same exchange, so only time is left to tell them apart.
-    early = [r for r in without_words if r.last_s < max(s.last_s for s in without_words) - _BEAT_S]
+    early = [r for r in unrecorded if r.last_s < max(s.last_s for s in unrecorded) - _BEAT_S]
     if early:
         return early, _SILENTLY
     return [], (

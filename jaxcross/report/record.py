@@ -80,9 +80,16 @@ def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
 
 def shifted(spans: Iterable[Span], offsets: dict[int, int]) -> tuple[Span, ...]:
     """Returns the spans with their times converted to the common clock."""
-    return tuple(
-        replace(s, start_ns=s.start_ns + d, end_ns=s.end_ns + d, ready_ns=s.ready_ns + d)
-        if (d := offsets[s.rank])
-        else s
-        for s in spans
-    )
+
+    def on_common_clock(span: Span) -> Span:
+        offset = offsets[span.rank]
+        if not offset:
+            return span
+        return replace(
+            span,
+            start_ns=span.start_ns + offset,
+            end_ns=span.end_ns + offset,
+            ready_ns=span.ready_ns + offset,
+        )
+
+    return tuple(map(on_common_clock, spans))

@@ -190,10 +190,10 @@ def headline(result: SweepResult) -> str:
     """Returns one line that says which trial is the best."""
     if result.best is None:
         return f"No trial has finished with a number as `{result.metric}`."
-    words = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
+    settings = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
     return (
-        f"Best: {words}, with {result.metric} {exact(result.best.value)} after {result.best.step} "
-        "steps."
+        f"Best: {settings}, with {result.metric} {exact(result.best.value)} after "
+        f"{result.best.step} steps."
     )
 
 

@@ -24,6 +24,7 @@ result, the losses add up to the difference between round and bound.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -262,8 +263,8 @@ def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Inte
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
-def _inside(pieces: list[Interval], stretch: Stretch) -> int:
-    return measure(intersect(pieces, [stretch.window]))
+def _inside(intervals: list[Interval], stretch: Stretch) -> int:
+    return measure(intersect(intervals, [stretch.window]))
 
 
 def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -> dict[str, int]:
@@ -272,7 +273,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     `longest` is the job with the longest critical path, which is the bottleneck if its name is
     `chain`.
     """
-    transfer = merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
+    transfer = merge_intervals(itertools.chain.from_iterable(timeline.transfer.values()))
     working = merge_intervals([*timeline.computing, *transfer])
     late = {
         "compute": timeline.late_compute,
@@ -382,7 +383,8 @@ def _input_share(rank: _MeasuredRank, spans: Sequence[Span]) -> dict[str, float]
 
 def _hidden(ranks: Iterable[_MeasuredRank], jobs: Sequence[str]) -> float:
     """Returns the share of these jobs' exchange time in which any job computed on the same rank."""
-    hidden = whole = 0
+    hidden = 0
+    whole = 0
     for rank in ranks:
         for job in jobs:
             stretch = rank.measured(job)

@@ -18,6 +18,7 @@ reasons:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,18 +178,18 @@ class Timeline:
                 peer.append((span.start_ns, arrived))
         return cls(
             rank=rank,
-            compute={job: merge_intervals(pieces) for job, pieces in compute.items()},
-            exchange={job: merge_intervals(pieces) for job, pieces in exchange.items()},
-            transfer={job: merge_intervals(pieces) for job, pieces in transfer.items()},
-            computing=merge_intervals(piece for pieces in compute.values() for piece in pieces),
+            compute={job: merge_intervals(intervals) for job, intervals in compute.items()},
+            exchange={job: merge_intervals(intervals) for job, intervals in exchange.items()},
+            transfer={job: merge_intervals(intervals) for job, intervals in transfer.items()},
+            computing=merge_intervals(itertools.chain.from_iterable(compute.values())),
             compute_lanes={
-                lane: merge_intervals(pieces)
-                for (kind, lane), pieces in lanes.items()
+                lane: merge_intervals(intervals)
+                for (kind, lane), intervals in lanes.items()
                 if kind == "compute"
             },
             exchange_lanes={
-                lane: merge_intervals(pieces)
-                for (kind, lane), pieces in lanes.items()
+                lane: merge_intervals(intervals)
+                for (kind, lane), intervals in lanes.items()
                 if kind == "exchange"
             },
             peer=merge_intervals(peer),
