@@ -311,7 +311,7 @@ def _train(launch: RanksCommand) -> None:
         raise
     if status != 0:
         raise DemoError(
-            f"training ended with status {status}; its last words are above. `jaxcross doctor` may "
+            f"training ended with status {status}; its output is above. `jaxcross doctor` may "
             "know why."
         )
 

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         text = (
-            f"the script came to its end and called no {which}. {hint}"
+            f"the script ended without calling a {which}. {hint}"
             " Steps of a `ParameterServer` cannot be estimated."
         )
     print(f"jaxcross estimate: {text}", file=sys.stderr)

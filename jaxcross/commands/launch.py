@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--events",
         type=Path,
         metavar="DIR",
-        help="where ranks write down what they do (default: removed if all is well)",
+        help="folder for the ranks' event files (default: temporary, removed if all is well)",
     )
     parser.add_argument(
         "--hosts", metavar="A,B", help="hosts that share the ranks equally (default: this machine)"
@@ -106,14 +106,14 @@ def add_restart_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help=(
-            "after a lost rank or host, start the run again from its checkpoints; end after N "
-            "restarts in a row that bring no new checkpoint (default: %(default)s)"
+            "after a lost rank or host, restart the run from its checkpoints; give up after N "
+            "restarts in a row without a new checkpoint (default: %(default)s)"
         ),
     )
     parser.add_argument(
         "--same-ranks",
         action="store_true",
-        help="wait for a lost host also where fewer ranks could go on",
+        help="wait for a lost host even if fewer ranks could resume the run",
     )
     parser.add_argument(
         "--host-timeout",
@@ -364,7 +364,8 @@ def _explain(records: Sequence[RankRecord], events: Path) -> None:
         read_event_files(events, skipped=skipped)
     show(records, sys.stderr, skipped)
     print(
-        "The events stay, since no rank has said why it ended. This table again: jaxcross doctor "
+        "The event files are kept, because no rank has reported why it ended. To see this table "
+        "again: jaxcross doctor "
         f"--post-mortem {shlex.quote(str(events))}",
         file=sys.stderr,
         flush=True,

@@ -223,7 +223,7 @@ class LaunchTable:
                 return Group()
             state = ""
             if self._gone and not run.over:
-                state = " after the start of the run, which did not come to its end"
+                state = " after the start of the run, which did not finish"
             return table_of(run, self._console, state=state)
         if self._gone:
             return Group()

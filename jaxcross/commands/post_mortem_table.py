@@ -56,8 +56,8 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     absent = [rank for rank in ranks_without_file(records) if rank not in skipped]
     if absent:
         console.print(
-            f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote "
-            "elsewhere."
+            f"No file of ranks {', '.join(map(str, absent))}: they never joined, or wrote "
+            "to another folder."
         )
     unread = sum(record.unread for record in records)
     if unread:

@@ -195,31 +195,31 @@ def decide(
         same_ranks: Whether to wait for a missing host even if fewer ranks could resume the run.
     """
     if end.kind != "lost":
-        return RestartDecision(
-            action="end", reason=f"not started again: {end.reason or 'it is done'}"
-        )
+        return RestartDecision(action="end", reason=f"not restarted: {end.reason or 'it is done'}")
     if progress.idle_runs > max_restarts:
         runs = f"{progress.idle_runs} runs in a row" if progress.idle_runs > 1 else "the run"
         return RestartDecision(
-            action="end", reason=f"not started again: {runs} ended without a new checkpoint"
+            action="end", reason=f"not restarted: {runs} ended without a new checkpoint"
         )
     count = f"{progress.idle_runs} of {max_restarts} restarts without a new checkpoint"
     left = [host for host in hosts if host not in missing]
     fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
     if fixed and set(last) <= set(left):  # the last run may have used only some of the hosts
-        return RestartDecision(action="restart", reason=f"goes on {progress} ({count})", hosts=last)
+        return RestartDecision(
+            action="restart", reason=f"continues {progress} ({count})", hosts=last
+        )
     if not missing:
         return RestartDecision(
-            action="restart", reason=f"goes on {progress} ({count})", hosts=hosts
+            action="restart", reason=f"continues {progress} ({count})", hosts=hosts
         )
     if left and progress.newest and not fixed and not same_ranks:
-        share = "fewer ranks take other shares of the data"
+        share = "the data is divided among fewer ranks"
         return RestartDecision(
             action="restart",
-            reason=f"goes on {progress}, without {_listed(missing)}: {share} ({count})",
+            reason=f"continues {progress}, without {_listed(missing)}: {share} ({count})",
             hosts=left,
         )
-    why = "there is no checkpoint that fewer ranks could go on from"
+    why = "there is no checkpoint from which fewer ranks could continue"
     if not left:
         why = "no host answers"
     elif same_ranks:

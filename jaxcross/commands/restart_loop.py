@@ -125,11 +125,11 @@ def run_until_over(
             find_missing = partial(missing_hosts, decision.hosts, agent)
             if not wait_for_hosts(find_missing, limit_s=args.host_timeout, show=_show):
                 _show(
-                    f"not started again: {', '.join(missing)} did not answer for "
+                    f"not restarted: {', '.join(missing)} did not answer for "
                     f"{args.host_timeout:.0f} s"
                 )
                 return ended
-            _show(f"all hosts answer; goes on {progress}")
+            _show(f"all hosts answer; continues {progress}")
         elif decision.action == "end":
             return ended
         restarts += 1

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "top", help="show how far a run is, from another terminal", description=__doc__
     )
     parser.add_argument(
-        "dir", metavar="DIR", type=Path, help="its folder of events, as `launch --events` names it"
+        "dir", metavar="DIR", type=Path, help="its event folder, as named by `launch --events`"
     )
 
 
@@ -102,5 +102,5 @@ def shown(state: RunState, console: Console) -> RenderableType:
     if state.ended:
         how = f"; the processes have ended{how}"
     elif state.run.over:
-        how = f"; the script goes on{how}"
+        how = f"; the script is still running{how}"
     return table_of(state.run, console, state=how)

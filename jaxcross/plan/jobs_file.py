@@ -93,7 +93,7 @@ def _notes(elsewhere: list[str]) -> list[str]:
     shown = ", ".join(list(dict.fromkeys(elsewhere))[:3]) + " ..." * (len(set(elsewhere)) > 3)
     return [
         (
-            "Planned for other numbers of ranks than measured, their exchanges taken to last as "
+            "Planned for other numbers of ranks than measured, assuming that exchanges take as "
             f"long: {shown}."
         )
     ]

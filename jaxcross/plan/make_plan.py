@@ -388,8 +388,8 @@ def _notes(
     profiles = [cuts[min(cuts)] for cuts in jobs.values()]
     if contention is None:
         yield (
-            "Computations and exchanges are taken not to slow each other down: on CPUs, give the "
-            "contention."
+            "Assumes that computation and exchange do not slow each other down; on CPUs they do: "
+            "give the contention."
         )
     elif isinstance(contention, MachineContention) and any(
         not profile.mbps for profile in profiles

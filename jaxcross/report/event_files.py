@@ -180,7 +180,7 @@ def read_event_files(
     a rank leaves an empty file if it was killed right after its start or if the disk was full.
 
     Args:
-        folder: The folder of events.
+        folder: The event folder.
         tail_bytes: How many bytes to read from the end of each file. Makes frequent reads of a long
         run cheap. If None, reads up to 32 MiB per file, and also the older part of the file if it
         has been rotated.

@@ -81,7 +81,7 @@ class MetricFiles(Instrument):
             if self._goes_on is None or _load(marker.read_text()) != mine:
                 raise ValueError(
                     f"`{self._folder}` has the metrics of another run. Name another folder, or "
-                    "remove it; a run goes on there if it has the same folder of checkpoints."
+                    "remove it; a run continues there if it has the same checkpoint folder."
                 )
         elif found:
             raise ValueError(
@@ -185,7 +185,7 @@ class MetricFiles(Instrument):
 
     def _give_up(self, job: str, error: OSError) -> None:
         self._jobs[job] = None
-        _log.warning("Metrics of job `%s` are not written from here on: %s.", job, error)
+        _log.warning("Metrics of job `%s` are no longer written: %s.", job, error)
 
 
 class _JobFiles:

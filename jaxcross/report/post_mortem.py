@@ -37,7 +37,7 @@ _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 def first_to_end(records: Sequence[RankRecord]) -> str:
     """Returns a paragraph that says which rank ended first, and what each rank was doing then."""
     if all(record.words == ExitKind.LEFT for record in records) and len(records) == records[0].size:
-        return "All ranks ended by themselves: their scripts came to their ends."
+        return "All ranks ended normally: their scripts finished."
     first, why = _first(records)
     if not first:
         return f"{why} {_waiting(records, ())}".strip()
@@ -99,15 +99,16 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     # 6. No rank wrote one, e.g. because the launcher killed all of them when one had died.
     behind = [r for r in unrecorded if r.entered == min(s.entered for s in unrecorded)]
     if len(behind) < len(unrecorded):
-        return behind, "had not come to where the others waited"
+        return behind, "had not reached the operation in which the others waited"
     # 7. All ranks were in the same exchange, so only time is left to tell them apart.
     early = [r for r in unrecorded if r.last_s < max(s.last_s for s in unrecorded) - _BEAT_S]
     if early:
         return early, _SILENTLY
     return [], (
         "All ranks ended without a word within two seconds, after the same number of exchanges, so "
-        "their events do not say which one was first. Does the launcher's own message? Many "
-        "launchers end all ranks when one dies; `jaxcross launch` lets the others speak."
+        "their events do not say which one was first. The launcher's own message may say it. Many "
+        "launchers terminate all ranks when one dies; `jaxcross launch` gives the others time to "
+        "report."
     )
 
 

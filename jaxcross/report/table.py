@@ -241,8 +241,8 @@ def _footnotes(report: Report) -> list[str]:
     )
     if rounds.period_s is not None and rounds.steady_share < BRIEF:
         lines.append(
-            "So short a stretch may not stand for the run: jobs may go at other rates in the rest "
-            "of it."
+            "So short a time may not be representative: jobs may progress at other rates in the "
+            "rest of the run."
         )
     replicas = dict.fromkeys(job.replicas for job in report.jobs if job.replicas)
     for text in replicas:
