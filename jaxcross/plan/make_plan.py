@@ -8,10 +8,10 @@ would take far too long, so we decide in two stages:
    turns and contention. This is fast enough for 1,000 jobs.
 2. For each group, `rates` chooses pieces and turns with the help of the twin.
 
-The second stage may show that the first was too optimistic: in practice, a job of the group would
-starve, or sharing gains too little to be worth it. Then we take the slowest job out of the group
-and plan the others again (`_planned`), rather than to search for another grouping. A job that was
-taken out runs alone, and the plan gives the reason.
+The second stage may show that the first was too optimistic. If a job of the group would starve, we
+take the slowest job out of the group and plan the others again (`_planned`), rather than search for
+another grouping. If sharing gains too little, all jobs that are left in the group are taken out. A
+job that was taken out runs alone, and the plan gives the reason.
 """
 
 from __future__ import annotations

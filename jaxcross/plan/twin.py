@@ -2,7 +2,7 @@
 
 How long will a round of several jobs take? A formula such as the bound says what's possible at
 best, but not what actually happens: the order of exchanges is fixed by votes before it's known
-which exchange will be ready first, so a lane may wait although work is ready. Rather than to model
+which exchange will be ready first, so a lane may wait although work is ready. Instead of modelling
 this, we run it. The interleaver is a pure state machine without threads and clocks, so the twin can
 use the same class and the same policy as a real run, and makes every decision that the real run
 would make. Only the durations are inputs:

@@ -118,7 +118,7 @@ def _waiting(records: Sequence[RankRecord], but: Iterable[int]) -> str:
         where = record.where
         if record.rank not in but:
             places[
-                f"waited {record.place}" if where and where.number else f"stood {record.place}"
+                f"waited {record.place}" if where and where.number else f"ended {record.place}"
             ].append(record.rank)
     text = "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in sorted(places.items()))
     return f"{text[0].upper()}{text[1:]}." if text else ""
