@@ -250,7 +250,7 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
                 )
         # The post-mortem first says what the rank was in, then what the other ranks did at that
         # time.
-        own = re.split(r"\. Ranks? [\d, ]+ (?:waited|stood) ", said)[0]
+        own = re.split(r"\. Ranks? [\d, ]+ (?:waited|ended) ", said)[0]
         if not re.match(rf"Rank {victim} (ended|stopped) first", own) or not re.search(
             case.where, own
         ):

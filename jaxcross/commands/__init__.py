@@ -1,4 +1,4 @@
-"""The subcommands of `jaxcross`, one per file: `add_parser(subparsers)` and `run(args)`.
+"""The subcommands of `jaxcross`, one per file. Each has `add_parser(subparsers)` and `run(args)`.
 
 demo          trains two jobs, one after the other and in crossover
 launch        starts ranks on this machine or on `hosts`; `rank_supervisor` is the parent of each

@@ -1,11 +1,12 @@
 """`jaxcross contention FILE -n 2 --hosts a,b`: measures how much computations and exchanges slow
 each other down on a machine.
 
-Starts ranks like `jaxcross launch`. On all ranks, a small network's step computes and an all-reduce
-exchanges, each alone and both at the same time, for about a minute. The resulting factors are
-written to the file, together with the rate of the link. `jaxcross plan --contention FILE` reads the
-file. If the file exists, another rate is added to it. So use a separate file for each machine and
-each MPI, and measure while nothing else runs.
+Starts ranks like `jaxcross launch`. For about a minute, all ranks time a step of a small network
+and an all-reduce, first each of them alone and then both at the same time. How many times longer
+they take together than alone is written to the file, together with the rate of the link, for
+`jaxcross plan --contention FILE`. If the file already exists, the measurement is added to it as
+another rate. So use a separate file for each machine and each MPI, and measure while nothing else
+runs.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"jaxcross contention: {error}", file=sys.stderr)
         return 2
-    # We must be able to read here what ranks write on other hosts. If they share any folder with
-    # this machine, it is the working directory.
+    # Ranks on other hosts write a file that we have to read on this machine. A temporary folder in
+    # /tmp wouldn't be visible to them, so use the working directory: if the hosts share any folder
+    # with this machine, it's that one.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-contention-", dir=where) as folder:
         written = Path(folder, "measured.json")
@@ -83,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> MachineContention | None:
-    """Returns what the file already contains; None if it doesn't exist.
+    """Checks the options. Returns the content of the file, or None if there's no such file yet.
 
     Raises:
-        ValueError: An option is wrong, the file can't be written, or it holds something else.
+        ValueError: An option is wrong, the file can't be written, or it has other content.
     """
     from jaxcross.plan import MachineContention
 
@@ -125,7 +127,7 @@ def _finish(
     ranks = found["ranks"]
     received_mbit = (
         8 * found["megabytes"] * 2**20 / 1e6 * 2 * (ranks - 1) / ranks
-    )  # an all-reduce moves this many bits to each rank
+    )  # each rank receives this much in an all-reduce
     reached = received_mbit / median(row["exchange_s"] for row in rounds)
     rate = args.mbps or float(f"{reached:.3g}")
     there = Contention(compute=_factor(ratios["compute"]), exchange=_factor(ratios["exchange"]))
@@ -154,7 +156,7 @@ _WHAT = {"compute": "a step of computation", "exchange": "an exchange"}
 
 
 def _factor(ratios: Sequence[float]) -> float:
-    """Returns the median, but at least 1, because lanes don't speed each other up."""
+    """Returns the median, but at least 1. A smaller value is noise."""
     return float(f"{max(1.0, median(ratios)):.4g}")
 
 
@@ -177,9 +179,8 @@ def _table(
         f"  {'':22}{'alone':>10}{'next to the other':>20}{'times as long':>16}",
     ]
     for what, name in _WHAT.items():
-        alone, together = (
-            median(row[f"{what}{end}_s"] for row in rounds) for end in ("", "_beside")
-        )
+        alone = median(row[f"{what}_s"] for row in rounds)
+        together = median(row[f"{what}_beside_s"] for row in rounds)
         spread = f"   {ratios[what][0]:.2f} to {ratios[what][-1]:.2f} by round"
         lines.append(
             "  "

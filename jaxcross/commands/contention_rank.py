@@ -1,7 +1,7 @@
 """One rank of `jaxcross contention`: times a computation and an exchange, alone and together.
 
-The command starts it as `python -m jaxcross.commands.contention_rank SECONDS FILE`. Rank 0 writes
-the file.
+`jaxcross contention` runs `python -m jaxcross.commands.contention_rank SECONDS FILE` on each rank.
+Rank 0 writes the file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from jaxcross.errors import ExchangeError
 from jaxcross.world import World, gather
 
 ROUNDS = 5
-_PARTS = 20  # windows in the requested seconds: 3 to 4 per round, plus the warm-up
+# The requested seconds are divided into this many windows: 3 to 4 per round, and the warm-up.
+_PARTS = 20
 _MB = 2**20
 _MOST_MB = 100
-_SIDES = 4, 32  # smallest and largest side of an image, in pixels
+_SIDES = (4, 32)  # side of the smallest and of the largest image, in pixels
 _LEAST_STEPS = (
     4  # computation steps alongside exchanges; the last one ends alone, so it doesn't count
 )
@@ -34,13 +35,13 @@ _LEAST_STEPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRound:
-    """The seconds of one round, on the slowest rank.
+    """The times measured in one round, in seconds on the slowest rank.
 
     Attributes:
-        compute_s: A computation step alone.
-        exchange_s: An exchange alone.
-        compute_beside_s: A computation step while exchanges run.
-        exchange_beside_s: An exchange while ranks compute.
+        compute_s: A compute step while nothing else runs.
+        exchange_s: An exchange while nothing else runs.
+        compute_beside_s: A compute step while exchanges run.
+        exchange_beside_s: An exchange while the ranks compute.
     """
 
     compute_s: float
@@ -51,13 +52,15 @@ class MeasuredRound:
 
 @final
 class Measurement:
-    """A computation and an exchange of this rank. All ranks must call each method at the same time,
-    and every call waits for all ranks.
+    """Measures how much a compute step and an exchange slow each other down.
+
+    All ranks must construct this object and call `round` together. Each of these calls waits for
+    all ranks.
 
     Args:
         world: All ranks.
-        window_s: About how many seconds each part of a round takes. This limits the size of the
-            computation and of the exchange.
+        window_s: About how many seconds each part of a round takes. The sizes of the computation
+        and of the exchange are chosen accordingly.
     """
 
     def __init__(self, world: World, window_s: float) -> None:
@@ -75,7 +78,7 @@ class Measurement:
         )
 
     def round(self) -> MeasuredRound:
-        """Returns the seconds of one round, identical across ranks."""
+        """Runs one round and returns its times, which are identical across ranks."""
         self._meet()
         compute_s = self._compute(max(2, math.ceil(self._window_s / self._compute_s)))
         self._meet()
@@ -91,12 +94,12 @@ class Measurement:
         return MeasuredRound(**dict(zip(MeasuredRound.__dataclass_fields__, slowest, strict=True)))
 
     def _compute_of(self, side: int) -> float:
-        """Chooses the size of the computation. Returns the seconds per step on the slowest rank."""
+        """Sets up a computation of this size. Returns the seconds per step on the slowest rank."""
         self._step, self._state = _training_step(self._world.rank, side)
         return self._slowest(_seconds(lambda: self._compute(1), 4))
 
     def _compute(self, steps: int) -> float:
-        """Returns the mean seconds per step over `steps` steps."""
+        """Runs `steps` steps and returns the mean seconds per step."""
         import jax
 
         begin_s = time.perf_counter()
@@ -105,8 +108,10 @@ class Measurement:
         return (time.perf_counter() - begin_s) / steps
 
     def _start_exchanges(self) -> Future[float]:
-        """Starts all exchanges of a part on the thread that also makes them in a run. The result is
-        the seconds of one exchange.
+        """Starts the exchanges of one part of a round. Its result is the seconds per exchange.
+
+        The exchanges run on the same thread as in a real run, so that this thread can compute at
+        the same time.
         """
 
         def make() -> float:
@@ -118,10 +123,10 @@ class Measurement:
         return self._world.exchanger.submit(make)
 
     def _exchange_of(self, megabytes: int) -> None:
-        """Chooses the size of an exchange, and makes one so that the kernel provides its memory.
+        """Sets up an exchange of this size, and runs it once so that its memory is allocated.
 
-        The operand is on the host's CPU device, as in a step: even with an accelerator, exchanges
-        go through host memory.
+        The operand is on the host's CPU device, even on a machine with an accelerator, because a
+        step's exchanges go through host memory as well.
         """
         import jax
         from jax import lax
@@ -158,22 +163,26 @@ class Measurement:
 
 
 def image_side(window_s: float, least_s: float) -> int:
-    """Returns the side of the images with which a step fits about four times into a window.
+    """Returns an image size such that about four steps fit into a window.
 
-    With the default window these are the largest images, unless the machine is very slow. A short
-    window requires smaller images, because each part of a round has several steps.
+    If the window has its default length, we use the largest images, except on very slow machines.
+    If the user requested a short measurement, the images must be smaller, because several steps
+    have to fit into each part of a round.
 
     Args:
         window_s: Seconds of a window.
-        least_s: Seconds per step with the smallest images. The time of a step grows with the area
-            of an image.
+        least_s: Seconds per step with the smallest images. We assume that the time of a step is
+        proportional to the area of an image.
     """
     least, most = _SIDES
     return max(least, min(most, int(least * math.sqrt(window_s / 4 / least_s))))
 
 
 def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
-    """Returns a small convolutional network's compiled step without exchanges, and its state."""
+    """Returns the compiled training step of a small convolutional network, and its state.
+
+    The step has no exchanges.
+    """
     import jax
     from jax import lax
 
@@ -197,7 +206,7 @@ def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
-    """Returns the seconds of the fastest of `repeats` calls."""
+    """Makes `repeats` calls and returns the seconds of the fastest one."""
     found = []
     for _ in range(repeats):
         begin_s = time.perf_counter()
@@ -207,7 +216,7 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def main(seconds: float, file: Path) -> None:
-    """Measures. Rank 0 prints progress and writes the result.
+    """Runs the measurement. Rank 0 prints the progress and writes the result.
 
     Raises:
         ExchangeError: There is only one rank.

@@ -99,7 +99,7 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
 
 
 def _info(args: argparse.Namespace, console: Console) -> None:
-    # First, because it names a missing extra.
+    # Import this first: if an extra isn't installed, its error says which one.
     from jaxcross.data import find_folder, is_cache, open_records
 
     import tensorflow_datasets as tfds  # isort: skip
@@ -141,8 +141,8 @@ def _cache_info(folder: Path) -> None:
         sizes = ("-", "-", "-")
         if budget is not None:
             sizes = (_mb(budget), _mb(level.used_bytes), str(level.records))
-        times = f"{given.seconds:.1f}", f"{given.waited_s:.1f}"
-        hits = str(given.records), f"{given.records / every:.1%}"
+        times = (f"{given.seconds:.1f}", f"{given.waited_s:.1f}")
+        hits = (str(given.records), f"{given.records / every:.1%}")
         table.add_row(level.name, *sizes, *hits, _mb(given.nbytes), *times)
     print(printed_text(Group(table)))
 

@@ -1,4 +1,4 @@
-"""`jaxcross demo`: trains two jobs one after the other and in crossover, and compares the two."""
+"""`jaxcross demo`: trains two jobs one after the other and then in crossover, and compares both."""
 
 from __future__ import annotations
 
@@ -77,11 +77,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes data, trains, and shows the comparison.
+    """Writes a data set, trains on it, and shows the comparison.
 
-    Starts processes, waits for them, and leaves none behind.
-
-    After a failure or Ctrl-C, removes the output folder if this call created it.
+    Starts processes and waits for them. None of them outlives this call. After a failure or Ctrl-C,
+    removes the output folder if this call created it.
     """
     made = not args.output.exists()
     try:
@@ -97,18 +96,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 class DemoError(Exception):
-    """The demo can't continue; the text is for the user."""
+    """The demo can't continue. The text is shown to the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksCommand:
-    """The command that starts the ranks.
+    """How to start the ranks.
 
     Attributes:
         line: The command to execute.
-        shown: The same command as a user would type it.
+        shown: The same command, as a user would type it.
         environ: The environment of the command.
-        link: Description of the link between the ranks, which every output shows.
+        link: A description of the link between the ranks. All output shows it.
     """
 
     line: Sequence[str]
@@ -121,7 +120,7 @@ def _demo(args: argparse.Namespace) -> int:
     from jaxcross._link import Link
     from jaxcross.commands.launch import find_mpirun
 
-    # Report wrong arguments before anything is written.
+    # Check all arguments first, so that nothing is written if one of them is wrong.
     try:
         require_extra(
             "all",
@@ -154,7 +153,10 @@ def _demo(args: argparse.Namespace) -> int:
         raise DemoError(f"--json: `{args.json}` is a folder.")
     data = _write_data(args)
     with ExitStack() as stack:
-        lab, why_not = _lab(args, stack) if slow else (None, "")
+        lab: Lab | None = None
+        why_not = ""
+        if slow:
+            lab, why_not = _lab(args, stack)
         launch = _launch(args, example, mpirun, data, lab, slow=slow)
         _print(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
         _print(
@@ -169,7 +171,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def find_example() -> Path:
-    """Returns the training script: next to the package in a checkout, inside it in a wheel.
+    """Returns the training script. It's beside the package in a checkout, and inside it in a wheel.
 
     Raises:
         DemoError: There is no script in either place.
@@ -204,12 +206,12 @@ def _write_data(args: argparse.Namespace) -> Path:
 
 
 def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
-    """Returns a lab with a real link if the machine allows one, otherwise None and the reason."""
+    """Returns a lab with a real link, or None and the reason if the machine doesn't allow one."""
     from jaxcross.lab import Lab
 
     try:
         return stack.enter_context(Lab(hosts=args.ranks, rate=args.link)), ""
-    except (OSError, ValueError) as error:  # not permitted, or too many hosts for its addresses
+    except (OSError, ValueError) as error:  # not permitted, or more hosts than a lab can have
         return None, str(error)
 
 
@@ -233,12 +235,13 @@ def _launch(
         ranks=args.ranks,
         program=python_program([str(example), *_options(args, data, emulate=slow and lab is None)]),
         root=os.geteuid() == 0,
-        # In the lab, each host gets its own share of the cores.
+        # In the lab, the cores are divided among the hosts, so a rank only has a part of them.
         cores=max(1, cores // args.ranks) if lab is not None and args.ranks <= cores else cores,
         environ=os.environ,
     )
     if Path("/dev/nvidiactl").exists() and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
-        # Ranks that share a GPU must not each preallocate three quarters of its memory.
+        # By default, every JAX process allocates three quarters of the GPU's memory when it starts.
+        # If several ranks share the GPU, there isn't enough memory for the second one.
         extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environ = {**os.environ, **extra}
     if lab is None:
@@ -288,13 +291,14 @@ def _options(args: argparse.Namespace, data: Path, *, emulate: bool) -> list[str
 
 
 def _train(launch: RanksCommand) -> None:
-    """Runs the ranks on this terminal. Waits for them to end, even if it is interrupted."""
+    """Runs the ranks, with their output on this terminal. Waits for their end even after Ctrl-C."""
     process = subprocess.Popen(launch.line, env=launch.environ)
     try:
         status = process.wait()
     except BaseException as error:
-        # A Ctrl-C of the terminal has also reached mpirun, so give it time to end its ranks. In all
-        # other cases mpirun has received nothing yet.
+        # After Ctrl-C, mpirun is already terminating its ranks, because the terminal sends the
+        # signal to it as well. In all other cases (e.g. SIGTERM), only this process was signalled,
+        # so pass it on. In either case, give mpirun some time before using stronger means.
         if not isinstance(error, KeyboardInterrupt):
             process.terminate()
         for stronger in (process.terminate, process.kill):
@@ -307,7 +311,7 @@ def _train(launch: RanksCommand) -> None:
         raise
     if status != 0:
         raise DemoError(
-            f"training ended with status {status}; its last words are above. `jaxcross doctor` may "
+            f"training ended with status {status}; its output is above. `jaxcross doctor` may "
             "know why."
         )
 
@@ -337,7 +341,7 @@ def _finish(args: argparse.Namespace, launch: RanksCommand) -> int:
 
 
 def _reports(folder: Path, way: str, turns: int) -> list[Report]:
-    """Returns the reports of a way's turns, in order. Ignores further ones of an earlier demo."""
+    """Returns the reports of one way's runs, in order. Ignores files left by an earlier demo."""
     from jaxcross.report import Report
 
     paths = [folder / f"{way}.json", *([folder / f"{way}-2.json"] if turns > 1 else [])]
@@ -345,11 +349,11 @@ def _reports(folder: Path, way: str, turns: int) -> list[Report]:
 
 
 def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
-    """Returns the content of `--json`. Jobs are those of the crossover runs. Seconds are per
-    job-step, in the steady state.
+    """Returns the content of the `--json` file.
 
-    If the two ways can't be compared, `speedup` is null and `reason` says why; `ratio` is always
-    what was measured.
+    All times are in seconds per job-step, measured in steady state. `jobs` describes the jobs of
+    the crossover runs. If the two ways can't be compared, `speedup` is null and `reason` says why;
+    `ratio` is the measured ratio in any case.
     """
     alone = comparison.first
     rounds = comparison.second

@@ -28,9 +28,11 @@ class Check:
     Attributes:
         name: What was checked.
         found: What was found.
-        remedy: What to do about it; empty if all is well, or if another check has the remedy.
-        fatal: Whether training can't work until it is fixed.
-        cause: Name of the check that must be fixed first, since this one can't be judged before.
+        remedy: What to do about it. Empty if there's no problem, or if another check has the
+            remedy.
+        fatal: Whether training can't work until this is fixed.
+        cause: Name of another check that has to be fixed before this one can be judged; empty if
+            there's none.
     """
 
     name: str
@@ -42,18 +44,18 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """Findings on this machine, before they are judged.
+    """What we found on this machine, before judging it.
 
     Attributes:
-        probe: The JSON of `jaxcross.world.probe`.
-        exchange: The JSON of its two-rank all-reduce, or `{"error": ...}`.
-        versions: Installed versions of jax, jaxlib and mpi4jax; missing ones are left out.
-        mpirun: Path and vendor of the launcher, or None.
-        libraries: The folder with the MPI library that belongs to `mpirun`, if there is one.
+        probe: The JSON output of `jaxcross.world.probe`.
+        exchange: The JSON output of its all-reduce with two ranks, or `{"error": ...}`.
+        versions: Versions of jax, jaxlib and mpi4jax. Packages that aren't installed are left out.
+        mpirun: Path and vendor of the launcher; None if there's no launcher.
+        libraries: The folder of the MPI library that belongs to `mpirun`; None if it wasn't found.
         cores: Number of cores that this process may use.
         machine_cores: Number of cores that the machine has.
         pool: Number of threads that XLA's CPU pool will have in a rank.
-        no_namespaces: Why two hosts can't be set up on this machine; None if they can.
+        no_namespaces: Why `jaxcross.lab` can't set up two hosts on this machine; None if it can.
     """
 
     probe: Mapping[str, Any]
@@ -90,10 +92,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks, prints the table, and returns 1 if training can't work.
+    """Examines the machine, prints a table, and returns 1 if training can't work.
 
-    Starts processes and takes about ten seconds. With `--post-mortem` it reads files instead, with
-    `--hosts` it checks other machines.
+    Starts processes and takes about ten seconds. With `--post-mortem`, it only reads event files.
+    With `--hosts`, it checks other machines.
     """
     if args.post_mortem is not None:
         from jaxcross.commands import post_mortem_table
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(title: str, checks: Sequence[Check]) -> None:
-    """Prints the table, followed by the remedies."""
+    """Prints a table of the checks, followed by the remedies."""
     from rich.console import Console
     from rich.table import Table
 
@@ -142,7 +144,7 @@ def exit_code(checks: Sequence[Check]) -> int:
 
 
 def look() -> MachineFacts:
-    """Queries the machine. Each query runs in its own process, with a time limit."""
+    """Examines the machine. Whatever might hang or crash runs in its own process, with a limit."""
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.lab import available as no_lab
     from jaxcross.world import xla_pool
@@ -181,14 +183,14 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def libraries_of(mpirun: str) -> str | None:
-    """Returns the folder of the MPI library that was installed with `mpirun`, if there is one."""
+    """Returns the folder of the MPI library that was installed together with `mpirun`, if any."""
     prefixes = (Path(mpirun).absolute().parent.parent, Path(mpirun).resolve().parent.parent)
     folders = (prefix / name for prefix in prefixes for name in ("lib", "lib64"))
     return next((str(folder) for folder in folders if any(folder.glob("libmpi.so*"))), None)
 
 
 def judge(found: MachineFacts) -> list[Check]:
-    """Judges the findings. If one check explains others, only that one has a remedy. Pure."""
+    """Judges the findings. If one problem explains others, only that check has a remedy. Pure."""
     mpi, mpi4jax, jax = (
         found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax")
     )
@@ -213,13 +215,13 @@ _CAUSES = {
     "mpirun": ("MPI",),
     "all-reduce of 2 ranks": ("MPI", "JAX", "mpirun", "mpi4jax", "thread level", "XLA CPU pool"),
 }
-"""Checks that fail if another check does, and those other checks. The first of these that has
-failed counts as the cause.
+"""For each check, the other checks whose failure makes it fail as well. If several of them have
+failed, the first one counts as the cause.
 """
 
 
 def _explained(check: Check, fatal: set[str]) -> Check:
-    """Replaces the remedy by the cause if the check has failed because of another one."""
+    """If a check failed because of another one, replaces its remedy by the name of that one."""
     cause = next((name for name in _CAUSES.get(check.name, ()) if name in fatal), None)
     if cause is None or not check.fatal:
         return check
@@ -237,8 +239,9 @@ def _judge_mpi(mpi: Mapping[str, Any], found: MachineFacts) -> Check:
     error = first_line(str(mpi["error"]))
     remedy = _NO_MPI
     if found.mpirun is not None and found.libraries is not None:
-        # The `bin` of an installation is on the path, but its `lib` is not: the environment was set
-        # up by hand and is incomplete.
+        # There is an `mpirun`, and its library exists, but the loader doesn't find the library.
+        # This happens if someone has put the `bin` folder of an MPI installation on the path by
+        # hand, but has forgotten about the `lib` folder.
         error += f"; `{found.mpirun[0]}` is on the path, its library in `{found.libraries}` is not"
         remedy = (
             "Let the loader find the library of your `mpirun`: load your cluster's MPI module, or "
@@ -265,7 +268,7 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: MachineFacts) -> Check:
         )
     if "error" in mpi4jax:
         jaxlib = findings.versions.get("jaxlib", "")
-        # This isn't fatal if exchanges are correct, as they then use mpi4py.
+        # If the test exchange was correct, it used mpi4py instead, so this isn't fatal.
         return Check(
             name="mpi4jax",
             found=mpi4jax_fault(first_line(mpi4jax["error"]), jaxlib),
@@ -274,8 +277,8 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: MachineFacts) -> Check:
         )
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
     found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
-    # mpi4jax warns about every JAX that is newer than its own release. Ignore that: jaxcross has
-    # its own range of versions that work.
+    # mpi4jax warns about every JAX version that came out after its own release. We check for
+    # ourselves which versions work together, so ignore this warning.
     warnings = (
         text
         for text in mpi4jax.get("warnings", ())
@@ -356,7 +359,7 @@ def _judge_namespaces(reason: str | None) -> Check:
 
 
 def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the JSON object on a process's last line of JSON, or an `error` for each part."""
+    """Runs a command and returns its last line of JSON; if there's none, an error for each part."""
     try:
         done = subprocess.run(
             line,
@@ -375,8 +378,11 @@ def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
 
 
 def reason_in(stderr: str) -> str:
-    """Returns the last line that names an exception, since the launcher's own lines follow it.
-    Returns the last line if there is no such line.
+    """Returns the line of a failed command's output that most likely states the reason.
+
+    The last line of the output usually comes from the launcher, which only says that a rank has
+    failed. So we return the last line that names an exception. If there's no such line, we return
+    the last line.
     """
     lines = stderr.strip().splitlines() or ["no output"]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]

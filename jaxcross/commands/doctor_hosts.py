@@ -1,8 +1,9 @@
 """`jaxcross doctor --hosts a,b`: checks whether ranks on these hosts can start and communicate.
 
-Commands run on a host in the same way as with `mpirun`: through the same agent (`ssh`), with the
-same Python, in the same folder. The programs are passed to Python through standard input, so that a
-host without jaxcross can report that jaxcross is missing.
+To find the problems that a real run would have, we run commands on the hosts in the same way as
+`mpirun`: through the same agent (`ssh`), with the same Python, and in the same folder. But the code
+that runs there must work even if jaxcross isn't installed on the host, since that's one of the
+problems to report. So we send it to Python through standard input.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from jaxcross.world import probe
 
 _FACTS_S = 60.0
 _RATE_S = 1.0
-_BACK_S = 0.2  # shorter, because only the launcher's few messages travel to this machine
+_BACK_S = 0.2  # shorter, because only a few messages of the launcher travel to this machine
 _PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONPATH")
 _OPTIONAL = "mpi4jax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Findings on one host that answers.
+    """What we found on a host that answers.
 
     Attributes:
-        python: Whether there is a Python at the same path as on this machine.
-        folder: Whether it has the working folder.
-        versions: The JSON of `jaxcross.world.probe versions`; empty if there was no answer.
-        error: Why there was no answer.
+        python: Whether the host has a Python at the same path as this machine.
+        folder: Whether the host has the working folder.
+        versions: The JSON output of `jaxcross.world.probe versions`; empty if there was none.
+        error: Why there was no output.
     """
 
     python: bool
@@ -52,18 +53,18 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Findings on all hosts, before they are judged.
+    """What we found on all hosts, before judging it.
 
     Attributes:
         hosts: The hosts, in the order of `--hosts`.
-        agent: The command by which they are reached.
+        agent: The command that runs other commands on a host.
         python: The path of this Python.
         folder: The working folder.
         missing: The hosts that don't answer.
-        facts: Findings on the hosts that answer, by host.
-        links: By sender and receiver, the transfer between them, or why there was none.
+        facts: What we found on each host that answers.
+        links: For each pair of sender and receiver, the transfer between them, or why it failed.
         vendor: The vendor of `mpirun`; None if this machine has no `mpirun`.
-        exchange: The JSON of an all-reduce with one rank per host; None if it wasn't tried.
+        exchange: The JSON output of an all-reduce with one rank per host; None if it wasn't tried.
     """
 
     hosts: Sequence[str]
@@ -78,13 +79,13 @@ class Survey:
 
 
 def run(text: str) -> int:
-    """Looks, prints the table and the command that starts a run.
+    """Examines the hosts, and prints a table and the command that starts a run.
 
-    Waits for commands on the hosts: ten to thirty seconds, and some more for each further host.
-    Each command has a time limit.
+    Waits for commands that run on the hosts. This takes ten to thirty seconds, and longer with more
+    than two hosts. Every command has a time limit.
 
     Returns:
-        1 if no run can work, 2 for wrong names, otherwise 0.
+        1 if a run can't work, 2 if the names are invalid, otherwise 0.
     """
     try:
         hosts = parse_hosts(text)
@@ -100,8 +101,10 @@ def run(text: str) -> int:
 
 
 def look(hosts: Sequence[str]) -> Survey:
-    """Queries the hosts, and makes them send data to each other. Starts ranks only if nothing found
-    so far rules out that they work.
+    """Examines the hosts and the network between them.
+
+    If everything is fine so far, also starts a rank on each host and lets the ranks make an
+    exchange.
     """
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.world import xla_pool
@@ -115,8 +118,9 @@ def look(hosts: Sequence[str]) -> Survey:
     able = [host for host in there if facts[host].python]
     here = platform.node()
     mpirun = find_mpirun()
-    # MPICH's helpers look this machine up by its name. The ranks themselves get each other's
-    # addresses from MPI, whatever the machines are called.
+    # MPICH starts a helper process on each host, which looks up this machine by its name, so the
+    # name must be resolvable there. The ranks don't need that, because they get each other's
+    # addresses from MPI.
     named = None if mpirun is not None and mpirun.vendor == "openmpi" else here
     links = {
         (source, target): _link(
@@ -154,15 +158,16 @@ def look(hosts: Sequence[str]) -> Survey:
 
 
 def pairs(hosts: Sequence[str], here: str, local: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns which host sends to which. Pure.
+    """Returns which host sends to which in the test of the network. Pure.
 
-    Each host sends to the next one and back. In addition, all of them send to this machine, because
-    `mpirun` waits here for connections of the helpers that it has started on the hosts.
+    The number of pairs grows quadratically, so we don't test all of them: each host only sends to
+    the next one, which sends back. In addition, all hosts send to this machine, because `mpirun`
+    starts helper processes on the hosts, and these must be able to connect to it.
 
     Args:
         hosts: The hosts.
-        here: This machine's own name for itself.
-        local: Those of `hosts` that are this machine.
+        here: The name of this machine.
+        local: Which of the `hosts` are this machine.
     """
     ring = [(a, b) for a, b in zip(hosts, [*hosts[1:], *hosts[:1]], strict=True) if a != b]
     back = [(host, here) for host in hosts if host not in local and host != here]
@@ -174,11 +179,11 @@ def _over(agent: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
 
 
 def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
-    """Runs one command on a host. Its output shows how far the command got."""
+    """Runs a command on a host that examines it. Its output shows how far the command got."""
     variables = [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     python = shlex.join(["env", *variables, sys.executable, "-", "versions"])
     script = (
-        # On one line, since csh can't quote line breaks.
+        # All on one line: csh can't quote line breaks, and may be the user's shell there.
         f"cd {shlex.quote(str(Path.cwd()))} && echo folder; "
         f"test -x {shlex.quote(sys.executable)} && echo python && exec {python}"
     )
@@ -189,7 +194,7 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
             capture_output=True,
             timeout=_FACTS_S,
             check=False,
-            start_new_session=True,  # a Ctrl-C on the terminal is only for this process
+            start_new_session=True,  # so that Ctrl-C in the terminal doesn't reach this command
         )
         output = done.stdout
         errors = done.stderr
@@ -226,8 +231,10 @@ def _link(
 
 
 def judge(found: Survey) -> list[Check]:
-    """Returns a check for each part of the findings. A check that couldn't be tried names the check
-    that must be fixed first. Pure.
+    """Returns the checks that follow from the findings. Pure.
+
+    If something couldn't be tried because of another problem, its check names the check that has to
+    be fixed first.
     """
     checks = [
         _judge_ssh(found),
@@ -320,7 +327,7 @@ def _judge_version(name: str, versions: Mapping[str, Mapping[str, str | None]]) 
     for host, each in versions.items():
         value = each.get(name)
         if name == "MPI" and value is not None:
-            value = value.partition(",")[0]  # Open MPI appends the machine that it was built on
+            value = value.partition(",")[0]  # Open MPI appends the host on which it was built
         by_value.setdefault(value, []).append(host)
     (first, _), *others = by_value.items()
     if first is not None and not others:
@@ -432,8 +439,9 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
 def settings_for(vendor: str | None, interfaces: Sequence[str]) -> str:
     """Returns the command that makes MPI use these interfaces; "" if none are known. Pure.
 
-    Open MPI and libfabric can't start a rank on a host that lacks one of the named interfaces. UCX
-    only warns.
+    The interfaces may have different names on different hosts. If a host lacks one of the named
+    interfaces, Open MPI and libfabric can't start a rank there, so with several names, we recommend
+    the network's address for Open MPI and nothing for libfabric. UCX only prints a warning.
     """
     names = ",".join(interfaces)
     if not interfaces:

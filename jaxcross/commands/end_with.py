@@ -1,11 +1,15 @@
-"""Becomes a command that ends with its parent: `python end_with.py PARENT command ...`.
+"""Runs a command that ends together with its parent: `python end_with.py PARENT command ...`.
 
 Uses only the standard library.
 
-If the launcher is killed, `mpirun` must not outlive it, because nobody could then stop the ranks.
-So the command gets SIGTERM if the thread that started it ends. That thread waits for the command,
-so it ends first only if its whole process does. We don't do this in a `preexec_fn`, because
-`subprocess` would then fork, which a process with JAX's threads must not do.
+If the launcher is killed, `mpirun` must not keep running, because nobody could stop the ranks then.
+On Linux, a process can ask the kernel for a signal when its parent dies (`PR_SET_PDEATHSIG`). More
+precisely, the kernel sends it when the *thread* that started the process ends. That's fine here,
+because that thread waits for the command, so it only ends earlier if the whole launcher dies.
+
+You'd usually make such a system call in the `preexec_fn` of `subprocess`. We can't do that, because
+`subprocess` then forks, and forking a process with JAX's threads may deadlock. Hence this script,
+which makes the call and then replaces itself by the command.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ _BY_SIGNAL = 128
 
 
 def tied(line: Sequence[str], parent: int) -> list[str]:
-    """Returns a command that runs `line` until the process `parent` ends. Returns `line` itself on
-    systems other than Linux.
+    """Returns a command that runs `line`, but at most until the process `parent` ends.
+
+    On systems other than Linux, returns `line` itself.
     """
     if sys.platform != "linux":
         return list(line)
@@ -31,11 +36,11 @@ def tied(line: Sequence[str], parent: int) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Becomes the command."""
+    """Asks for the signal and becomes the command. Never returns."""
     parent = int(arguments[0])
     command = list(arguments[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C prints no traceback from here
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # otherwise Ctrl-C would print a traceback
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(_BY_SIGNAL + signal.SIGTERM)

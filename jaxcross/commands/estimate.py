@@ -1,9 +1,9 @@
 """`jaxcross estimate -n 2 script.py ...`: would several jobs of it run faster alongside each other?
 
-Starts the script like `jaxcross launch`. The first `crossover` step that the script calls isn't
-made, but timed on copies of its arguments; then the script ends. With a `Runner`, only the first
-job runs, and nothing is written to its checkpoints or metrics. A script that has such a step needs
-no changes.
+Starts the script like `jaxcross launch`. When the script calls a `crossover` step for the first
+time, the step is timed on copies of its arguments, and then the script is ended. So no training
+takes place, and the script needs no changes. If the script uses a `Runner`, only its first job is
+started, and nothing is written to the job's checkpoints or metrics.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script up to its first step. Returns its exit code, or 1 without such a step."""
+    """Runs the script up to its first step. Returns its exit code, or 1 if it has no such step."""
     start = launch.prepared(args)
     if isinstance(start, int):
         return start
-    # We must be able to read here what ranks write on other hosts. If they share any folder with
-    # this machine, it is the working directory.
+    # Ranks on other hosts write a file that we have to read on this machine. A temporary folder in
+    # /tmp wouldn't be visible to them, so use the working directory: if the hosts share any folder
+    # with this machine, it's that one.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         text = (
-            f"the script came to its end and called no {which}. {hint}"
+            f"the script ended without calling a {which}. {hint}"
             " Steps of a `ParameterServer` cannot be estimated."
         )
     print(f"jaxcross estimate: {text}", file=sys.stderr)
@@ -96,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def unconverted_note(module: list[str] | None, program: list[str]) -> str:
-    """Returns a warning if the script can be read and doesn't mention `crossover`, otherwise ""."""
+    """Returns a warning if the script doesn't mention `crossover`, otherwise "".
+
+    If we can't read the script, there's no warning.
+    """
     script = Path(next((word for word in program if word != "--"), ""))
     try:
         if module or not script.is_file() or "crossover" in script.read_text(errors="replace"):
@@ -111,7 +115,7 @@ def unconverted_note(module: list[str] | None, program: list[str]) -> str:
 
 
 def request_of(args: argparse.Namespace, written: Path) -> str:
-    """Returns the value of `JAXCROSS_ESTIMATE`, which the ranks read."""
+    """Returns the value of `JAXCROSS_ESTIMATE`, which tells the ranks what to measure."""
     wanted = {
         "jobs": args.jobs,
         "steps": args.steps,

@@ -1,4 +1,4 @@
-"""The hosts of `jaxcross launch --hosts a,b`: which of them answer the agent that `mpirun` uses."""
+"""The hosts of `jaxcross launch --hosts a,b`, and whether `mpirun` will be able to reach them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ LINE_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}")
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC")
-# Several agents with arguments, like `ssh -p 22 : rsh`; `mpirun` uses the first one.
+# This variable lists several agents with arguments, e.g. `ssh -p 22 : rsh`. `mpirun` uses the
+# first.
 _AGENT_LINES = "PRTE_MCA_plm_ssh_agent"
-# If one of these is set, `mpirun` may start ranks without the agent, or with further arguments.
+# If one of these is set, `mpirun` may start ranks without the agent, or call the agent with further
+# arguments, so whether the agent reaches a host doesn't tell us anything.
 _MANAGERS = (
     "HYDRA_LAUNCHER",
     "HYDRA_BOOTSTRAP",
@@ -36,7 +38,7 @@ _MANAGERS = (
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Returns the hosts of `a,b`.
+    """Splits a list of hosts like `a,b`.
 
     Raises:
         ValueError: A name is invalid or occurs twice; the text says which.
@@ -53,14 +55,15 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def agent_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the command that runs others on a host: `mpirun`'s configured agent, or `ssh`."""
+    """Returns the command that runs other commands on a host: `mpirun`'s agent, or else `ssh`."""
     line = shlex.split(environ.get(_AGENT_LINES, "").partition(":")[0])
     return next(((environ[name],) for name in _AGENTS if environ.get(name)), tuple(line) or _SSH)
 
 
 def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """Returns the hosts that don't answer, in their order. Asks them in parallel, so it waits for
-    `ANSWER_S` and some seconds at most for up to 32 hosts.
+    """Returns the hosts that don't answer, in their order.
+
+    Up to 32 hosts are asked in parallel, so this takes at most `ANSWER_S` and some seconds.
     """
     if not hosts:
         return []
@@ -72,9 +75,10 @@ def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
 def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Returns the hosts on which `mpirun` can't start a rank.
 
-    `mpirun` itself would wait for minutes or forever for such a host. If a resource manager starts
-    the ranks, the agent need not reach the hosts, so we only return those without an address. Waits
-    up to `ANSWER_S` and some seconds.
+    We check this ourselves, because `mpirun` would wait for such a host for minutes or even
+    forever. If a resource manager starts the ranks, it doesn't matter whether the agent can reach
+    the hosts; in that case we only return the hosts whose name has no address. Waits for up to
+    `ANSWER_S` and some seconds.
     """
     managed = any(environ.get(name) for name in _MANAGERS)
     elsewhere = [host for host in hosts if not (_has_address(host) if managed else is_here(host))]
@@ -84,13 +88,13 @@ def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[
 def start_text(
     hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str], checks: str
 ) -> str:
-    """Returns what to check after a run in which no rank on these hosts has joined. Pure.
+    """Returns an explanation for a run in which no rank on these hosts has joined. Pure.
 
     Args:
         hosts: The hosts.
-        missing: Those that don't answer now.
-        agent: The command that was tried.
-        checks: What to check if all hosts answer.
+        missing: The hosts that don't answer now.
+        agent: The command with which we tried to reach them.
+        checks: What the user should check if all hosts answer.
     """
     if missing:
         names = quoted(missing)
@@ -102,7 +106,7 @@ def start_text(
 
 
 def is_here(host: str) -> bool:
-    """Whether a host is this machine, on which `mpirun` starts ranks without the agent."""
+    """Whether a host is this machine. If so, `mpirun` starts its ranks without the agent."""
     try:
         address = socket.gethostbyname(host)
         with socket.socket() as probe:
@@ -127,9 +131,10 @@ def wait_for_hosts(
     pause: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Waits until no host is missing, printing a line per minute. Returns False after `limit_s`."""
+    """Waits until no host is missing. Shows a line per minute. Returns False after `limit_s`."""
     pause = pause or threading.Event().wait
-    start_s = shown_s = clock()
+    start_s = clock()
+    shown_s = start_s
     while missing := find_missing():
         now_s = clock()
         if now_s - start_s >= limit_s:
@@ -145,7 +150,10 @@ def wait_for_hosts(
 
 
 def signal_ranks(number: int, ranks: Mapping[str, Sequence[int]], agent: Sequence[str]) -> None:
-    """Sends a signal to processes on hosts; `ranks` is by host. Doesn't wait for the hosts."""
+    """Sends a signal to the ranks on other hosts. Doesn't wait for the hosts.
+
+    `ranks` has the process ids of each host's ranks.
+    """
     for host, pids in ranks.items():
         line = [*agent, host, f"kill -{number} {' '.join(map(str, pids))}"]
         threading.Thread(target=_answers, args=(line,), daemon=True).start()
@@ -160,7 +168,7 @@ def _answers(line: Sequence[str]) -> bool:
             stderr=subprocess.DEVNULL,
             timeout=ANSWER_S + 5,
             check=False,
-            start_new_session=True,  # a Ctrl-C on the terminal is only for this process
+            start_new_session=True,  # so that Ctrl-C in the terminal doesn't reach this command
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -1,6 +1,6 @@
 """`jaxcross launch -n 2 script.py ...`: starts ranks with this environment's `mpirun`.
 
-If a rank dies, the other ranks get time to report what they waited for, and a post-mortem is
+If a rank dies, the other ranks have time to report what they were waiting for, and a post-mortem is
 printed at the end. With `--max-restarts`, the run is then restarted and resumes from its
 checkpoints.
 """
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 SUPERVISOR = Path(__file__).with_name("rank_supervisor.py")
 RANK = "jaxcross.commands.rank"
 HOLD_S = 40
-"""Seconds for which a dead rank's supervisor stays. The other ranks need 3 s to report the rank as
-missing, or 30 s from another host.
+"""For how many seconds a dead rank's supervisor stays alive, which keeps `mpirun` from terminating
+the other ranks. They need 3 s to report that a rank is missing, or 30 s if it was on another host.
 """
 
 _BY_SIGNAL = 128
@@ -55,7 +55,7 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mpirun:
-    """A launcher on this machine: path and vendor (`mpich`, `openmpi`, `intel` or `unknown`)."""
+    """A launcher on this machine. The vendor is `mpich`, `openmpi`, `intel` or `unknown`."""
 
     path: str
     vendor: str
@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--events",
         type=Path,
         metavar="DIR",
-        help="where ranks write down what they do (default: removed if all is well)",
+        help="folder for the ranks' event files (default: temporary, removed if all is well)",
     )
     parser.add_argument(
         "--hosts", metavar="A,B", help="hosts that share the ranks equally (default: this machine)"
@@ -106,14 +106,14 @@ def add_restart_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help=(
-            "after a lost rank or host, start the run again from its checkpoints; end after N "
-            "restarts in a row that bring no new checkpoint (default: %(default)s)"
+            "after a lost rank or host, restart the run from its checkpoints; give up after N "
+            "restarts in a row without a new checkpoint (default: %(default)s)"
         ),
     )
     parser.add_argument(
         "--same-ranks",
         action="store_true",
-        help="wait for a lost host also where fewer ranks could go on",
+        help="wait for a lost host even if fewer ranks could resume the run",
     )
     parser.add_argument(
         "--host-timeout",
@@ -125,24 +125,24 @@ def add_restart_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) -> int:
-    """Prints the real command, runs it, and returns its exit code. If it fails, prints a
-    post-mortem of the ranks.
+    """Prints the `mpirun` command, runs it, and returns its exit code.
 
-    With `--max-restarts`, it is restarted as `jaxcross.commands.restart_decision` decides.
+    If the run fails, prints a post-mortem of the ranks. With `--max-restarts`, the run may then be
+    restarted, as decided by `jaxcross.commands.restart_decision`.
 
     Args:
         args: The command line.
-        variables: Variables for the ranks, in addition to the environment. If there are any, no
-            live table is shown.
+        variables: Environment variables for the ranks, in addition to those of this process. If
+        there are any, no live table is shown.
     """
     start = prepared(args)
     return start if isinstance(start, int) else start(variables or {})
 
 
 def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], int]:
-    """Checks a command line. Returns a function that runs it, like `run`.
+    """Checks a command line, and returns a function that runs it like `run`.
 
-    If the command line can't be run, prints why and returns an exit code.
+    If the command line can't be run, prints the reason and returns an exit code instead.
     """
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
@@ -182,8 +182,9 @@ def _start(
     variables: Mapping[str, str],
 ) -> int:
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
-    # We must be able to read here what ranks write on other hosts. If they share any folder with
-    # this machine, it is the working directory.
+    # Ranks on other hosts write event files that we have to read on this machine. A temporary
+    # folder in /tmp wouldn't be visible to them, so use the working directory: if the hosts share
+    # any folder with this machine, it's that one.
     where = Path.cwd() if hosts else None
     events = Path(folder or "jaxcross-events")
 
@@ -198,10 +199,10 @@ def _start(
             if made:
                 events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
             ended = run_until_over(args, hosts, run_once)
-        except (KeyboardInterrupt, SystemExit):  # before a run, or between two runs
+        except (KeyboardInterrupt, SystemExit):  # raised before a run or between two runs
             if made:
                 with suppress(OSError):
-                    events.rmdir()  # fails if ranks have written files
+                    events.rmdir()  # fails if it has files, which is what we want
             raise
     if made and (ended.code == 0 or ended.explained or not ended.records):
         shutil.rmtree(events, ignore_errors=True)
@@ -240,7 +241,7 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
             f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the "
             "ranks equally."
         )
-    elsewhere = hosts or args.dry_run  # the script may exist there, even if it doesn't exist here
+    elsewhere = hosts or args.dry_run  # the script may only exist on those machines
     if not elsewhere:
         why = _missing_module(args.module[0]) if args.module else _missing_script(program[0])
         if why:
@@ -249,7 +250,7 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
 
 
 def _missing_script(name: str) -> str:
-    """Returns why Python can't run a script with this name; "" if it can."""
+    """Returns why Python can't run a script of this name; "" if it can."""
     if not Path(name).exists():
         return f"There is no script `{name}` in `{Path.cwd()}`."
     if Path(name).is_dir() and not Path(name, "__main__.py").exists():
@@ -261,7 +262,7 @@ def _missing_script(name: str) -> str:
 
 
 def _missing_module(name: str) -> str:
-    """Returns why `python -m` can't run this module; "" if it can. Imports nothing."""
+    """Returns why `python -m` can't run this module; "" if it can. Doesn't import anything."""
     top, *inner = name.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     for n, part in enumerate(inner):
@@ -292,8 +293,9 @@ def _run_once(
     named: bool,
     variables: Mapping[str, str],
 ) -> Ended:
-    """Prints the command for these hosts, runs it, and explains how it ended. After a restart,
-    `hosts` may be fewer than `--hosts` names.
+    """Prints the command for these hosts, runs it once, and explains how it ended.
+
+    After a restart, `hosts` may only be some of the hosts that `--hosts` names.
     """
     from jaxcross.commands import live_table
     from jaxcross.report import screen_width
@@ -301,7 +303,7 @@ def _run_once(
 
     notes = {"JAXCROSS_EVENTS": str(events), **variables}
     if "PYTHONFAULTHANDLER" not in os.environ:
-        notes["PYTHONFAULTHANDLER"] = "1"  # a segmentation fault prints the Python stack
+        notes["PYTHONFAULTHANDLER"] = "1"  # prints the Python stack after a segmentation fault
     ranks = args.ranks // len(args.hosts.split(",")) * len(hosts) if hosts else args.ranks
     line, extra = mpirun_command(
         mpirun=mpirun,
@@ -323,7 +325,7 @@ def _run_once(
     environ = {**os.environ, **extra, **notes}
     columns = screen_width(os.environ)
     if columns and "COLUMNS" not in environ:
-        environ["COLUMNS"] = str(columns)  # the ranks write to a pipe, but their tables should fit
+        environ["COLUMNS"] = str(columns)  # ranks write to a pipe, so they can't find the width out
     console = None if variables else live_table.terminal(os.environ)
     if console is None:
         with live_table.start_lines(events, ranks, os.environ):
@@ -349,7 +351,7 @@ def _run_once(
 
 
 def _explain(records: Sequence[RankRecord], events: Path) -> None:
-    """Prints the post-mortem, and where the event files are."""
+    """Prints the post-mortem, and says where the event files are."""
     from jaxcross.commands.post_mortem_table import show
     from jaxcross.report import read_event_files
 
@@ -362,7 +364,8 @@ def _explain(records: Sequence[RankRecord], events: Path) -> None:
         read_event_files(events, skipped=skipped)
     show(records, sys.stderr, skipped)
     print(
-        "The events stay, since no rank has said why it ended. This table again: jaxcross doctor "
+        "The event files are kept, because no rank has reported why it ended. To see this table "
+        "again: jaxcross doctor "
         f"--post-mortem {shlex.quote(str(events))}",
         file=sys.stderr,
         flush=True,
@@ -379,14 +382,18 @@ def _run(
 ) -> tuple[int, int]:
     """Runs `mpirun` and forwards signals to the ranks.
 
-    Returns its exit code (128 + n after signal n) and the number of signals received that stop the
-    ranks. On several hosts, kills `mpirun` if it is stuck.
+    Returns the exit code of `mpirun` (128 + n if signal n stopped it), and how many signals to stop
+    we have received. If there are several hosts and `mpirun` is stuck, kills it.
 
-    `mpirun` gets its own session, which the terminal's signals don't reach. Instead, we forward
-    each signal exactly once, whether the terminal sends it to the whole group or a supervisor sends
-    it to this process alone. Open MPI's `mpirun` would terminate the ranks one second after any
-    signal, in the middle of a checkpoint. So with Open MPI we don't signal `mpirun` but the ranks:
-    here they are its children, and on other hosts we reach them through the agent.
+    A terminal sends Ctrl-C to all of its processes, whereas a batch system usually signals only
+    this process. The ranks should receive the signal exactly once in both cases. So we run `mpirun`
+    in its own session, where the terminal's signals don't reach it, and forward each signal
+    ourselves.
+
+    Open MPI's `mpirun` needs special treatment: one second after it has received any signal, it
+    kills the ranks, which may be in the middle of a checkpoint. So with Open MPI, we don't signal
+    `mpirun` but the ranks themselves. On this machine, they are children of `mpirun`; on other
+    hosts, we reach them through the agent.
     """
     spared = vendor == "openmpi"
     remote = files if files is not None and files.hosts else None
@@ -402,7 +409,7 @@ def _run(
         for process in processes:
             if (
                 spared and remote is not None and remote.signal(number)
-            ):  # its children are the agents that run the other hosts' ranks: leave them alone
+            ):  # don't signal its children: these are the agents that run the ranks on other hosts
                 continue
             ranks = related(process.pid) if spared else []
             for pid in ranks:
@@ -411,18 +418,19 @@ def _run(
             if not ranks:
                 process.send_signal(number)
 
-    # Signal -> signal for the ranks. A closed terminal and Ctrl-\ have the same effect as SIGTERM.
+    # Maps each signal to the signal that the ranks receive. Closing the terminal (SIGHUP) and
+    # Ctrl-\ (SIGQUIT) have the same effect as SIGTERM.
     forwarded = {n: n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    forwarded[signal.SIGHUP] = forwarded[signal.SIGQUIT] = signal.SIGTERM
+    forwarded[signal.SIGHUP] = signal.SIGTERM
+    forwarded[signal.SIGQUIT] = signal.SIGTERM
     before = {
         number: signal.signal(number, lambda *_, passed=passed: forward(passed))
         for number, passed in forwarded.items()
         if signal.getsignal(number) != signal.SIG_IGN  # as it is under nohup
     }
     try:
-        out, err = (
-            (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
-        )
+        out = None if table is None else table.pipe(sys.stdout)
+        err = None if table is None else table.pipe(sys.stderr)
         tied = end_with.tied(line, os.getpid())
         processes.append(
             subprocess.Popen(tied, env=environ, start_new_session=True, stdout=out, stderr=err)
@@ -432,8 +440,10 @@ def _run(
         for number in early:
             processes[0].send_signal(number)
         code = _wait(processes[0], remote)
-        # Open MPI's exit code only says that some rank's wasn't 0. MPICH's is 15 if SIGTERM came
-        # before the handler was installed, and 255 if a second Ctrl-C made it kill the ranks.
+        # After a signal, the exit code should be 128 + its number, but `mpirun` often returns
+        # another one. Open MPI's only says that some rank had an exit code other than 0. MPICH's is
+        # 15 if SIGTERM arrived before `mpirun` had installed its handler, and 255 if a second
+        # Ctrl-C made it kill the ranks.
         if stops and code and (spared or code == stops[0] or len(stops) > 1):
             code = _BY_SIGNAL + stops[0]
         return code if code >= 0 else _BY_SIGNAL - code, len(stops)
@@ -443,7 +453,7 @@ def _run(
 
 
 def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
-    """Waits for `mpirun` and returns its status. Kills it and its children if it is stuck."""
+    """Waits for `mpirun` and returns its status. If it's stuck, kills it and its children."""
     while remote is not None:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_S)
@@ -456,15 +466,18 @@ def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
 
 
 def python_program(program: Sequence[str]) -> list[str]:
-    """Returns the rank's own command. It uses mpi4py's runner, so that `sys.exit(1)` on one rank
-    becomes the exit code of the whole run.
+    """Returns the command that runs a script on a rank.
+
+    The script runs under mpi4py's runner. Otherwise, if one rank calls `sys.exit(1)`, the others
+    could wait for it forever; with the runner, all ranks end, with that exit code.
     """
     return [sys.executable, "-m", RANK, *program]
 
 
 def supervised(program: Sequence[str]) -> list[str]:
-    """Returns the rank's command under its supervisor. If the rank dies, the supervisor keeps
-    `mpirun` from terminating the others at once.
+    """Returns the command that runs a rank's command under a supervisor.
+
+    If the rank dies, the supervisor keeps `mpirun` from terminating the other ranks immediately.
     """
     if sys.platform != "linux":
         return list(program)
@@ -485,12 +498,12 @@ def mpirun_command(
 
     Args:
         mpirun: The launcher.
-        ranks: Number of ranks, on this machine or divided equally among `hosts`.
-        program: Command of each rank.
-        root: Whether root starts it, which Open MPI refuses without two settings.
+        ranks: Number of ranks. They run on this machine, or are divided equally among `hosts`.
+        program: The command that each rank runs.
+        root: Whether root starts the run. Open MPI only allows this with two extra settings.
         cores: Number of cores that the ranks share.
-        environ: The environment. Variables that the user has set there are kept.
-        hosts: Hosts of the ranks, in their order; empty for this machine.
+        environ: The environment. Variables that the user has set in it aren't changed.
+        hosts: The hosts on which to start the ranks, in this order; empty for this machine.
     """
     from jaxcross.world import MPI_SETTINGS, malloc, xla_pool
 
@@ -498,8 +511,9 @@ def mpirun_command(
     extra: dict[str, str] = {}
     if mpirun.vendor == "openmpi":
         extra |= MPI_SETTINGS
-        # If a rank were bound to one core, its computation would share that core with its own
-        # waiting exchange, which polls.
+        # By default, Open MPI may bind each rank to one core. A rank that waits for an exchange
+        # polls, i.e. keeps its core busy, so its own computation would have to share that core with
+        # the polling.
         line += ["--bind-to", "none"]
         if root:
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -528,8 +542,10 @@ _TO_HOSTS = (
 def _placement(
     vendor: str, ranks: int, hosts: Sequence[str], variables: Collection[str]
 ) -> list[str]:
-    """Returns the options of `mpirun` that name the hosts. Open MPI needs a list of the variables
-    to pass on to them, while MPICH passes on the whole environment.
+    """Returns the options of `mpirun` that name the hosts.
+
+    MPICH passes the whole environment on to the hosts. Open MPI only passes on the variables that
+    we list.
     """
     if not hosts:
         return []
@@ -546,7 +562,7 @@ def _placement(
 
 
 def crowded(ranks: int, cores: int) -> str:
-    """Returns a warning if this machine has fewer cores than ranks; "" if it has enough. Pure."""
+    """Returns a warning if this machine has fewer cores than ranks, otherwise "". Pure."""
     if ranks <= cores:
         return ""
     return (
@@ -562,7 +578,7 @@ def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:
 
 
 def find_mpirun() -> Mpirun | None:
-    """Returns the `mpirun` next to this Python, or else the first on PATH. Asks for its version."""
+    """Returns the `mpirun` in this Python's folder, or else the first on PATH, and its vendor."""
     neighbour = Path(sys.executable).parent / "mpirun"
     path = (
         str(neighbour) if neighbour.exists() else shutil.which("mpirun") or shutil.which("mpiexec")

@@ -1,4 +1,4 @@
-"""The table of a run on a terminal, drawn from the run's folder of events."""
+"""Draws the table of a run on a terminal, from the run's event folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHUNK = 1 << 16
 def terminal(environ: Mapping[str, str]) -> Console | None:
     """Returns the terminal to draw on.
 
-    Returns None if there is none, or if the user has configured how to show progress.
+    Returns None if there's no terminal, or if the user has set `JAXCROSS_PROGRESS`.
     """
     if environ.get("JAXCROSS_PROGRESS") or not _is_terminal(sys.stderr):
         return None
@@ -52,8 +52,8 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 class _Terminal:
     """A terminal that may disappear, e.g. because its window is closed. Drops what it can't show.
 
-    Otherwise the threads that read the ranks' output would end, and a rank would be blocked in
-    `print` until the run is killed.
+    If writing raised an error, the threads that read the ranks' output would end. Nobody would
+    empty the pipes any more, so a rank would soon block in `print`, and the run would hang.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -78,7 +78,7 @@ class _Terminal:
 
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
-    """Logs that ranks are starting, after 5 s, 10 s, 20 s, ..., until one has joined. A context."""
+    """A context that logs that ranks are starting, after 5 s, 10 s, 20 s, ..., until one joins."""
     from jaxcross.world import FIRST_NOTICE_S, no_progress_wanted
 
     over = threading.Event()
@@ -111,9 +111,9 @@ def _ranks(count: int) -> str:
 
 
 def table_of(run: RunProgress, console: Console, *, state: str = "") -> RenderableType:
-    """Returns the table of a run with its title and state.
+    """Returns the table of a run, with a title that includes its state.
 
-    The table leaves room above it for a few lines that ranks print.
+    The table is small enough that a few lines of the ranks' output fit above it.
     """
     from jaxcross.report import duration, run_table
 
@@ -127,7 +127,7 @@ class LaunchTable:
 
     Args:
         console: The terminal.
-        events: The folder of events.
+        events: The run's event folder.
         ranks: Number of ranks.
     """
 
@@ -156,15 +156,15 @@ class LaunchTable:
 
     def __exit__(self, *_: object) -> None:
         deadline_s = time.monotonic() + _DRAIN_S
-        for pump in self._pumps:  # with a limit, as a process left by a rank may hold the pipe open
+        for pump in self._pumps:  # with a limit, since a rank's orphan may keep its pipe open
             pump.join(max(0.0, deadline_s - time.monotonic()))
         self._gone = True
         self._live.stop()
 
     def pipe(self, stream: IO[str] | None) -> int | None:
-        """Returns the argument for `Popen` that redirects output from the terminal to this object.
+        """Returns the argument for `Popen` that redirects the output of the ranks to this object.
 
-        Output that doesn't go to the terminal isn't redirected.
+        If the output goes to a file rather than to the terminal, it isn't redirected.
         """
         return subprocess.PIPE if _is_terminal(stream) else None
 
@@ -190,8 +190,8 @@ class LaunchTable:
                 lines = lines + end + text
                 end = "\n"
                 text = ""
-            # The text of a script's progress bar or question has no line end yet. Show it directly
-            # above the table.
+            # Text without a line end is probably a progress bar or a question of the script. Show
+            # it directly above the table, and update it there.
             self._partial[name] = text.rpartition("\r")[2]
             if end:
                 self._console.print(Text.from_ansi(lines), soft_wrap=True)
@@ -218,12 +218,12 @@ class LaunchTable:
             run = read_run(self._events)
         if (
             run is not None and run.at_s >= self._started_s - _CLOCKS_S
-        ):  # otherwise the file is from an earlier run in this folder
+        ):  # otherwise the file was left by an earlier run in this folder
             if not run.shown:
                 return Group()
             state = ""
             if self._gone and not run.over:
-                state = " after the start of the run, which did not come to its end"
+                state = " after the start of the run, which did not finish"
             return table_of(run, self._console, state=state)
         if self._gone:
             return Group()

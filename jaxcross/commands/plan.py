@@ -1,7 +1,7 @@
 """`jaxcross plan jobs.toml`: plans which jobs share ranks, and how, from their profiles.
 
-The file has one table per job. A job's profile comes from the report of a run of this job alone:
-`--profile-of report.json NAME FILE`.
+The file has one table per job, which names the job's profile. To get a profile, run the job alone,
+and extract it from the report of that run: `--profile-of report.json NAME FILE`.
 
     script = "train.py"        # only for `--launch`: receives the plan and a group's number
 
@@ -91,7 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan and writes the requested files. Returns 2 for input that can't be planned."""
+    """Prints the plan and writes the requested files. Returns 2 if the input can't be planned."""
     try:
         _check_options(args)
         if args.profile_of is not None:
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Checks the options before anything is planned, because planning may take minutes.
+    """Checks the options. We do this first, because making the plan may take minutes.
 
     Raises:
         ValueError: An option is wrong.
@@ -134,7 +134,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _reading(what: str, remedy: str) -> Iterator[None]:
-    """If a file can't be read, raises a `ValueError` that says which file, why, and what to do."""
+    """A context in which a file that can't be read raises an explanatory `ValueError`."""
     from jaxcross.errors import clause
 
     try:
@@ -181,7 +181,7 @@ def _plan(args: argparse.Namespace) -> int:
     )
     plan = replace(plan, notes=(*plan.notes, *jobs.notes))
     number = args.group or 0
-    if number >= len(plan.groups):  # check this before anything is written
+    if number >= len(plan.groups):  # must be checked before anything is written
         raise ValueError(f"`--group` must be 0 to {len(plan.groups) - 1}, got {number}.")
     print(plan)
     if args.json is not None:

@@ -1,4 +1,4 @@
-"""Writes files that start the groups of a plan on a cluster, from the recipes in deploy/."""
+"""Writes files that start the groups of a plan on a cluster. Adapts the recipes in deploy/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxcross.plan import Plan, PlannedGroup
 
 KINDS = ("slurm", "mpijob")
 MAX_ARRAY = 1000
-"""Most tasks in one array, by Slurm's default."""
+"""Maximum number of tasks in a Slurm array, according to Slurm's default settings."""
 
 
 def write_launch_files(
@@ -25,19 +25,19 @@ def write_launch_files(
     queue: str = "jaxcross",
     accelerators: bool = True,
 ) -> list[Path]:
-    """Writes the plan and files that start `script PLAN GROUP` for each group. Returns their paths.
+    """Writes the plan and files that start `script PLAN GROUP` per group. Returns all paths.
 
-    For Slurm, writes an array per number of ranks. For the MPI operator, writes an `MPIJob` per
-    group.
+    For Slurm, groups with the same number of ranks are tasks of one array, so there's one file for
+    each number of ranks. For the MPI operator, each group is an `MPIJob` with its own file.
 
     Args:
         plan: The plan.
         kind: `slurm` or `mpijob`.
-        folder: Where to write. If it is relative to the working directory, so are the paths in the
-            files; Slurm's tasks run in that directory.
-        script: The script. It receives the plan's file and a group's number, and runs the jobs of
-            that group.
-        queue: The Kueue queue of each `MPIJob`.
+        folder: The folder to write to. If it's relative to the working directory, the paths in the
+            files are relative, too. Slurm's tasks run in the working directory.
+        script: The script to start. Its arguments are the path of the plan and the number of a
+            group, and it runs the jobs of that group.
+        queue: The Kueue queue to which each `MPIJob` is submitted.
         accelerators: Whether each rank needs an accelerator.
 
     Raises:
@@ -59,7 +59,7 @@ def write_launch_files(
 
 
 def check_cluster(kind: str, queue: str) -> None:
-    """Checks that files can be written for this kind of cluster and queue.
+    """Checks that we can write files for this kind of cluster and this queue.
 
     Raises:
         ValueError: The kind is unknown, or the queue's name is invalid.
@@ -71,7 +71,7 @@ def check_cluster(kind: str, queue: str) -> None:
 
 
 def check_script(script: str) -> None:
-    """Checks that there is a script to start; otherwise ValueError."""
+    """Checks that there is a script to start. Raises ValueError if there is none."""
     if not script or not script.isprintable():
         raise ValueError(
             '`--launch` needs the script that runs a group: `script = "train.py"` in the file of '
@@ -80,7 +80,7 @@ def check_script(script: str) -> None:
 
 
 def _arrays(plan: Plan, script: str, file: Path, accelerators: bool) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each array's file."""
+    """Yields the name and the content of the file of each Slurm array."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, group in enumerate(plan.groups):
         buckets[group.ranks].append(number)
@@ -120,7 +120,7 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
 
 
 def _manifests(plan: Plan, script: str, file: Path, queue: str) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each `MPIJob`'s file."""
+    """Yields the name and the content of the file of each `MPIJob`."""
     for number, group in enumerate(plan.groups):
         yield f"group-{number}.yaml", _manifest(group, number, script, file, queue)
 
@@ -147,7 +147,7 @@ def _manifest(group: PlannedGroup, number: int, script: str, file: Path, queue: 
 
 
 def _recipe(name: str) -> str:
-    """Returns the text of a recipe, from the checkout or from the wheel."""
+    """Returns the text of a recipe, which is part of the checkout or of the wheel."""
     package = Path(__file__).parents[1]
     places = [package.parent / "deploy" / name, package / "_deploy" / name]
     found = next((place for place in places if place.is_file()), None)
@@ -157,7 +157,10 @@ def _recipe(name: str) -> str:
 
 
 def _replaced(text: str, changes: dict[str, str]) -> str:
-    """Applies changes to a recipe. The text to replace must occur exactly once."""
+    """Applies changes to a recipe. Each text to be replaced must occur exactly once.
+
+    Otherwise somebody has changed the recipe without this module, and the result would be wrong.
+    """
     for old, new in changes.items():
         if text.count(old) != 1:
             raise InternalError(f"the recipe has {text.count(old)} places with {old!r}, not one")

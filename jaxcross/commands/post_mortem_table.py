@@ -1,4 +1,4 @@
-"""`jaxcross doctor --post-mortem DIR`: what each rank was doing at its end, and which was first."""
+"""`jaxcross doctor --post-mortem DIR`: what each rank did last, and which rank ended first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(folder: Path) -> int:
 
 
 def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, str]) -> None:
-    """Prints the table and the verdict. `skipped` says, by rank, why its file was not read."""
+    """Prints the table and the conclusion. `skipped` says why some ranks' files weren't read."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -56,8 +56,8 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
     absent = [rank for rank in ranks_without_file(records) if rank not in skipped]
     if absent:
         console.print(
-            f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote "
-            "elsewhere."
+            f"No file of ranks {', '.join(map(str, absent))}: they never joined, or wrote "
+            "to another folder."
         )
     unread = sum(record.unread for record in records)
     if unread:

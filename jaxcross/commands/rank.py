@@ -1,7 +1,8 @@
 """Runs a rank's script: `python -m jaxcross.commands.rank train.py ...`, like `python -m mpi4py`.
 
-If Ctrl-C reaches a rank before `jaxcross.initialize()` has returned, the rank exits with code 130,
-without the traceback of what it was importing: `jaxcross launch` says in one line that the run was
+If you press Ctrl-C while a rank is still starting, i.e. before `jaxcross.initialize()` has
+returned, a traceback through some import would be of no use, and each rank would print one. So the
+rank quietly exits with code 130, and `jaxcross launch` prints one line which says that the run was
 stopped before its start.
 """
 
@@ -24,12 +25,12 @@ def main() -> None:
     """
     install_interrupt()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by `rank_supervisor`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `rank_supervisor` blocked it
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if (
             sys.excepthook is not sys.__excepthook__
-        ):  # a world has installed its hook, which names the rank and terminates the others
+        ):  # the world has already installed its hook, which names the rank and ends the others
             raise
         raise SystemExit(INTERRUPTED) from None
 

@@ -2,10 +2,12 @@
 
 Uses only the standard library and one thread.
 
-`mpirun` terminates all ranks as soon as one dies by itself, before the others can report what they
-waited for. So `mpirun` starts this process, and the rank is its child. If the rank fails, this
-process stays for as long as other ranks may be waiting for the rank, up to a number of seconds, and
-then ends in the same way as the rank did. It forwards signals, and the rank never outlives it.
+As soon as one rank dies, `mpirun` terminates all others, before they can report what they were
+waiting for. That report is often the only clue as to what went wrong. So `mpirun` doesn't start the
+rank itself but this process, and the rank is its child. If the rank fails, this process hides it
+from `mpirun` for a while: it stays alive as long as other ranks may be waiting for the dead one
+(but only up to a given number of seconds), and then ends in the same way as the rank did. Meanwhile
+it forwards signals to the rank, and if it's killed, so is the rank.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ _POLL_S = 0.5
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Runs the command, and ends in the same way as the command did."""
+    """Runs the command, and then ends in the same way as the command did."""
     stay_s = float(arguments[0])
     command = arguments[1:]
-    # No signal may arrive between the fork and the handlers that forward signals to the child.
+    # Block signals until the handlers are installed. A signal that arrives right after the fork
+    # would otherwise kill this process without reaching the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     parent = os.getpid()
     child = os.fork()
@@ -39,23 +42,26 @@ def main(arguments: Sequence[str]) -> NoReturn:
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    # Don't reap the child yet. Its process id then remains taken until the handlers are removed, so
-    # that we can't forward a signal to an unrelated process.
+    # Wait for the child's end, but don't reap it yet. Once it's reaped, the kernel may give its
+    # process id to another process, and our handlers would forward a signal to that one. So remove
+    # the handlers first.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     _, status = os.waitpid(child, 0)
     deadline = time.monotonic() + stay_s
     while status != 0 and time.monotonic() < deadline and _missed(child):
-        signal.sigtimedwait((), _POLL_S)  # a signal that arrives now ends this process at once
+        signal.sigtimedwait((), _POLL_S)  # sleeps; a signal ends this process immediately
     _end_like(status)
 
 
 def _missed(child: int) -> bool:
-    """Whether some rank of the run may be waiting for this one, here or on another host.
+    """Whether another rank of the run may be waiting for this one, here or on another host.
 
-    The event files tell. Without a folder of event files, assume that some rank may be waiting. If
-    there is a folder but this rank has no file in it, it has never joined, so none is.
+    The event files show this: another rank may be waiting if it's still alive, or if it's on
+    another host, where we can't check that. If there's no event folder, we don't know, and assume
+    that some rank may be waiting. If there is one but this rank has no file in it, the rank died
+    before it joined the others, so nobody is waiting.
     """
     folder = os.environ.get("JAXCROSS_EVENTS")
     if folder is None:
@@ -106,12 +112,13 @@ def _lives(pid: object) -> bool:
 
 def _become(command: Sequence[str], parent: int) -> NoReturn:
     try:
-        os.setpgid(0, 0)  # signals for the group reach the child only once, through its parent
+        os.setpgid(0, 0)  # so that a signal for the whole group doesn't reach the child twice
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        # While an interpreter is starting, Ctrl-C would end it with a traceback of its own imports.
-        # So we leave SIGINT blocked, and `rank` unblocks it.
+        # If Ctrl-C arrives while the Python interpreter is starting, it prints a traceback through
+        # its own imports. So leave SIGINT blocked until the interpreter is running; `rank` then
+        # unblocks it.
         held = {signal.SIGINT} if _RANK in command else set()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - held)
         os.execvp(command[0], list(command))

@@ -1,7 +1,8 @@
 """Judges how a run of `jaxcross launch` ended, and decides whether and where to restart it. Pure.
 
-A run that has lost a rank resumes from its checkpoints. A run that was stopped by a person or a
-batch system, or that an exception ended, isn't restarted, because it would end in the same way.
+If a run has lost a rank or a host, we restart it from its checkpoints. If a person or a batch
+system stopped it, a restart isn't wanted. If the script raised an exception, the restarted run
+would most likely fail in the same way.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 _BY_SIGNAL = 128
 _STOPPED = (130, 143)
 _STOPPED_RECORDS = (ExitKind.INTERRUPTED, ExitKind.TERMINATED, ExitKind.TOLD, ExitKind.LEFT)
-"""Last records of ranks that were stopped. With any other last record, such an exit code means a
-crash.
+"""The last records of ranks in a run that was stopped. If a rank has a different last record, the
+run crashed, even if its exit code is one of `_STOPPED`.
 """
-# MPICH's `mpirun` exits with the signal's number itself if a rank was killed.
+# If a signal killed a rank, the exit code of MPICH's `mpirun` is the number of the signal.
 _KILLED = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
 
 
@@ -32,8 +33,8 @@ class RunEnd:
     """How a run ended.
 
     Attributes:
-        kind: `done`; `stopped` by a signal; `own`: by the script's own exception or exit code;
-            `lost`: by the loss of a rank or a host.
+        kind: `done` if it succeeded, `stopped` if a signal stopped it, `own` if the script raised
+            an exception or returned an exit code, `lost` if a rank or a host was lost.
         reason: The reason, as a clause.
     """
 
@@ -43,18 +44,18 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointProgress:
-    """The newest checkpoints of all jobs, and how many runs in a row haven't added any.
+    """The newest checkpoints of all jobs, and how many runs in a row have ended without a new one.
 
     Attributes:
-        newest: By job, the newest checkpoint that is complete on all ranks.
-        idle_runs: Number of runs that have ended since the last new checkpoint.
+        newest: For each job, the newest checkpoint that is complete on all ranks.
+        idle_runs: Number of runs that have ended since there was a new checkpoint.
     """
 
     newest: Mapping[str, SavedPart]
     idle_runs: int = 0
 
     def after(self, records: Sequence[RankRecord]) -> CheckpointProgress:
-        """Returns the progress after another run, whose event files are `records`."""
+        """Returns the progress after another run. `records` are the event files of that run."""
         complete = complete_checkpoints(records)
         newer = {
             job: part
@@ -79,9 +80,9 @@ class RestartDecision:
     """What to do next, and why.
 
     Attributes:
-        action: `restart`, `wait` for hosts and then restart, or `end`.
+        action: `restart`, `wait` (for hosts, and then restart), or `end`.
         reason: The reason, as a sentence without a full stop.
-        hosts: The hosts to start ranks on; empty if no hosts were named.
+        hosts: The hosts on which to start ranks; empty if no hosts were named.
     """
 
     action: Literal["restart", "wait", "end"]
@@ -90,7 +91,10 @@ class RestartDecision:
 
 
 def complete_checkpoints(records: Sequence[RankRecord]) -> dict[str, SavedPart]:
-    """Returns each job's newest checkpoint of which all ranks have written or read their parts."""
+    """Returns each job's newest complete checkpoint.
+
+    A checkpoint is complete if every rank has written or read its part.
+    """
     jobs = {job for record in records for job in record.saved}
     oldest = {
         job: min((record.saved[job] for record in records), key=lambda part: part.name)
@@ -110,9 +114,9 @@ def judge_end(
 
     Args:
         code: The exit code of `mpirun`.
-        stopped: Whether the launcher itself received a signal to stop.
+        stopped: Whether the launcher received a signal to stop.
         records: The ranks' event files.
-        missing: Hosts that don't answer.
+        missing: The hosts that don't answer.
     """
     from jaxcross.report import first_to_end
 
@@ -140,12 +144,12 @@ def judge_end(
 
 
 def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
-    """Returns how a run was stopped, if its ranks can't have said so; "" otherwise. Pure.
+    """Returns how a run was stopped, if the ranks can't have reported it; otherwise "". Pure.
 
     Args:
         code: The exit code.
-        stops: Number of signals to stop that the launcher received.
-        records: The ranks' event files; empty until the ranks have joined.
+        stops: Number of signals to stop that the launcher has received.
+        records: The ranks' event files; empty if no rank has joined.
     """
     if code not in _STOPPED:
         return ""
@@ -155,8 +159,10 @@ def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
 
 
 def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
-    """Whether the ranks' own output explains how the run ended: they all finished, were stopped, or
-    one of them raised. Pure.
+    """Whether the ranks' own output explains how the run ended. Pure.
+
+    This is the case if all ranks finished, if they were stopped, or if one of them raised an
+    exception.
     """
     if code == 0 or code in _STOPPED:
         return all(record.words in _STOPPED_RECORDS for record in records)
@@ -182,38 +188,38 @@ def decide(
     Args:
         end: How the run ended.
         progress: The checkpoints after the run.
-        max_restarts: Number of restarts in a row that may bring no new checkpoint.
-        hosts: All hosts that were named.
-        missing: Hosts that don't answer.
+        max_restarts: How many restarts in a row may end without a new checkpoint.
+        hosts: All hosts that the user named.
+        missing: The hosts that don't answer.
         last: The hosts of the run that has ended.
-        same_ranks: Whether to wait for a missing host even if fewer ranks could resume.
+        same_ranks: Whether to wait for a missing host even if fewer ranks could resume the run.
     """
     if end.kind != "lost":
-        return RestartDecision(
-            action="end", reason=f"not started again: {end.reason or 'it is done'}"
-        )
+        return RestartDecision(action="end", reason=f"not restarted: {end.reason or 'it is done'}")
     if progress.idle_runs > max_restarts:
         runs = f"{progress.idle_runs} runs in a row" if progress.idle_runs > 1 else "the run"
         return RestartDecision(
-            action="end", reason=f"not started again: {runs} ended without a new checkpoint"
+            action="end", reason=f"not restarted: {runs} ended without a new checkpoint"
         )
     count = f"{progress.idle_runs} of {max_restarts} restarts without a new checkpoint"
     left = [host for host in hosts if host not in missing]
     fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
-    if fixed and set(last) <= set(left):  # `last` may be fewer hosts than were named
-        return RestartDecision(action="restart", reason=f"goes on {progress} ({count})", hosts=last)
+    if fixed and set(last) <= set(left):  # the last run may have used only some of the hosts
+        return RestartDecision(
+            action="restart", reason=f"continues {progress} ({count})", hosts=last
+        )
     if not missing:
         return RestartDecision(
-            action="restart", reason=f"goes on {progress} ({count})", hosts=hosts
+            action="restart", reason=f"continues {progress} ({count})", hosts=hosts
         )
     if left and progress.newest and not fixed and not same_ranks:
-        share = "fewer ranks take other shares of the data"
+        share = "the data is divided among fewer ranks"
         return RestartDecision(
             action="restart",
-            reason=f"goes on {progress}, without {_listed(missing)}: {share} ({count})",
+            reason=f"continues {progress}, without {_listed(missing)}: {share} ({count})",
             hosts=left,
         )
-    why = "there is no checkpoint that fewer ranks could go on from"
+    why = "there is no checkpoint from which fewer ranks could continue"
     if not left:
         why = "no host answers"
     elif same_ranks:

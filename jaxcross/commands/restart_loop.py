@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from jaxcross.report import RankRecord
 
 SPEAK_S = 15.0
-"""Seconds after which a stuck `mpirun` is killed, once ranks have reported a lost rank. Open MPI's
-`mpirun` waits forever for a host.
+"""If a rank has reported a lost rank and `mpirun` hasn't ended this many seconds later, we kill it.
+This is needed because Open MPI's `mpirun` waits forever for a lost host.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """One run that has ended.
+    """How one run ended.
 
     Attributes:
         code: The exit code.
         stopped: Whether this process received a signal to stop.
-        records: The ranks' event files, if the run failed.
-        explained: Whether the ranks' own output says why it failed.
+        records: If the run failed, the ranks' event files.
+        explained: Whether the ranks' own output explains why the run failed.
     """
 
     code: int
@@ -44,12 +44,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The event files of a run, in progress or ended.
+    """The event files of a run that is in progress or has ended.
 
     Attributes:
-        events: Their folder.
-        earlier: The run whose files were there before, by `latest_run`.
-        hosts: The hosts that share the ranks equally; empty for this machine.
+        events: The event folder.
+        earlier: The run that had written to the folder before, as returned by `latest_run`.
+        hosts: The hosts among which the ranks are divided equally; empty for this machine.
         ranks: Number of ranks.
     """
 
@@ -59,17 +59,17 @@ class RunFiles:
     ranks: int
 
     def read(self) -> Sequence[RankRecord]:
-        """Reads the records of the ranks that have joined. Other programs have none."""
+        """Reads the records of the ranks that have joined. Programs without jaxcross have none."""
         return [record for record in _read(self.events) if record.run != self.earlier]
 
     def is_stuck(self) -> bool:
-        """Whether ranks have reported a lost rank so long ago that `mpirun` should have ended."""
+        """Whether a lost rank was reported so long ago that `mpirun` should have ended by now."""
         return any(
             r.words == ExitKind.REPORTED and r.last_s < time.time() - SPEAK_S for r in self.read()
         )
 
     def signal(self, number: int) -> bool:
-        """Sends a signal to all ranks without waiting. Returns False if none has joined."""
+        """Sends a signal to all ranks and doesn't wait. Returns False if no rank has joined yet."""
         pids: dict[str, list[int]] = {}
         for record in self.read():
             pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(
@@ -80,7 +80,7 @@ class RunFiles:
 
 
 def latest_run(events: Path) -> str:
-    """Returns the name of the run that last wrote to a folder; empty if there is none."""
+    """Returns the name of the run that wrote to this event folder last; empty if there is none."""
     return next((record.run for record in _read(events)), "")
 
 
@@ -96,7 +96,7 @@ def _read(events: Path) -> Sequence[RankRecord]:
 def run_until_over(
     args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]
 ) -> Ended:
-    """Runs, and after each lost rank or host decides whether, where and when to run again.
+    """Runs the ranks, and restarts them after a lost rank or host if `decide` says so.
 
     Returns how the last run ended.
     """
@@ -125,11 +125,11 @@ def run_until_over(
             find_missing = partial(missing_hosts, decision.hosts, agent)
             if not wait_for_hosts(find_missing, limit_s=args.host_timeout, show=_show):
                 _show(
-                    f"not started again: {', '.join(missing)} did not answer for "
+                    f"not restarted: {', '.join(missing)} did not answer for "
                     f"{args.host_timeout:.0f} s"
                 )
                 return ended
-            _show(f"all hosts answer; goes on {progress}")
+            _show(f"all hosts answer; continues {progress}")
         elif decision.action == "end":
             return ended
         restarts += 1

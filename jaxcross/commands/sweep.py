@@ -1,8 +1,8 @@
 """`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with all
 combinations of values, a few at a time.
 
-The script defines `train(job, lr, ...)`. If you start the sweep again with the same folder, it
-resumes from where it was.
+The script must define a function `train(job, lr, ...)`, which is called for each combination. If a
+sweep was interrupted and you start it again with the same folder, it resumes from where it was.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Checks the numbers before any rank starts.
+    """Checks the numeric options, before any rank is started.
 
     Raises:
         ValueError: A number is too small; the text says which.
@@ -97,10 +97,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def parsed(texts: list[str]) -> dict[str, list[Any]]:
-    """Returns the grid that `--set lr=0.1,0.2 --set width=32` describes. Pure.
+    """Parses options like `--set lr=0.1,0.2 --set width=32` into a grid of values. Pure.
 
     Raises:
-        ValueError: A text doesn't have this form, or a parameter occurs twice.
+        ValueError: An option doesn't have this form, or a parameter occurs twice.
     """
     grid: dict[str, list[Any]] = {}
     for text in texts:
@@ -122,7 +122,7 @@ def parsed(texts: list[str]) -> dict[str, list[Any]]:
 
 
 def split(text: str) -> list[str]:
-    """Splits a text at the commas outside of brackets and quotes. Pure."""
+    """Splits a text at commas, except for those inside brackets or quotes. Pure."""
     parts = [""]
     open_ = []
     quote = ""
@@ -143,7 +143,7 @@ def split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """Parses a value in Python's or JSON's notation. Returns the text itself if it is neither."""
+    """Parses a value in Python's or JSON's notation. Returns the text itself if it's in neither."""
     if text in _WORDS:
         return _WORDS[text]
     try:
@@ -163,10 +163,12 @@ def _value(text: str) -> Any:
 
 
 def check_script(script: Path, names: list[str]) -> None:
-    """Checks that a script defines a `train` with these parameters, as far as its text shows.
+    """Checks that a script defines a function `train` with these parameters.
+
+    Only parses the script and doesn't run it, so it can't always tell; then nothing is raised.
 
     Raises:
-        ValueError: It doesn't, or the script can't be read.
+        ValueError: The script has no such function, or can't be read.
     """
     try:
         tree = ast.parse(script.read_text(), filename=str(script))
@@ -196,7 +198,7 @@ def check_script(script: Path, names: list[str]) -> None:
         )
     train = defined.get("train")
     if train is None or train.decorator_list:
-        return  # we can't tell from the text; the ranks will check
+        return  # the text doesn't show the parameters; the ranks will check them
     positional = [each.arg for each in (*train.args.posonlyargs, *train.args.args)][1:]
     keywords = [each.arg for each in train.args.kwonlyargs]
     unknown = [name for name in names if name not in (*positional, *keywords)]

@@ -1,6 +1,7 @@
-"""`jaxcross top DIR`: shows a run from another terminal, by its folder of events.
+"""`jaxcross top DIR`: shows the progress of a run from another terminal.
 
-On a terminal, the table is redrawn until the run ends. Otherwise it is printed once.
+DIR is the run's event folder. On a terminal, the table is redrawn until the run ends. Otherwise it
+is printed once.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "top", help="show how far a run is, from another terminal", description=__doc__
     )
     parser.add_argument(
-        "dir", metavar="DIR", type=Path, help="its folder of events, as `launch --events` names it"
+        "dir", metavar="DIR", type=Path, help="its event folder, as named by `launch --events`"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the run until it ends or the user interrupts. Never hangs.
+    """Shows the run until it ends or the user presses Ctrl-C.
 
-    Returns 1 if the folder holds no run.
+    Returns 1 if there is no run in the folder. Doesn't wait for the ranks, so it works even if they
+    hang.
     """
     from rich.console import Console
 
@@ -74,7 +76,7 @@ def _follow(look: Callable[[], RunState], console: Console) -> RunState:
     from rich.live import Live
 
     state = look()
-    pause = threading.Event()  # never set: a wait that is not a sleep
+    pause = threading.Event()  # never set; we only use it to wait
     with Live(shown(state, console), console=console, auto_refresh=False) as live:
         while not state.ended:
             pause.wait(_LOOK_S)
@@ -84,7 +86,7 @@ def _follow(look: Callable[[], RunState], console: Console) -> RunState:
 
 
 def shown(state: RunState, console: Console) -> RenderableType:
-    """Returns the table of a run, or what its ranks are doing if no jobs have been run."""
+    """Returns the table of a run, or what its ranks are doing if no jobs have been run yet."""
     from rich.text import Text
 
     from jaxcross.commands.live_table import table_of
@@ -100,5 +102,5 @@ def shown(state: RunState, console: Console) -> RenderableType:
     if state.ended:
         how = f"; the processes have ended{how}"
     elif state.run.over:
-        how = f"; the script goes on{how}"
+        how = f"; the script is still running{how}"
     return table_of(state.run, console, state=how)

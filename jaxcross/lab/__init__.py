@@ -1,9 +1,9 @@
-"""Several hosts on one Linux machine, joined by a link of a chosen rate.
+"""Several hosts on one Linux machine, connected by a link whose rate you choose.
 
     python -m jaxcross.lab --rate 500mbit -- mpirun -n 2 python train.py
 
-`emulated_link` is an alternative without namespaces: it makes each exchange of a run take as long
-as it would on a given link.
+If the machine doesn't allow network namespaces, use `emulated_link` instead. It doesn't create a
+link, but makes each exchange of a run take as long as it would on a given link.
 
 network    `Lab`: the hosts, which are network namespaces, and the links between them
 holder     the process that creates the namespaces and holds them; imports nothing of jaxcross

@@ -15,9 +15,9 @@ from jaxcross.lab.network import Lab
 
 
 def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
-    """Runs a command among the hosts and returns its exit status. Waits for it.
+    """Runs a command in a lab, waits for it, and returns its exit status.
 
-    With `measure`, first prints the rate of a plain TCP transfer between two hosts in each
+    If `measure` is true, first prints the rate of a plain TCP transfer between two hosts, in each
     direction.
     """
     parser = argparse.ArgumentParser(
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
                 print(f"lab: {rates} over the {lab.description}", file=sys.stderr)
             before = lab.bytes_crossed()
             status = _run(lab, command)
-            where = "link" if measure else lab.description  # the description was printed above
+            where = "link" if measure else lab.description  # don't print the description twice
             sent_mb = (lab.bytes_crossed() - before) / 1e6
             hint = ""
             if sent_mb < 0.01:
@@ -64,9 +64,10 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
 def _run(lab: Lab, command: Sequence[str]) -> int:
     """Runs the command, forwards signals to it, and returns its status. A second SIGTERM kills it.
 
-    A signal kills `nsenter`, which forwards none. So we run it in its own session, which the
-    terminal's signals don't reach, and forward the signals to the command, which is its child.
-    SIGINT goes to the command's whole process group, as from a terminal.
+    The command is a child of `nsenter`, which enters the lab's namespaces. A signal would only kill
+    `nsenter`, which doesn't forward it to the command. So we run `nsenter` in its own session,
+    where the terminal's signals don't reach it, and send the signals to the command ourselves.
+    SIGINT is sent to the command's whole process group, as a terminal would do after Ctrl-C.
     """
     processes: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that arrived before the command started
@@ -77,9 +78,9 @@ def _run(lab: Lab, command: Sequence[str]) -> int:
             early.append(number)
             return
         if number == signal.SIGTERM and number in received:
-            raise SystemExit(128 + number)  # this closes the lab, and everything in it ends
+            raise SystemExit(128 + number)  # this closes the lab, which kills all processes in it
         if number == signal.SIGHUP and number in received:
-            return  # when a terminal closes, the shell and the kernel both send it
+            return  # when a terminal closes, both the shell and the kernel send this signal
         received.add(number)
         children = related(processes[0].pid, group=number == signal.SIGINT)
         for pid in children:

@@ -1,10 +1,16 @@
-"""The process that holds a lab's namespaces.
+"""The process that keeps a lab's namespaces alive.
 
-It's run as a script in isolated mode, so it uses only the standard library, and only one thread.
+A namespace exists as long as a process is in it. The user's own process can't be that process,
+because everything else that it does would then happen inside the namespaces as well. So a separate
+process, the holder, creates the lab.
 
-It writes one JSON line to standard output (`pid`, `folder`, `user`, or `error`) and then waits for
-the end of standard input. The holder's child is process 1 of its own process namespace, so when it
-ends, the kernel kills everything in there.
+It writes one JSON line to standard output (`pid`, `folder` and `user`, or `error`), and then waits
+until its standard input is closed, which happens at the latest when the user's process ends. The
+holder's child is process 1 of the lab's process namespace. When process 1 of a namespace ends, the
+kernel kills all other processes in the namespace, so no process of the lab can be left behind.
+
+The holder is run as a script in isolated mode, so it only uses the standard library. It has a
+single thread, since a process with several threads can't enter a new user namespace.
 """
 
 from __future__ import annotations
@@ -29,9 +35,9 @@ PR_SET_PDEATHSIG = 1
 SUBNET = "10.77.0"
 HEAD = f"{SUBNET}.254"
 FOLDERS = ("/boot", "/srv", "/media", "/mnt")
-"""Where the lab puts its few files, on a private tmpfs.
-
-The first of these folders that exists is used. No training needs them.
+"""The lab needs a place for a few files. It mounts a private tmpfs over the first of these folders
+that exists. The folder's own content isn't visible inside the lab then, so these are folders that
+training doesn't need.
 """
 
 ENTER = """#!/bin/sh
@@ -45,10 +51,7 @@ exec nsenter --target="$pid" --net --uts -- "$@"
 
 
 def main() -> None:
-    """Creates the lab that the argument describes, and reports it.
-
-    Then waits for the end of standard input.
-    """
+    """Creates the lab that the argument describes, reports it, and keeps it until its end."""
     request = json.loads(sys.argv[1])
     try:
         user = _leave()
@@ -61,7 +64,7 @@ def main() -> None:
         os.close(ready)
         _first_process(request, notify)
     os.close(notify)
-    # The first process watches the lifeline. This process only waits for the first one to end.
+    # Process 1 notices when standard input is closed. This process only waits for process 1 to end.
     with os.fdopen(ready) as stream:
         answer = json.loads(
             stream.readline() or '{"error": "the first process of the namespace died."}'
@@ -85,9 +88,10 @@ def _unshare(flags: int) -> None:
 
 
 def _leave() -> bool:
-    """Enters new namespaces. Returns whether a user namespace is among them.
+    """Enters new namespaces. Returns whether there's a user namespace among them.
 
-    Root can do without one, on machines that forbid user namespaces.
+    A user namespace is what allows ordinary users to create the others. Root doesn't need one, so
+    if the machine forbids user namespaces, root can still create a lab.
     """
     flags = NEWNS | NEWUTS | NEWPID | NEWNET
     uid = os.getuid()
@@ -106,7 +110,7 @@ def _leave() -> bool:
 
 
 def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
-    """Runs process 1 of the namespace: builds the hosts, then sleeps until the lifeline ends."""
+    """Runs process 1 of the namespace: creates the hosts, then sleeps until the lab is closed."""
     _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         answer: dict[str, Any] = {"folder": str(_build(request))}
@@ -116,8 +120,8 @@ def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
         stream.write(json.dumps(answer) + "\n")
     if "error" in answer:
         os._exit(1)
-    # Orphaned processes of the hosts become this process's children. Don't let them stay as
-    # zombies.
+    # If a process of the lab is orphaned, it becomes a child of process 1. Ignoring SIGCHLD makes
+    # the kernel reap such children, which would otherwise remain as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while os.read(0, 4096):
         pass
@@ -169,9 +173,9 @@ def _build(request: dict[str, Any]) -> Path:
 
 
 def _shares(cores: list[int], hosts: int) -> list[list[int]]:
-    """Returns each host's cores, divided as evenly as possible.
+    """Divides the cores among the hosts, as evenly as possible.
 
-    If there are more hosts than cores, no host is pinned.
+    If there are more hosts than cores, the lists are empty, i.e. the hosts aren't pinned.
     """
     if hosts > len(cores):
         return [[]] * hosts
@@ -179,7 +183,7 @@ def _shares(cores: list[int], hosts: int) -> list[list[int]]:
 
 
 def _host(name: str) -> int:
-    """Forks the process that keeps a host's namespaces. Returns once they exist."""
+    """Forks the process that keeps a host's namespaces alive. Returns when the namespaces exist."""
     ready, notify = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -235,7 +239,7 @@ def _connect(name: str, pid: int, address: str, request: dict[str, Any]) -> None
 def _await(address: str, patience_s: float = 10.0) -> None:
     """Waits until a host answers.
 
-    Without this wait, launches during the first moments of a link have failed.
+    A new link takes a moment until it works, and runs that were launched before that have failed.
     """
     deadline = time.monotonic() + patience_s
     while True:

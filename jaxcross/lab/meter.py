@@ -1,6 +1,6 @@
-"""One end of a plain TCP transfer between two hosts, started by `jaxcross.lab.transfer`.
+"""One end of a plain TCP transfer between two hosts. `jaxcross.lab.transfer` starts both ends.
 
-Uses only the standard library.
+Uses only the standard library, because hosts without jaxcross run it, too.
 
 meter.py receive SECONDS BURST     prints a port and this host's addresses, then the bits per
                                    second that arrived after the first BURST bytes
@@ -25,24 +25,23 @@ from typing import Any
 BLOCK = bytes(1 << 18)
 SKIP_BYTES = 1 << 20
 SKIP_S = 0.1
-"""The first `SKIP_BYTES` or `SKIP_S` seconds, whichever ends first, aren't timed.
-
-That's because TCP has to ramp up first. Bytes that the token bucket lets through at full speed
-aren't timed either.
+"""The first `SKIP_BYTES` bytes or `SKIP_S` seconds, whichever ends first, aren't timed, because TCP
+first has to ramp up its rate. If the link is shaped by a token bucket, the burst that the bucket
+lets through at full speed isn't timed either.
 """
 PATIENCE_S = 60.0
-"""How many seconds longer than requested a transfer may take.
-
-On a slow link, it has to wait for a packet of 64 kB and, at the end, for what is in flight.
+"""How many seconds longer than requested a transfer may take. This matters on slow links, where
+even a single packet of 64 kB takes long, and where everything that is in flight has to arrive at
+the end.
 """
 CONNECT_S = 10.0
-"""Timeout for connecting to a host, in seconds.
-
-It's long enough for TCP to send the first packet four times. A firewall that drops packets answers
-none of them.
+"""Timeout for connecting to a host, in seconds. In this time, TCP sends the first packet four
+times. If none of these is answered, there's probably a firewall that drops packets.
 """
 RETRY_S = 3.0
-"""The timeout for each further address of a host. There may be many of these."""
+"""Timeout for each further address of a host, in seconds. It's shorter, because there may be many
+addresses.
+"""
 
 
 def receive(seconds: float, burst: int) -> None:
@@ -50,9 +49,10 @@ def receive(seconds: float, burst: int) -> None:
 
     Then reads the connection to its end, so that the link is idle again.
 
-    Counts bytes when they arrive, whether or not they have been read. Otherwise bytes that pile up
-    here while another process has the core would be counted in a later interval, although they
-    crossed the link earlier.
+    We count bytes when they arrive, i.e. including those that are still in the socket's buffer. If
+    we only counted the bytes that we've read, the result would be wrong whenever another process
+    has the core for a while: bytes pile up in the buffer, and would be counted in a later interval
+    than the one in which they crossed the link.
     """
     with socket.create_server(("", 0)) as server:
         server.settimeout(PATIENCE_S)
@@ -64,8 +64,12 @@ def receive(seconds: float, burst: int) -> None:
         )
         connection, _ = server.accept()
     buffer = bytearray(len(BLOCK))
-    begin = start = end = time.perf_counter()
-    total = arrived = skipped = 0
+    begin = time.perf_counter()
+    start = begin
+    end = begin
+    total = 0
+    arrived = 0
+    skipped = 0
     try:
         while skipped in (0, arrived) or end - start < seconds:
             connection.settimeout(max(0.01, begin + seconds + PATIENCE_S - end))
@@ -75,8 +79,9 @@ def receive(seconds: float, burst: int) -> None:
             total += count
             before = time.perf_counter()
             arrived = total + _unread(connection)
-            # Take the time after the count. So wherever this process loses the core, the time is
-            # never too short for the bytes counted.
+            # Count first, then take the time. The process may lose the core between the two, but in
+            # this order, the measured time can only be too long for the counted bytes. In the other
+            # order, it might be too short, and the rate could exceed that of the link.
             end = time.perf_counter()
             if skipped == 0 and total >= burst and (total >= SKIP_BYTES or end - begin >= SKIP_S):
                 skipped = arrived
@@ -99,15 +104,16 @@ def receive(seconds: float, burst: int) -> None:
 
 
 def _unread(connection: socket.socket) -> int:
-    """Returns how many bytes have arrived but haven't been read."""
+    """Returns the number of bytes that have arrived but haven't been read yet."""
     return struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0]
 
 
 def send(hosts: list[str], port: int) -> None:
     """Sends until the other end closes its half of the connection.
 
-    At that point, the bytes still waiting here to be sent are at most an eighth of those sent
-    before, or 64 KiB if that's more.
+    We limit how many bytes may wait in the socket's buffer to an eighth of those already sent, or
+    64 KiB if that's more. Otherwise a slow link would need a long time to empty the buffer after
+    the measurement.
     """
     with _connected(hosts, port) as connection:
         facts = facts_of(connection)
@@ -127,7 +133,7 @@ def send(hosts: list[str], port: int) -> None:
 def _connected(hosts: list[str], port: int) -> socket.socket:
     """Connects to the first host that answers.
 
-    If none does, ends this process and reports why each one failed.
+    If no host answers, reports why each attempt failed and ends this process.
     """
     failed: list[str] = []
     for host in hosts:
@@ -139,9 +145,9 @@ def _connected(hosts: list[str], port: int) -> socket.socket:
 
 
 def facts_of(connection: socket.socket) -> dict[str, Any]:
-    """Returns the addresses of both ends, and the interface that has this end's address.
+    """Returns the addresses of both ends, and the network interface of this end.
 
-    The interface is "" if none has it.
+    The interface is "" if no interface has this end's address.
     """
     source = connection.getsockname()[0]
     target = connection.getpeername()[0]
@@ -160,7 +166,7 @@ def _address(connection: socket.socket, interface: str) -> str:
 def _round_trip_us(connection: socket.socket) -> int:
     """Returns the connection's shortest round-trip time according to the kernel.
 
-    The link is idle when the first packets cross it, so queueing doesn't inflate this time.
+    The first packets cross an idle link, so the shortest time doesn't include any queueing.
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return struct.unpack_from("I", info, _MIN_RTT)[0]

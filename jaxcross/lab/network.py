@@ -1,12 +1,15 @@
-"""Several hosts on one Linux machine, joined by a link of a chosen rate.
+"""Several hosts on one Linux machine, connected by a link whose rate you choose.
 
-With this, you can run MPI over real TCP without a cluster.
+With such a lab, you can run MPI over real TCP without a cluster.
 
-Each host is a network namespace with its own host name. Its link to a switch (a bridge) is shaped
-in both directions. Everything lives in one private set of namespaces, whose only lifeline is a pipe
-from this process. So whatever happens to this process, even `kill -9`, the kernel removes the
-hosts, the links and the processes in them. You don't need root if the kernel lets users create
-namespaces. Nothing on the machine is changed, and several labs can run side by side.
+Each host is a network namespace with its own host name. It's connected to a switch (a bridge) by a
+link that is shaped in both directions. Nothing on the machine itself is changed, because all of
+this is inside one private set of namespaces, and several labs can run side by side. You don't need
+to be root if the kernel allows users to create namespaces.
+
+The namespaces exist only as long as this process keeps a pipe open. If this process ends in any
+way, even by `kill -9`, the pipe is closed, and the kernel removes the hosts, the links and the
+processes in them.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ class Lab:
 
     Args:
         hosts: Number of hosts.
-        rate: The rate of each host's link in each direction, as `tc` spells it (`500mbit`). None
-            leaves the links unshaped.
-        latency: Delay added to each packet that a host sends (`1ms`). This requires a kernel with
-            netem. None adds no delay.
+        rate: The rate of each host's link in each direction, in the notation of `tc` (e.g.
+            `500mbit`). If None, the links aren't shaped.
+        latency: The delay that is added to each packet that a host sends (e.g. `1ms`). This
+            requires a kernel with netem. If None, no delay is added.
         burst_kb: How many kilobytes an idle link lets through at full speed.
 
     Raises:
-        OSError: (on enter) This machine doesn't allow it. The message says which step failed.
+        OSError: (when entering) The machine doesn't allow it. The message says which step failed.
         ValueError: A rate, latency, burst or number of hosts is invalid.
 
     Example:
@@ -85,7 +88,7 @@ class Lab:
                 continue
             elsewhere = shutil.which(tool, path=SBIN)
             if elsewhere is not None:
-                # Users other than root often don't have this folder on their path.
+                # These tools are often in a folder that is only on root's path.
                 folder = Path(elsewhere).parent
                 raise OSError(
                     f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. "
@@ -104,8 +107,9 @@ class Lab:
             "latency": self.latency,
             "burst_kb": self.burst_kb,
         }
-        # With -I, the package's folder doesn't come first on the holder's path. The holder gets its
-        # own session, because Ctrl-C is meant for the command only.
+        # The option -I keeps the package's folder from being first on the holder's import path,
+        # where its modules could shadow those of the standard library. The holder gets its own
+        # session, because Ctrl-C should only reach the command and not end the lab.
         self._holder = subprocess.Popen(
             [sys.executable, "-I", str(HOLDER), json.dumps(request)],
             stdin=subprocess.PIPE,
@@ -153,14 +157,14 @@ class Lab:
 
     @property
     def _open(self) -> dict[str, Any]:
-        """The facts that the holder has sent, among them its process id and its folder."""
+        """The facts that the holder has sent, such as the process id and the folder to use."""
         if self._holder is None:
             raise ValueError("the lab is closed: use it inside its `with` block.")
         return self._facts
 
     @property
     def description(self) -> str:
-        """Describes the link between the ranks, for reports."""
+        """A description of the link between the ranks, for reports."""
         rate = self.rate or "unshaped"
         return (
             f"real link {rate}{f', {self.latency}' if self.latency else ''} ({self.hosts} hosts in "
@@ -193,10 +197,10 @@ class Lab:
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Returns an environment in which a plain `mpirun -n N` uses the hosts and their TCP links.
 
-        Ranks are spread over the hosts. The machine's cores are divided among the hosts, and the
-        ranks of one host share its part; they are pinned to it before Python starts. With more
-        hosts than cores, nothing is pinned. The runs' reports describe the link, by way of
-        `JAXCROSS_LINK`.
+        In this environment, `mpirun` spreads the ranks over the hosts. The machine's cores are
+        divided among the hosts, and each host's ranks are pinned to that host's cores before Python
+        starts. If there are more hosts than cores, nothing is pinned. The environment also has
+        `JAXCROSS_LINK`, so that the reports of runs describe the link.
         """
         folder = self._open["folder"]
         return {
@@ -211,8 +215,8 @@ class Lab:
             # Open MPI 5
             "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
             "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
-            # Open MPI names its session folders after the host and the process number, which are
-            # the same in all labs.
+            # Open MPI names its session folder after the host and the process id. In every lab,
+            # these are the same, so two labs would use the same folder.
             "PRTE_MCA_prte_tmpdir_base": folder,
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
@@ -224,14 +228,12 @@ class Lab:
         }
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Runs `subprocess.run` inside the lab, in `environment()`. Waits for the command."""
+        """Runs a command in the lab like `subprocess.run`, in `environment()`. Waits for it."""
         options["env"] = self.environment(options.pop("env", None))
         return subprocess.run(self.wrap(command), check=False, **options)
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of every link in both directions while the hosts run.
-
-        Connections stay open.
+        """Changes the rate of every link, in both directions. Open connections aren't affected.
 
         Raises:
             ValueError: The rate is invalid, or the links were created unshaped.
@@ -260,9 +262,9 @@ class Lab:
         self.rate = rate
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Takes a host off the switch, or puts it back.
+        """Disconnects a host from the switch, or connects it again.
 
-        Connections stay open but carry nothing while the host is off.
+        While the host is disconnected, its connections stay open, but no data gets through.
 
         Raises:
             ValueError: There is no such host.
@@ -275,9 +277,9 @@ class Lab:
             raise OSError(f"the link of host `h{host}` was not changed: {done.stderr.strip()}")
 
     def dropped_packets(self) -> int:
-        """Returns how many packets the shaped links have dropped since the lab began.
+        """Returns how many packets the links have dropped since the lab was created.
 
-        Counts both directions. Returns 0 if the links are unshaped.
+        Counts both directions. Returns 0 if the links aren't shaped.
         """
         lines = [
             self.wrap(["tc", "-s", "qdisc", "show", "dev", f"to-h{host}"])
@@ -302,9 +304,10 @@ class Lab:
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
         """Measures the bits per second of a plain TCP transfer from host 0 to host 1, and back.
 
-        Waits for twice `seconds`. Below a few Mbit/s it takes longer, until a few packets and then
-        everything in flight have arrived. Counts what arrives at the receiver's socket, which
-        excludes headers: about 4% less than the link's rate.
+        Waits for twice `seconds`. If the link is slower than a few Mbit/s, it takes longer: at
+        least a few packets have to arrive, and then everything that is still in flight. The result
+        is about 4% less than the link's rate, because we count the bytes that arrive at the
+        receiver's socket, and these don't include headers.
 
         Raises:
             OSError: There is only one host, or the transfer failed.
@@ -328,10 +331,7 @@ class Lab:
         return done.bits_per_s
 
     def bytes_crossed(self) -> int:
-        """Returns how many bytes all hosts have sent since the lab began.
-
-        The links count these bytes, so headers are included.
-        """
+        """Returns how many bytes all hosts have sent since the lab was created, with headers."""
         lines = Path(f"/proc/{self._open['pid']}/net/dev").read_text().splitlines()
         counters = dict(line.split(":", 1) for line in lines if ":" in line)
         ports = [values for name, values in counters.items() if name.strip().startswith("to-h")]
@@ -341,7 +341,7 @@ class Lab:
 def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
     """Returns the `tc` arguments for a link of this rate.
 
-    The holder can't import this function, so it contains the same arguments.
+    The holder can't import this function, so it has its own copy of the arguments.
     """
     return ("tbf", "rate", rate, "burst", f"{burst_kb}kb", "latency", "100ms")
 
@@ -359,7 +359,7 @@ def _check_rate(rate: str) -> None:
 def available() -> str | None:
     """Returns None if this machine can run a lab, otherwise the reason why it can't.
 
-    Tries it out, which takes about 0.2 s.
+    Finds out by creating a lab, which takes about 0.2 s.
     """
     try:
         with Lab(hosts=2):

@@ -1,6 +1,6 @@
-"""A plain TCP transfer from one host to another, wherever they are.
+"""Measures a plain TCP transfer from one host to another.
 
-All it needs is a command line that runs something on each host.
+The hosts may be in a lab or real ones. All we need is a way to run a command on each of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Transfer:
     """A finished transfer.
 
     Attributes:
-        bits_per_s: The rate at the receiver's socket. This excludes headers, so it's about 4% less
-            than the link's rate.
+        bits_per_s: The rate at the receiver's socket. It doesn't include headers, so it's about 4%
+        less than the link's rate.
         round_trip_us: The shortest round-trip time of the transfer's packets, in microseconds.
         source: Address of the sender.
         target: Address of the receiver.
@@ -51,31 +51,31 @@ def measure_transfer(
     burst_bytes: int = 0,
     by_name: bool = True,
 ) -> Transfer:
-    """Sends from one host to a free port of another for about `seconds`, and measures it.
+    """Sends from one host to a free port of another host for about `seconds`, and measures it.
 
-    Below a few Mbit/s it takes longer, until a few packets and then everything in flight have
-    arrived. It takes a minute and a half at most.
+    If the link is slower than a few Mbit/s, this takes longer: at least a few packets have to
+    arrive, and then everything that is still in flight. It takes at most a minute and a half.
 
     Args:
         on_source: Returns the command line that runs a command on the sender.
         on_target: Returns the command line that runs a command on the receiver.
         target: The receiver's name.
-        python: The Python interpreter on both hosts. It reads the program from its standard input,
-            so no package needs to be installed there.
-        seconds: How long to measure.
+        python: Path of the Python interpreter on both hosts. It reads the program from its standard
+            input, so no package needs to be installed there.
+        seconds: For how many seconds to measure.
         burst_bytes: How many bytes an idle link lets through at full speed. They aren't measured.
-        by_name: Whether the sender must be able to resolve that name. If False, the sender also
-            tries the receiver's addresses.
+        by_name: Whether the sender must be able to resolve the receiver's name. If False, the
+            sender also tries the receiver's addresses.
 
     Raises:
-        OSError: There was no transfer. The message is from the end that failed.
+        OSError: The transfer failed. The message comes from the end that failed.
     """
     meter = [python, "-I", "-"]
     with _running(
         on_target([*meter, "receive", str(seconds), str(burst_bytes)]), seconds
     ) as receiver:
         assert receiver.stdout is not None
-        # A shell's startup files may have printed something before this line.
+        # The first lines may come from the shell's startup files on that host, so skip to the port.
         words = next(
             (words for line in receiver.stdout if (words := line.split()) and words[0].isdecimal()),
             None,
@@ -96,9 +96,9 @@ def measure_transfer(
 
 @contextmanager
 def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[str]]:
-    """Starts one end of a transfer.
+    """A context that starts one end of a transfer.
 
-    Kills its process when the block ends, or earlier if the process exceeds the time limit.
+    The process is killed at the end of the context, or earlier if it exceeds the time limit.
     """
     with METER.open() as script:
         process = subprocess.Popen(
@@ -121,9 +121,9 @@ def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[s
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a process and its children, which would otherwise keep its output open.
+    """Kills a process, which must lead its own process group, and its children.
 
-    The process must lead its own process group.
+    If the children survived, they would keep its output open, and reading it would never end.
     """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

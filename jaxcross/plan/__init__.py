@@ -1,4 +1,4 @@
-"""Decisions that are made before a run starts, based on measurements of its jobs.
+"""Makes decisions before a run starts, based on measurements of its jobs.
 
     machine_contention  how much computations and exchanges slow each other down on a machine
     twin                predicts a run from that and from profiles of its jobs (step/profile.py):
@@ -17,11 +17,12 @@
     speedup             how much faster equal jobs run alongside each other, from the cost of one
                         step
 
-`Profile` (how long one step of a job takes, segment by segment, when the job runs alone) is in
-`step/profile`, and `JobMemory` in `jobs/memory`.
+All of these decisions start from profiles. A `Profile` says how long each segment of a job's step
+takes when the job runs alone; it's defined in `step/profile`. How much memory a job needs is in
+`JobMemory`, which is defined in `jobs/memory`.
 
-Making a plan needs no ranks, no device and no `World`. Only `compression` uses JAX: it traces steps
-by the types of their arrays.
+You can make a plan on any machine, because it needs no ranks, no device and no `World`. Only
+`compression` imports JAX, to trace a step from the shapes and types of its arrays.
 """
 
 from typing import TYPE_CHECKING

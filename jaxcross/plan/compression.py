@@ -1,8 +1,10 @@
-"""Chooses the least compression with which a set of jobs isn't limited by the network.
+"""Chooses how much to compress exchanges so that a set of jobs isn't limited by the network.
 
-Each job starts with the plain mean and moves along a list of exchanges that lose more and more,
-until the exchanges of all jobs fit behind their computation. The bytes of each exchange come from
-tracing its update by types, so nothing is compiled or run.
+Compression costs accuracy, so we want as little of it as possible. Every job starts with the plain
+mean. As long as the jobs' exchanges together take longer than their computation, we move one job to
+the next exchange in a list that is ordered from lossless to very lossy. To find out how many bytes
+an exchange sends, we trace its update with the shapes and types of the parameters, so nothing is
+compiled or run.
 """
 
 from __future__ import annotations
@@ -25,22 +27,23 @@ from jaxcross.step import Profile
 from jaxcross.wire import recognise, wire_bytes
 
 _MOST_BYTES = 2
-"""How many times the bytes of its parameters a step may exchange and still count as a plain mean.
-Statistics and metrics are exchanged in addition to the gradients.
+"""A profile counts as measured with the plain mean if its step exchanges at most this many times
+the bytes of its parameters. It may be more than once, because statistics and metrics are exchanged
+in addition to the gradients.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCost:
-    """Cost of one job's step, measured with the plain mean as its exchange.
+    """The cost of one job's step, measured with the plain mean as its exchange.
 
     Attributes:
         name: Name of the job, for the explanation.
         compute_s: Seconds of device time that the step's computation takes (c).
         exchange_s: Seconds of network time that the step's exchanges take (m).
         params: Parameters of the job, or their shapes (`jax.ShapeDtypeStruct`).
-        profile: The profile that the seconds come from. The choice checks its ranks and bytes. None
-            if the seconds were given as numbers.
+        profile: The profile that the seconds come from, if any. `choose_compression` checks that
+        its number of ranks and its bytes are as expected. None if you gave the seconds as numbers.
     """
 
     name: str
@@ -51,7 +54,7 @@ class JobCost:
 
     @classmethod
     def of(cls, profile: Profile, params: PyTree) -> Self:
-        """Returns the cost that a profile of the job states, for its parameters or their shapes."""
+        """Returns a job's cost according to its profile. `params` may be arrays or their shapes."""
         return cls(
             name=profile.name,
             compute_s=profile.compute_s,
@@ -61,8 +64,10 @@ class JobCost:
         )
 
     def check(self, ranks: int) -> None:
-        """Checks that the profile, if there is one, was measured with these parameters' plain mean
-        and this number of ranks.
+        """Checks that the profile, if there is one, is of this step.
+
+        It must have been measured on this number of ranks, and with the plain mean of these
+        parameters.
 
         Raises:
             ValueError: It was measured with something else.
@@ -89,8 +94,10 @@ class JobCost:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An exchange to choose from: its name, and how it is made for an axis. If its steps differ,
-    the step that sends most counts as its cost.
+    """An exchange to choose from, as a name and a function that makes it for an axis.
+
+    An exchange may send different amounts on different steps. Its cost is that of the most
+    expensive step.
     """
 
     name: str
@@ -105,7 +112,7 @@ CANDIDATES = (
     Candidate("top_k, 1%", partial(top_k, 0.01)),
     Candidate("top_k, 0.1%", partial(top_k, 0.001)),
 )
-"""Exchanges ordered by how much they lose, starting with the exact mean."""
+"""The exchanges to choose from by default, from the exact mean to the one that loses most."""
 
 
 def choose_compression(
@@ -117,39 +124,42 @@ def choose_compression(
     candidates: Sequence[Candidate] = CANDIDATES,
     log: Callable[[str], object] = print,
 ) -> tuple[optax.GradientTransformation, ...]:
-    """Chooses the least compression with which exchanges take at most `target` of computation.
+    """Chooses the weakest compression at which exchanges take at most `target` of computation.
 
-    In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c.
-    Compressing further gains nothing and costs accuracy. So all jobs start with the first
-    candidate. While sum m exceeds `target` times sum c, one job moves on to its next candidate that
-    sends less: the job for which that candidate comes earliest in the list or, among several, the
-    one that saves most. At the end, every job steps back as far as the target allows.
+    Let c be the seconds that a job's step computes, and m the seconds that it exchanges. In
+    crossover, the exchanges of all jobs are hidden behind computation as long as sum m <= sum c.
+    Compressing any further wouldn't make the run faster, but would still cost accuracy.
 
-    We assume that a job's m shrinks in proportion to its bytes, with the default cut. Latency and
-    the computation of the compression itself are not predicted, so measure the resulting run. A
-    candidate that raises ValueError for a job, e.g. for integer leaves, is left out for this job,
-    and the explanation names it.
+    So all jobs start with the first candidate. While sum m exceeds `target` times sum c, we move
+    one job to its next candidate that sends less. We choose the job for which this candidate comes
+    earliest in the list or, if there are several such jobs, the one that saves most. At the end, we
+    check for each job whether a weaker compression would also meet the target.
 
-    Does not wait or communicate. The choice is the same on every rank only if the costs are, so
-    take them from a report, which is identical across ranks.
+    We assume that m shrinks in proportion to the bytes that are sent, and that the step has the
+    default cut. Neither latency nor the computation of the compression itself is predicted, so
+    measure the run that results. If a candidate raises ValueError for a job, e.g. because a leaf is
+    an integer array, this job is never given that candidate, and the explanation says so.
+
+    Doesn't wait or communicate. For every rank to make the same choice, the costs must be identical
+    across ranks, so take them from a report, which is.
 
     Args:
-        target: Wanted ratio of sum m to sum c; at 1 the exchanges just hide.
+        target: The largest acceptable ratio of sum m to sum c. At 1, the exchanges are just hidden.
         jobs: Cost of each job's step.
-        axes: Name of the axis over which the gradients are exchanged. Several axes are refused.
+        axes: Name of the axis over which the gradients are exchanged. Several axes aren't
+        supported.
         ranks: Number of ranks along that axis.
         candidates: Exchanges to choose from, ordered from the one that loses least to the one that
             loses most.
-        log: Called once, with an explanation of the choice.
+        log: A function that is called once, with an explanation of the choice.
 
     Returns:
-        An exchange for each job, for `optax.chain` before its optimizer.
+        An exchange for each job, which you put before the optimizer in `optax.chain`.
 
     Raises:
-        ValueError: If there are no jobs or no candidates, if the target or a time is not positive,
-            if `axes` names several axes, if `ranks` is not a whole number, if the first
-            candidate rejects a job's leaves, or if a profile is of another step or of a different
-            number of ranks.
+        ValueError: There are no jobs or no candidates, the target or a time isn't positive, `axes`
+        names several axes, `ranks` isn't a whole number, the first candidate rejects a job's
+        leaves, or a profile is of another step or a different number of ranks.
 
     Example:
         >>> report = jaxcross.run(jobs)
@@ -183,7 +193,7 @@ def choose_compression(
     known: dict[Hashable, list[int | ValueError]] = {}  # jobs with the same model are traced once
     for job in jobs:
         types, treedef = jax.tree.flatten(_types(job.params))
-        model = treedef, tuple(types)
+        model = (treedef, tuple(types))
         if model not in known:
             known[model] = list(_received(exchanges, job.params, axis, ranks))
         for candidate, found in zip(candidates, known[model], strict=True):
@@ -202,7 +212,7 @@ def choose_compression(
 def _received(
     exchanges: Sequence[optax.GradientTransformation], params: PyTree, axis: Hashable, ranks: int
 ) -> Iterator[int | ValueError]:
-    """Yields the bytes of each exchange, or its error if it rejects the parameters."""
+    """Yields the bytes of each exchange, or the error if an exchange rejects the parameters."""
     for n, tx in enumerate(exchanges):
         try:
             yield received_bytes(tx, params, axis, ranks)
@@ -215,10 +225,11 @@ def _received(
 def received_bytes(
     tx: optax.GradientTransformation, params: PyTree, axis_name: Hashable, ranks: int
 ) -> int:
-    """Returns the bytes that one rank receives per update of `tx`, by the wire's formulas.
+    """Returns the bytes that one rank receives per update, by the formulas of the wire.
 
-    Assumes the default cut. If the steps of an exchange differ, the step that sends most counts,
-    e.g. the densest stage of a warm-up, or the end of a round of local steps.
+    Assumes the default cut. Some exchanges send different amounts on different steps: for example,
+    an exchange with a warm-up starts dense, and local steps only send at the end of a round. In
+    that case, returns the bytes of the step that sends most.
     """
     axes: dict[Any, int] = {axis_name: ranks}
     variants = _variants(trace_update(tx, params, axes))
@@ -230,11 +241,11 @@ def received_bytes(
 def trace_update(
     tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Any, int]
 ) -> Traced:
-    """Traces an update of `tx` by types alone. The result can't be run, because it has no wire.
+    """Traces an update of `tx` by shapes and types alone. The result can't run, as it has no wire.
 
     Args:
-        tx: Exchange over `axes`. Its `init` may query their sizes, too.
-        params: Arrays, or their types.
+        tx: An exchange over `axes`. Its `init` may query the sizes of the axes, too.
+        params: The parameters as arrays, or their shapes and types.
         axes: Number of ranks along each axis.
     """
     types = _types(params)
@@ -249,7 +260,7 @@ def _types(params: PyTree) -> PyTree:
 
 
 class _NoWire:
-    """A `Wire` that recognises exchanges but can't run them."""
+    """A `Wire` that recognises exchanges but can't run them. That's enough to count bytes."""
 
     def recognise(self, eqn: Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         return recognise(eqn, axes)
@@ -262,7 +273,7 @@ class _NoWire:
 
 
 def _variants(traced: Traced) -> Iterator[Traced]:
-    """Yields one variant of the step for each outcome of its conditions on counters."""
+    """Yields each variant of the step. A step has variants if its exchange depends on a counter."""
     if traced.undecided is None:
         yield traced
     else:
@@ -280,17 +291,19 @@ def _predicted_seconds(job: JobCost, nbytes: Sequence[float]) -> list[float]:
 
 
 def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> list[int]:
-    """Returns a candidate for each job, so that their seconds add up to at most `budget_s`.
+    """Returns each job's candidate, such that the exchanges take at most `budget_s` together.
 
-    If no choice fits the budget, every job ends up with its strongest compression.
+    If that's impossible, every job gets its strongest compression.
 
     Args:
         seconds: Predicted exchange time of each job (row) with each candidate (column).
-        budget_s: Time that the exchanges of all jobs may take together.
+        budget_s: Seconds that the exchanges of all jobs may take together.
     """
     chosen = [0] * len(seconds)
-    # The job whose next useful candidate comes earliest moves first. So a job that has to skip
-    # candidates (because they send no less) waits until the others have caught up.
+    # We always move the job whose next useful candidate comes earliest in the list, so that no job
+    # is compressed much more than the others. Some candidates don't make a particular job's
+    # exchange smaller, so it skips them. Such a job only moves after the others have reached the
+    # same place in the list.
     while _total(seconds, chosen) > budget_s:
         moves = [
             (n, step)
@@ -303,7 +316,8 @@ def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> l
             moves, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][chosen[s[0]]])
         )
         chosen[job] = step
-    # The last move of one job may have made an earlier move of another job unnecessary.
+    # We may have compressed more than necessary: e.g. one job moved first and saved a little, and
+    # then another job's move saved so much that the first move wasn't needed. So undo what we can.
     for job in sorted(range(len(chosen)), key=lambda n: -chosen[n]):
         for step in range(chosen[job]):
             gentler = [*chosen[:job], step, *chosen[job + 1 :]]

@@ -1,26 +1,32 @@
-"""Explains why a run was slower than predicted: attributes the longer round to causes.
+"""Explains why a run was slower than predicted, by attributing the difference to causes.
 
-The twin predicts a run from profiles, so when the real run is slower, one of the inputs was wrong
-or the run lost time that the twin doesn't model. To find out which, `difference` replaces one input
-of the prediction after the other by what the run measured, and predicts the same steps again each
-time:
+The twin is a simulation that predicts a run from profiles of its jobs. If the real run is slower,
+there are two possible reasons: an input of the simulation was wrong (e.g. the job now computes for
+longer than in its profile), or the run lost time in a way that the simulation doesn't model (e.g.
+waiting for a straggler). To tell these apart, `difference` replaces the inputs by what the run
+measured, one after the other, and simulates the same steps again after each replacement:
 
-1. the seconds of computation,
-2. the seconds of exchange,
-3. the contention between the two lanes,
-4. the time between a step's return and the job's next call.
+1. how long each segment computes,
+2. how long each exchange takes,
+3. how much the two lanes slow each other down (contention),
+4. how long a job needs between the return of one step and the call of the next.
 
-Each replacement moves the predicted period, and the increase is that input's part of the
-difference. What remains is attributed to the time that the run lost to votes, peers, dispatch and
-input beyond the last prediction, and whatever is left after that is `unexplained`.
+The increase of the predicted period after a replacement is that input's part of the difference. We
+can't just compare the inputs themselves: an exchange that takes 10 ms longer costs nothing as long
+as it's hidden behind computation, and only a simulation tells whether it is. What remains after all
+four replacements is attributed to votes, other ranks, dispatch and input, according to how much
+more time the run lost to each of these than the last simulation did. The rest is `unexplained`.
 
-**Contention or slower work.** Steps 1 to 3 need the run's pace: how much work a lane gets done per
-second while the other lane is busy. A segment that took longer than its profile says may have been
-slowed down by the other lane, or may have had more work to do. Its span alone doesn't tell which.
-If a job's segments differ in how much of them ran alongside the other lane, a least-squares fit
-separates the two effects. In a run that repeats itself exactly in every round they don't differ,
-and the fit leaves the pace open; then we take the simplest explanation that fits all jobs
-(`_Paces.of`).
+**Contention or slower work.** If a segment took longer than its profile says, either the other lane
+slowed it down, or it had more work to do. A single segment doesn't tell which. But the segments of
+a job usually overlap with the other lane to different degrees. If those with more overlap are
+slower, it's contention; if all are equally slower, it's the work. So we fit two kinds of unknowns
+by least squares: one factor per job for its work, and one pace per lane, which is how much work the
+lane does per second while the other lane is busy.
+
+The fit fails if the run repeats itself exactly in every round, because then all segments overlap to
+the same degree. In this case, `_Paces.of` takes the simplest explanation that is consistent with
+all jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -68,7 +74,9 @@ PARTS = MappingProxyType({
     "input": "a job waited for its next batch",
     "unexplained": "the rest; below zero: faster than all of this would be",
 })  # fmt: skip
-"""The parts of the achieved minus the predicted period, in the order in which they are shown."""
+"""The parts into which we divide the achieved minus the predicted period, in the order in which
+they are shown.
+"""
 
 _CAUSES = {
     "votes": ("votes",),
@@ -77,17 +85,19 @@ _CAUSES = {
     "input": ("input",),
 }
 _DOUBT = 0.03
-"""Largest standard error of the fitted pace. Above it, spans can't separate contention from slower
-work.
+"""Largest acceptable standard error of the fitted pace. If the error is larger, the spans don't
+tell contention and slower work apart.
 """
 _TOLERANCE = 0.01
-"""Share of a job's work that an explanation common to all jobs may leave unexplained."""
-_CLEARLY = 0.003
-"""How much better contention must explain the jobs than slower work does, as a share of a job's
-work.
+"""If one explanation for all jobs leaves more than this share of a job's work unexplained, we
+reject the explanation.
 """
-_LEAST_S = 1e-6  # more time between steps counts only above this
-_DIGITS = 6  # decimals of a measured factor: finer ones are noise, as spans are whole nanoseconds
+_CLEARLY = 0.003
+"""We only blame contention if it explains the jobs better than slower work does by at least this
+share of a job's work.
+"""
+_LEAST_S = 1e-6  # smaller increases of the time between steps are ignored
+_DIGITS = 6  # decimals of a measured factor; more are noise, since spans are whole nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +112,8 @@ class Difference:
         achieved_ns: The period of the run.
         parts_ns: The parts of the difference, by the keys of `PARTS`. Only `unexplained` can be
             negative.
-        ideal_ns: The predicted bound: no order of the predicted work is faster.
+        ideal_ns: The predicted bound, i.e. the shortest period that any order of the predicted work
+        allows.
     """
 
     predicted_ns: int
@@ -141,12 +152,13 @@ class Difference:
 
 
 def difference(prediction: Prediction, run: Report) -> Difference:
-    """Explains a run by its prediction.
+    """Compares a run with its prediction.
 
-    Repeats the prediction with the run's own seconds of computation, then also with its seconds of
-    exchange, its contention, and its time between steps. Each part is the increase of the period
-    that its replacement causes. The rest of the difference is divided among votes, peers, dispatch
-    and input, by what the run lost to each of them beyond the last prediction.
+    Repeats the prediction with inputs that were measured in the run: first only its seconds of
+    computation, then also its seconds of exchange, its contention, and its time between steps. By
+    how much each of these increases the predicted period is the input's part of the difference. The
+    rest of the difference is divided among votes, other ranks, dispatch and input, according to how
+    much more the run lost to each of them than the last prediction.
 
     Args:
         prediction: A prediction of the same jobs under the same policy.
@@ -163,6 +175,9 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     contention = Contention(
         compute=max(1.0, 1 / computed.together), exchange=max(1.0, 1 / exchanged.together)
     )
+    # Each stage differs from the previous one in a single input, so the increase of the period from
+    # one stage to the next is the effect of that input. The inputs accumulate, so that the last
+    # stage has everything that the run measured.
     stages = [prediction]
     names = ["computation", "exchange", "contention", "host"]
     stages.append(_scaled(stages[-1], "compute", computed.factors))
@@ -171,6 +186,8 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     stages.append(_with_host_time(stages[-1], run))
     ends = [_period_ns(stage.rounds) for stage in stages]
     parts = dict.fromkeys(PARTS, 0)
+    # If an input was better than predicted, its stage is faster, and counts as 0 here. The time
+    # gained goes into `unexplained`, which may be negative.
     for name, before, after in zip(names, ends, ends[1:], strict=False):
         parts[name] = max(0, after - before)
     achieved = _period_ns(run.rounds)
@@ -210,8 +227,11 @@ def _period_ns(rounds: TimeBreakdown) -> int:
 
 
 class _Row(NamedTuple):
-    """One segment that ran: its seconds by the profile, and its actual seconds while the other lane
-    was idle (`apart_s`) and while it was busy (`together_s`).
+    """One execution of a segment.
+
+    The `solo_s` field is how long the segment takes according to its profile. The time that it
+    actually took is split in two: `apart_s` is the part in which the other lane was idle, and
+    `together_s` the part in which the other lane was busy.
     """
 
     solo_s: float
@@ -221,13 +241,13 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Paces:
-    """How fast one lane worked.
+    """How fast one lane worked in the run.
 
     Attributes:
-        factors: For each job, the seconds of its segments while the other lane is idle, relative to
-            its profile.
-        together: Work that the lane gets done per second while the other lane is busy. It gets 1
-            done per second otherwise.
+        factors: For each job, how many times longer its segments take than in its profile while the
+        other lane is idle.
+        together: The pace, i.e. how many seconds of work the lane does per second while the other
+        lane is busy. While the other lane is idle, it does one second of work per second.
     """
 
     factors: Mapping[str, float]
@@ -235,32 +255,42 @@ class _Paces:
 
     @classmethod
     def of(cls, rows: Mapping[str, Sequence[_Row]], predicted: float) -> Self:
-        """Measures the paces: `factor * solo = apart + pace * together` for each segment.
+        """Solves `factor * solo = apart + pace * together` for the factors and the pace.
 
-        Fits by least squares if the segments of a job differ in how much of them ran alongside the
-        other lane. In a run that repeats itself in every round they don't differ. We then take the
-        first of three explanations that fits all jobs: only the pace differed from the prediction,
-        all segments were slower by the same factor, or each job has its own factor. The pace
-        must fit clearly better than the common factor does.
+        If the segments of a job overlap with the other lane to different degrees, this is a
+        least-squares fit. If they don't, as in a run that repeats itself in every round, the
+        equations have many solutions. We then take the first of three explanations that is
+        consistent with all jobs:
+
+        1. Only the pace differs from the prediction. This must explain the jobs clearly better than
+           the next explanation does.
+        2. The pace is as predicted, and all segments are slower by the same factor.
+        3. The pace is as predicted, and each job has its own factor.
 
         Args:
-            rows: The segments of each job.
+            rows: The executed segments of each job.
             predicted: The predicted pace.
         """
         pace = _fitted_pace(rows)
+        # A difference in the last digits is rounding. Without this, a run that matches its
+        # prediction exactly would be reported to differ a little.
         if pace is not None:
             pace = predicted if abs(pace - predicted) < 10**-4 else pace
             return cls(
                 factors={name: _factor(job, pace) for name, job in rows.items()}, together=pace
             )
+        # The segments don't determine the pace, so each job effectively gives us a single equation:
+        # the sum over its segments.
         alike = _factor([row for job in rows.values() for row in job], predicted)
         sums = [_Row(*map(sum, zip(*job, strict=True))) for job in rows.values()]
-        next_to = sum(row.together_s**2 for row in sums)
+        squares = sum(row.together_s**2 for row in sums)
         pace = predicted
-        if next_to:
-            pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / next_to
+        if squares:
+            pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / squares
         one_factor = _misfit(sums, alike, predicted)
         one_pace = _misfit(sums, 1.0, pace)
+        # A pace fits k jobs with one unknown just as a common factor does, so noise alone may make
+        # it look a little better. We only blame contention if it's clearly better.
         if one_pace < min(one_factor - _CLEARLY, _TOLERANCE) and 0 < pace <= 1:
             return cls(factors=dict.fromkeys(rows, 1.0), together=pace)
         if one_factor < _TOLERANCE:
@@ -272,9 +302,12 @@ class _Paces:
 
 
 def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
-    """Returns the pace alongside the other lane by least squares, if the segments determine it."""
-    # Each job's factor follows from the pace. So we remove from both columns what a factor can
-    # explain, and fit the pace to the remainder.
+    """Returns the least-squares fit of the pace, or None if the segments don't determine it."""
+    # We fit `factor * solo = apart + pace * together` with one factor per job and a common pace.
+    # Solving for all of them at once needs a matrix with one column per job. But for a given pace,
+    # the best factor of a job is known, so we can eliminate the factors: we project each job's
+    # `apart` and `together` columns onto the complement of its `solo` column, i.e. remove what a
+    # factor can explain. What remains is a fit with a single unknown.
     apart = [np.zeros(0)]
     together = [np.zeros(0)]
     for job in rows.values():
@@ -283,7 +316,10 @@ def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
             free.append(column - solo * (solo @ column) / (solo @ solo))
     a = np.concatenate(apart)
     b = np.concatenate(together)
+    # There's one equation per segment, and the unknowns are one factor per job and the pace.
     known = len(a) - len(rows) - 1
+    # If almost nothing of `together` is left after the projection, the segments of each job overlap
+    # to the same degree, and the pace isn't determined.
     if known < 1 or b @ b <= _DOUBT**2 * sum(
         row.together_s**2 for job in rows.values() for row in job
     ):
@@ -312,7 +348,10 @@ def _factor(rows: Sequence[_Row], pace: float) -> float:
 def _rows(
     spans: Iterable[Span], profiles: Sequence[Profile]
 ) -> tuple[dict[str, list[_Row]], dict[str, list[_Row]]]:
-    """Returns each job's computations and exchanges, without its first step, which may compile."""
+    """Returns each job's executed compute segments and exchanges.
+
+    The first step is left out, because it may compile.
+    """
     spans = in_lane_order(spans)
     solo = {profile.name: profile.seconds for profile in profiles}
     shortest = shortest_exchanges(spans)
@@ -322,9 +361,7 @@ def _rows(
     )
     for rank in sorted({span.rank for span in spans}):
         timeline = Timeline.of(rank, spans, shortest)
-        exchanging = _Cumulated(
-            merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
-        )
+        exchanging = _Cumulated(merge_intervals(chain.from_iterable(timeline.transfer.values())))
         computing = _Cumulated(timeline.computing)
         for span in spans:
             if (
@@ -334,10 +371,13 @@ def _rows(
                 or span.step < 2
             ):
                 continue
+            # A segment that takes no time in its profile can't be compared with it.
             seconds_alone = solo[span.job][span.segment]
             if seconds_alone <= 0:
                 continue
             is_compute = span.kind == "compute"
+            # While a rank waits for others in an exchange, it transfers nothing, so only the end of
+            # the span counts as work of the exchange.
             length = min(
                 shortest.get((span.job, span.number, span.segment), span.end_ns),
                 span.end_ns - span.start_ns,
@@ -350,27 +390,31 @@ def _rows(
 
 
 class _Cumulated:
-    """Disjoint intervals whose total length within a window is found by bisection."""
+    """Finds by bisection how much of a time window a set of intervals covers.
 
-    def __init__(self, pieces: Sequence[Interval]) -> None:
-        self._starts = [start for start, _ in pieces]
-        self._pieces = pieces
-        self._before = [0, *accumulate(end - start for start, end in pieces)]
+    We need to know this for every span of a run, and there may be hundreds of thousands of spans.
+    Intersecting each of them with the whole set would be too slow.
+    """
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        self._starts = [start for start, _ in intervals]
+        self._intervals = intervals
+        self._before = [0, *accumulate(end - start for start, end in intervals)]
 
     def within(self, start: int, end: int) -> int:
-        """Returns the total length of the intervals from `start` to `end`."""
+        """Returns for how long the intervals cover the time from `start` to `end`."""
         return self._until(end) - self._until(start)
 
     def _until(self, moment: int) -> int:
         index = bisect_right(self._starts, moment)
         if not index:
             return 0
-        start, end = self._pieces[index - 1]
+        start, end = self._intervals[index - 1]
         return self._before[index - 1] + min(moment, end) - start
 
 
 def _scaled(prediction: Prediction, kind: str, factors: Mapping[str, float]) -> Prediction:
-    """Returns the prediction with the segments of one kind scaled by each job's factor."""
+    """Predicts again, with the segments of one kind scaled by each job's factor."""
     profiles = []
     for profile in prediction.profiles:
         factor = factors.get(profile.name, 1.0)
@@ -382,7 +426,7 @@ def _scaled(prediction: Prediction, kind: str, factors: Mapping[str, float]) -> 
 
 
 def _with_host_time(prediction: Prediction, run: Report) -> Prediction:
-    """Returns the prediction with the run's time between steps, where that is longer."""
+    """Predicts again, with the run's time between steps wherever it's longer than predicted."""
     profiles = []
     for profile in prediction.profiles:
         _, there_s = segment_times(run.spans, profile.name, profile.graph)
@@ -405,8 +449,10 @@ def _again(
 def _lost(
     there: Mapping[str, float], predicted: Mapping[str, float], *, at_most_ns: int
 ) -> dict[str, int]:
-    """Returns the time lost beyond the prediction, by part. Scales the parts down if they add up to
-    more than `at_most_ns`, which is all there is to explain.
+    """Returns how much more time the run lost than predicted, by part.
+
+    The `at_most_ns` argument is the part of the difference that the inputs don't explain. If the
+    losses add up to more than that, we scale them down.
     """
     more = {
         part: max(0.0, sum(there.get(cause, 0.0) - predicted.get(cause, 0.0) for cause in causes))

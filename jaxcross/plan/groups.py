@@ -1,10 +1,11 @@
 """Groups jobs that share devices, so that computation and exchange fill each other's gaps.
 
 A job that mostly computes leaves the link idle, and a job that mostly exchanges leaves the device
-idle, so the two share ranks well. `group` looks for the grouping whose rounds take the fewest
-rank-seconds. Up to `EXACT` jobs with the same number of ranks, it compares all groupings. For more
-jobs that would take too long, so it starts from a grouping that pairs opposites (`_folded`) and
-improves it by redistributing the jobs of pairs of groups (`_improve`).
+idle, so the two of them share ranks well. `group` looks for the grouping whose rounds take the
+fewest rank-seconds in total. For up to `EXACT` jobs with the same number of ranks, it compares all
+possible groupings. For more jobs, this would take too long. In that case it starts from a grouping
+that combines jobs of opposite kinds (`_folded`), and then improves it by repeatedly taking two
+groups and redistributing their jobs (`_improve`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from jaxcross.jobs import JobMemory, memory_limit, needed_by_groups, needed_byte
 Numbers = npt.NDArray[np.float64]
 
 EXACT = 8
-"""Largest number of jobs for which all groupings are compared."""
+"""Largest number of jobs for which we compare all groupings."""
 _ROUNDS = 300
-_PATIENCE = 30  # rounds without an improvement after which the search stops
+_PATIENCE = 30  # the search stops after this many rounds without an improvement
 _GAIN = 1e-3  # a job runs alone if sharing saves less than this share of its own step
 _OVER_FULL = (
     1e6  # penalty per relative excess over the memory limit, so that any grouping that fits wins
@@ -34,15 +35,16 @@ _OVER_FULL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load that one job puts on the devices and links that it runs on.
+    """The load that one job puts on the device and the link of each of its ranks.
 
     Attributes:
-        name: The job.
+        name: Name of the job.
         compute_s: Seconds of device time per step.
         exchange_s: Seconds of link time per step.
         ranks: Number of its ranks. Only jobs with the same number of ranks can share devices.
-        steps: Weight of the job: steps that it makes per round, relative to a job with weight 1.
-        memory: Its memory on a rank.
+        steps: Weight of the job, i.e. how many steps it makes per round, relative to a job with
+            weight 1.
+        memory: The memory that the job needs on a rank.
 
     Raises:
         ValueError: A number is negative or not finite, there are no ranks, or `steps` is not
@@ -74,11 +76,12 @@ class Grouping:
     """Which jobs share devices.
 
     Attributes:
-        groups: Names of the jobs of each group.
-        rank_s: Rank-seconds of a round of all groups: each group's bound times its ranks.
-        alone_rank_s: Rank-seconds if every job runs alone.
-        pooled_rank_s: Rank-seconds if all jobs with the same number of ranks were one group of
-            unlimited size and memory. No grouping is better than this.
+        groups: For each group, the names of its jobs.
+        rank_s: Rank-seconds that a round of all groups takes: the sum of each group's bound times
+        its number of ranks.
+        alone_rank_s: The same if every job ran alone.
+        pooled_rank_s: The same if all jobs with the same number of ranks formed a single group,
+        without limits on its size and memory. No grouping can be better than this.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -88,13 +91,14 @@ class Grouping:
 
 
 def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = None) -> Grouping:
-    """Groups jobs so that their rounds take few rank-seconds. Decides from its arguments alone.
+    """Groups jobs such that their rounds take few rank-seconds. Depends only on its arguments.
 
-    A group's round takes max(sum c, sum m, max(c + m)), the same bound that reports use. All
-    groupings are compared for up to 8 jobs with the same number of ranks. More jobs are sorted by
-    how much of their step is exchange and folded, so that jobs that mostly compute are grouped with
-    jobs that mostly exchange. Then the jobs of pairs of groups are redistributed until that no
-    longer helps.
+    If c is the compute time and m the exchange time of a job's step, we assume that a round of a
+    group takes max(sum c, sum m, max(c + m)). This is the same bound that reports use. For up to 8
+    jobs with the same number of ranks, we compare all groupings. If there are more jobs, we sort
+    them by the share of exchange in their step, and form groups with jobs from both ends of this
+    order, so that jobs that mostly compute end up with jobs that mostly exchange. Then we
+    repeatedly take two groups and redistribute their jobs, until that no longer helps.
 
     Args:
         loads: The jobs. Their names must differ.
@@ -123,7 +127,9 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
     for load in loads:
         of_ranks[load.ranks].append(load)
     groups: list[tuple[str, ...]] = []
-    cost = alone = pooled = 0.0
+    cost = 0.0
+    alone = 0.0
+    pooled = 0.0
     for ranks, same in sorted(of_ranks.items()):
         table = _LoadTable(same, limit)
         for members in _divide(table, min(most, len(same))):
@@ -135,8 +141,11 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
 
 
 def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
-    """Returns the bound of a round, max(sum c, sum m, max(c + m)): no order of the same work is
-    faster. The jobs of a round are along the last axis.
+    """Returns the shortest time that a round can take: max(sum c, sum m, max(c + m)).
+
+    Here c and m are the jobs' compute and exchange times, whose last axis runs over the jobs of a
+    round. A round can't be shorter than the work of either lane, nor than the whole step of any
+    job.
     """
     compute = np.asarray(compute_s)
     exchange = np.asarray(exchange_s)
@@ -144,8 +153,11 @@ def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
 
 
 class _LoadTable:
-    """The jobs' numbers as arrays. Methods take rows of job numbers, one row per group. The last
-    entry of each array stands for an empty place in a group.
+    """The loads of the jobs as arrays, so that many groupings can be evaluated at once.
+
+    The methods take an array of job numbers, with one row per group. Groups may have different
+    sizes, but rows don't, so each array ends with a dummy job without any load, which fills the
+    short rows.
     """
 
     def __init__(self, loads: Sequence[Load], limit: int | None) -> None:
@@ -158,11 +170,11 @@ class _LoadTable:
         self._limit = limit
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
-        """Returns the bound of each group, along all but the last axis of `rows`."""
+        """Returns the bound of each group in `rows`."""
         return bound_s(self.compute[rows], self.exchange[rows])
 
     def excess(self, rows: npt.NDArray[np.intp]) -> Numbers:
-        """Returns by what share of the memory limit each group exceeds it."""
+        """Returns by how much each group exceeds the memory limit, relative to the limit."""
         if self._limit is None:
             return np.zeros(rows.shape[:-1])
         return np.maximum(0.0, needed_by_groups(self._memory[:, rows]) / self._limit - 1)
@@ -184,14 +196,17 @@ def _divide(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
                 for row in rows
                 for part in _without_gain(table, [i for i in row.tolist() if i < table.jobs])
             ]
-        if count == table.jobs:  # one job per group: each fits alone
+        if count == table.jobs:  # one job per group, which always fits
             return [(i,) for i in range(table.jobs)]
         count = min(table.jobs, count + max(1, count // 20))
 
 
 def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
-    """Compares all groupings. The best grouping of a set of jobs consists of a first group and the
-    best grouping of the remaining jobs, so smaller sets come first (dynamic programming).
+    """Returns the best of all groupings, by dynamic programming.
+
+    The best grouping of a set of jobs consists of the group that contains the set's first job, and
+    the best grouping of all jobs that aren't in this group. So we go through all sets from small to
+    large, and try each possible group for the first job.
     """
     best: dict[int, tuple[float, list[tuple[int, ...]]]] = {0: (0.0, [])}
     for left in range(1, 2**table.jobs):
@@ -202,7 +217,8 @@ def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
                 members = (jobs[0], *others)
                 rest_s, rest = best[left & ~sum(1 << i for i in members)]
                 options.append((float(table.costs(np.array(members))) + rest_s, [members, *rest]))
-        # At equal cost, prefer more groups: fewer jobs then share ranks.
+        # If several groupings cost the same, take the one with the most groups, because a job is
+        # disturbed less if it shares its ranks with fewer others.
         shortest = min(cost for cost, _ in options)
         best[left] = max(
             (o for o in options if o[0] <= shortest * (1 + 1e-9)), key=lambda option: len(option[1])
@@ -211,8 +227,11 @@ def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
 
 
 def _folded(table: _LoadTable, count: int, most: int) -> npt.NDArray[np.intp]:
-    """Returns initial groups: sorts the jobs by how much of their step is exchange, then fills the
-    groups back and forth, so that each gets jobs from both ends of the order.
+    """Returns the groups with which the search begins.
+
+    Sorts the jobs by how much of their step is exchange. Then deals them out to the groups back and
+    forth (first to last group, last to first, and so on), so that each group gets jobs from both
+    ends of the order.
     """
     whole = np.maximum(table.compute + table.exchange, 1e-300)[:-1]
     order = np.argsort(table.exchange[:-1] / whole, kind="stable")
@@ -224,7 +243,7 @@ def _folded(table: _LoadTable, count: int, most: int) -> npt.NDArray[np.intp]:
 
 
 def _improve(table: _LoadTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Redistributes the jobs of pairs of groups as long as that makes rounds shorter."""
+    """Redistributes the jobs of two groups at a time, as long as that makes rounds shorter."""
     count, most = rows.shape
     if count < 2:
         return rows
@@ -233,7 +252,9 @@ def _improve(table: _LoadTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.in
     random = np.random.default_rng(0)
     idle = 0
     for turn in range(_ROUNDS):
-        # Pair compute-bound groups with exchange-bound ones. Every other turn, pair at random.
+        # Which two groups should exchange jobs? A compute-bound group and an exchange-bound one
+        # gain most, so we pair these. But the same pairs would come up again and again, so we pair
+        # the groups at random every other time.
         lean = (table.compute[rows] - table.exchange[rows]).sum(-1)
         order = np.argsort(lean, kind="stable") if turn % 2 == 0 else random.permutation(count)
         first = order[: count // 2]
@@ -254,14 +275,15 @@ def _improve(table: _LoadTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.in
 
 
 def _without_gain(table: _LoadTable, members: list[int]) -> list[tuple[int, ...]]:
-    """Splits off jobs that gain nothing from sharing. Each of them gets its own group."""
+    """Splits off the jobs that gain nothing from sharing ranks. Each of them gets its own group."""
     parts: list[tuple[int, ...]] = []
     left = list(members)
     for job in members:
         rest = [i for i in left if i != job]
         if not rest:
             break
-        together, apart = (float(table.seconds(np.array(row))) for row in (left, rest))
+        together = float(table.seconds(np.array(left)))
+        apart = float(table.seconds(np.array(rest)))
         alone = float(table.seconds(np.array([job])))
         if apart + alone <= together + _GAIN * alone:
             parts.append((job,))

@@ -1,4 +1,4 @@
-"""Reads `jobs.toml`, in which people write down the jobs of a plan."""
+"""Reads `jobs.toml`, a hand-written file that lists the jobs of a plan."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class JobsFile:
 
     Attributes:
         profiles: The profiles of all jobs, each renamed to its job.
-        steps: Number of steps that each job has to make; None if the file doesn't say.
-        script: The script that runs a group of jobs; "" if the file names none.
+        steps: Number of steps that each job has to make; None if the file doesn't say so.
+        script: Path of the script that runs a group of jobs; "" if the file names none.
         notes: Remarks to show with a plan of these jobs.
     """
 
@@ -38,16 +38,16 @@ class JobsFile:
 
 
 def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
-    """Reads the file, and the profiles that it names.
+    """Reads the file and all profiles that it names.
 
     Args:
         path: The file.
-        profiles: The folder that relative paths of profiles start from; the file's own folder if
-            None.
+        profiles: The folder to which the paths of profiles are relative. If None, this is the
+        folder of the file.
 
     Raises:
-        ValueError: The file or a profile has invalid content, or a profile can't be read; the text
-            says which and where.
+        ValueError: The file or a profile has invalid content, or a profile can't be read. The text
+        says which file it is, and where the problem is.
         OSError: The file can't be read.
     """
     try:
@@ -87,13 +87,13 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
 
 
 def _notes(elsewhere: list[str]) -> list[str]:
-    """Names jobs that are planned for a different number of ranks than they were measured on."""
+    """Returns a remark about the jobs that were measured on a different number of ranks."""
     if not elsewhere:
         return []
     shown = ", ".join(list(dict.fromkeys(elsewhere))[:3]) + " ..." * (len(set(elsewhere)) > 3)
     return [
         (
-            "Planned for other numbers of ranks than measured, their exchanges taken to last as "
+            "Planned for other numbers of ranks than measured, assuming that exchanges take as "
             f"long: {shown}."
         )
     ]

@@ -1,4 +1,4 @@
-"""How much computations and exchanges slow each other down on a machine, by the link's rate."""
+"""How much computation and exchange slow each other down, depending on the link's rate."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from jaxcross.interleave import Contention
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
-"""Relative difference up to which we treat two rates as the same. Measured rates vary by about this
-much from run to run.
+"""If two rates differ by less than this share, we treat them as the same rate, because measured
+rates vary by about this much from run to run.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineContention:
-    """Contention measured on one machine at several rates of its link.
+    """The contention that was measured on one machine, at several rates of its link.
 
     Attributes:
-        measured: Pairs of a rate in Mbit/s and the contention at that rate, in ascending order of
-            rates.
+        measured: Pairs of a rate (in Mbit/s) and the contention at that rate. Rates are ascending.
 
     Raises:
-        ValueError: There is no point, or the rates are not positive and ascending.
+        ValueError: There are no measurements, or the rates aren't positive and ascending.
     """
 
     measured: tuple[tuple[float, Contention], ...]
@@ -40,7 +39,7 @@ class MachineContention:
             )
 
     def at(self, mbps: float) -> Contention:
-        """Returns the contention at a rate.
+        """Returns the contention at a given rate of the link.
 
         Interpolates linearly between two measured rates. Outside the measured range, returns the
         contention at the nearest measured rate.
@@ -57,7 +56,7 @@ class MachineContention:
         )
 
     def with_point(self, mbps: float, there: Contention) -> Self:
-        """Returns a copy with a point added, which replaces points at about the same rate."""
+        """Returns a copy with one more measurement, which replaces those at about the same rate."""
         others = [point for point in self.measured if abs(point[0] - mbps) > _SAME * mbps]
         return type(self)(
             measured=tuple(sorted([*others, (mbps, there)], key=lambda point: point[0]))
@@ -68,7 +67,7 @@ class MachineContention:
         """Reads a file that `jaxcross contention` wrote.
 
         Raises:
-            ValueError: The file holds something else, or is too large.
+            ValueError: The file doesn't contain a machine's contention, or is too large.
             OSError: The file can't be read.
         """
         what = "the contention of a machine"
@@ -107,6 +106,7 @@ TWO_CORES = MachineContention(
         (2000.0, Contention(compute=1.37, exchange=1.22)),
     )
 )
-"""Measured with a ResNet-50 step alongside exchanges of its 102 MB, MPICH, one core per host
+"""The contention of two-core machines. It was measured with a ResNet-50 step that ran at the same
+time as exchanges of the model's 102 MB, with MPICH and one core per host
 (`benchmarks/exchange_cost.py`).
 """

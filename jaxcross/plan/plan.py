@@ -1,4 +1,4 @@
-"""`Plan`: which jobs run together, in how many pieces, at which shares, and how fast."""
+"""`Plan`: which jobs share ranks, how their steps are cut, their shares, and their speeds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jaxcross.report import LOST_TIME, as_html, plural, printed_text, seconds
 FORMAT = 1
 MAX_FILE_BYTES = 100_000_000
 MAX_NAME = 200
-"""Longest name of a job, in characters."""
+"""Maximum length of a job's name, in characters."""
 _MOST_GROUPS = 50
-"""Most groups that the table shows. The file has all of them."""
+"""Maximum number of groups that the table shows. The file contains all of them."""
 
 Turns = Literal["round-robin", "weighted"]
 
@@ -34,16 +34,16 @@ class PlannedJob:
     """One job of a plan.
 
     Attributes:
-        name: The job.
-        pieces: Number of pieces into which its step is cut, for `cut=` of `crossover`; 1 is an
-            uncut step.
-        share: Its share under `Weighted`; 1 if the group takes turns round-robin.
-        alone_s: Seconds of its step alone, with the cut that is fastest alone.
-        step_s: Predicted seconds of its step in its group.
+        name: Name of the job.
+        pieces: Number of pieces into which its step is cut, to be passed as `cut=` to `crossover`.
+            1 means that the step isn't cut.
+        share: The job's share under the `Weighted` policy; 1 if the group takes turns round-robin.
+        alone_s: Seconds per step if the job runs alone, with the cut that is fastest alone.
+        step_s: Predicted seconds per step in its group.
         compute_s: Seconds of device time per step, measured alone.
         exchange_s: Seconds of link time per step, measured alone.
-        estimated: Whether the times of its pieces are estimates, because there was a profile of the
-            whole step but none of this cut.
+        estimated: Whether the times of the pieces are estimates, because there was no profile of
+        this cut, but only one of the whole step.
 
     Raises:
         ValueError: The name is empty, too long or not printable, or a number is out of range.
@@ -73,23 +73,23 @@ class PlannedJob:
 
     @property
     def speed(self) -> float:
-        """Predicted speed in the group, relative to the job's speed alone."""
+        """The predicted speed in the group, relative to the job's speed alone."""
         return self.alone_s / self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """Jobs that share the same ranks, in the order in which a `Runner` must add them.
+    """Jobs that share ranks, in the order in which you must add them to a `Runner`.
 
     Attributes:
         jobs: The jobs.
         ranks: Number of ranks that they share.
-        turns: `round-robin` or `weighted`.
+        turns: How the jobs take turns: `round-robin` or `weighted`.
         period_s: Predicted seconds of a round, as in a report; None if the jobs have no round.
         bound_s: Lower bound of that round, as in a report.
-        lost_s: Predicted time between the bound and the period, by cause, as in a report.
-        memory_bytes: Device memory that a rank needs; None if a profile doesn't say.
-        why: One sentence about why a job runs alone; may be empty.
+        lost_s: The predicted difference between period and bound, by cause, as in a report.
+        memory_bytes: Device memory that a rank needs; None if a job's profile doesn't say.
+        why: If the group is a single job, one sentence about why it runs alone. May be empty.
 
     Raises:
         ValueError: There are no jobs or ranks, or a number is out of range.
@@ -127,26 +127,28 @@ class PlannedGroup:
 
     @property
     def policy(self) -> Policy:
-        """The policy for a `Runner` that adds the jobs in this order."""
+        """The policy for the `Runner`, if you add the jobs in this order."""
         if self.turns == "round-robin":
             return RoundRobin()
         return Weighted(tuple(job.share for job in self.jobs))
 
     @property
     def progress(self) -> float:
-        """Steps of all jobs in the time in which one of them makes one step alone. 1 means no gain
-        over running one job after the other.
+        """The sum of the jobs' speeds, each relative to the job's speed alone.
+
+        If it's 1, sharing ranks gains nothing over running one job after the other.
         """
         return math.fsum(job.speed for job in self.jobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which jobs share ranks, and how they take turns there; `print` shows it as a table.
+    """Which jobs share ranks, and how they take turns. `print` shows it as a table.
 
     Attributes:
-        groups: The groups. Each needs its own ranks.
-        memory_bytes: Device memory per rank that the plan stays within; None if there is no limit.
+        groups: The groups of jobs. Each group needs its own ranks.
+        memory_bytes: The limit on device memory per rank that the plan respects; None if there is
+            no limit.
         notes: Remarks about the numbers.
 
     Raises:
@@ -171,18 +173,18 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all groups together."""
+        """The number of ranks of all groups together."""
         return sum(group.ranks for group in self.groups)
 
     @property
     def progress(self) -> float:
-        """Steps relative to running one job at a time on the same ranks, averaged over ranks."""
+        """How many times more steps the jobs make than if each group ran one job at a time."""
         if not self.groups:
             return 1.0
         return math.fsum(group.ranks * group.progress for group in self.groups) / self.ranks
 
     def group_of(self, job: str) -> PlannedGroup:
-        """Returns the group of a job.
+        """Returns the group that contains a job.
 
         Raises:
             ValueError: The plan has no such job.
@@ -193,19 +195,19 @@ class Plan:
         raise ValueError(f"the plan has no job `{job}`")
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the plan as plain data, as in its file."""
+        """Returns the plan as plain data, in the format of its file."""
         return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes the plan; `load` reads it back without loss."""
+        """Writes the plan to a file. `load` reads it back without loss."""
         return _schema.save(path, self.as_data())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a plan from JSON, or from TOML with the same keys if the name ends in `.toml`.
+        """Reads a plan from JSON, or from TOML with the same keys if the path ends in `.toml`.
 
         Raises:
-            ValueError: The file holds something else, or is larger than a plan can be.
+            ValueError: The file doesn't contain a plan, or is larger than a plan can be.
             OSError: The file can't be read.
         """
         path = Path(path)
@@ -218,7 +220,7 @@ class Plan:
         """Reads what `as_data` returned. Fields that have a default may be missing.
 
         Raises:
-            ValueError: `data` is something else.
+            ValueError: `data` isn't a plan.
         """
         _schema.check_format(data, FORMAT, "plans")
         return _schema.record(data, cls)
@@ -242,11 +244,12 @@ class Plan:
 
 
 def _table(plan: Plan) -> Group:
-    """Returns a title, the table, and remarks about the numbers.
+    """Returns a title, a table, and remarks about the numbers.
 
-    The table has one row per job, and its group's facts are in the group's first row. The columns
-    for group and job come first, because a table that is too wide is split into several, each of
-    which starts with them.
+    The table has one row per job. What concerns the whole group is only shown in the row of the
+    group's first job. If the table is too wide for the terminal, it's split into several tables
+    that each repeat the first columns, so these must be the ones that identify the row: group and
+    job.
     """
     table = Table()
     table.add_column("group")

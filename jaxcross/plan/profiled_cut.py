@@ -1,4 +1,4 @@
-"""`cut`: chooses the cut of a step that runs alone, from its profiles."""
+"""`cut`: chooses from a step's profiles how to cut the step if it runs alone."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from jaxcross.plan.twin import VOTE_S
 from jaxcross.step import Profile, ProfiledCut
 
 Profiles = Profile | Sequence[Profile]
-"""One profile of a step, or several: one for each cut that was measured."""
+"""A profile of a step, or several profiles, one for each cut that was measured."""
 
 
 def cut(profiles: Profiles) -> ProfiledCut:
-    """Returns the cut with which a step is fastest alone by its profiles, without a trial.
+    """Returns the cut with which a step that runs alone is predicted to be fastest.
 
-    Decides from its arguments alone, and does not communicate. If the profiles are of another step
-    or of a different number of ranks, `crossover` refuses the cut when the step is called.
+    The prediction comes from the profiles, so no step has to be run. The result depends only on the
+    arguments, and this function doesn't communicate. It can't check whether the profiles are of
+    your step; if they are of another step or of a different number of ranks, `crossover` raises
+    when you call the step.
 
     Args:
         profiles: A `Profile` of the step, or several profiles of it with different cuts. If you
-            pass only one of the uncut step, the times of more pieces are estimated from it.
+        only pass the profile of the uncut step, we estimate from it how long the pieces of a cut
+        step would take.
 
     Raises:
         TypeError: An argument isn't a profile.

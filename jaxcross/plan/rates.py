@@ -1,14 +1,27 @@
-"""Decides into how many pieces to cut the jobs of a group, and at which shares to run them.
+"""Decides into how many pieces to cut the jobs of a group, and which shares to give them.
 
-The aim is that no job starves. The exchange lane follows an order that all ranks agree on before it
-is known which exchange will be ready first. If a job that computes for a long time and
-exchanges little got turns by the bytes that it has sent, the lane would have to wait for it.
+The aim is that all jobs together make as many steps as possible, but that no job starves. That's
+difficult because the exchange lane is shared, and its order is fixed before anyone knows which
+exchange will be ready first: all ranks must run the same exchanges in the same order. If it's a
+job's turn and the job is still computing, the lane waits, even if another job's exchange is ready.
 
-So we choose the speeds first. A linear program (`_Group.targets`) finds the speeds with the most
-progress that neither lane forbids. From these speeds follow shares (`_Group.weighted`) and numbers
-of pieces (`_Group.by_turns`) that give each job enough turns. The linear program doesn't take the
-order of turns into account. Therefore the twin, which takes turns like a real run, predicts the
-speeds that actually result, and the search corrects its targets by the difference.
+So it's not enough to give every job the same share of the link. Consider a job that computes for a
+long time and exchanges little. Under equal shares, it would almost always be its turn, because it
+has sent the fewest bytes, and all other jobs would have to wait for its computation.
+
+Therefore we first choose how fast each job should be, and derive its share from that:
+
+1. A linear program (`_Group.targets`) finds the speeds with the most progress at which neither lane
+   is overloaded and every job is fast enough.
+2. There are two ways to realise these speeds. Either the jobs get unequal shares of the link
+   (`_Group.weighted`), or they take turns round-robin and their steps are cut into different
+   numbers of pieces (`_Group.by_turns`), since a job gets one turn per piece.
+3. The linear program knows nothing about the order of turns, so the actual speeds are lower. The
+   twin, a simulation with the real scheduler, predicts them. If a job turns out to be slower than
+   the floor, the linear program is solved again with a higher demand for this job.
+4. If no variant is good enough, the steps are cut more finely. A long simulation confirms the
+   result, because short simulations, which are much cheaper, are enough to search but are
+   inaccurate.
 """
 
 from __future__ import annotations
@@ -23,23 +36,25 @@ from jaxcross.plan.twin import VOTE_S, check_vote_s, step_rates
 from jaxcross.step import Profile
 
 PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
-"""Numbers of pieces to try for a job that has only the profile of its whole step."""
+"""The numbers of pieces that we try for a job that only has a profile of its whole step."""
 COARSE = 5
 LONG = 15
-"""Steps that a job at the floor makes in a twin: `COARSE` while searching, `LONG` to confirm."""
+"""How long a simulation is, as the number of steps that a job at the floor makes in it: `COARSE`
+while we search, `LONG` to confirm a result.
+"""
 MOST_STEPS = 20_000
-"""Most steps of all jobs in a confirming twin. Jobs whose steps are so unlike that it would need
-more don't share ranks.
+"""Maximum number of steps of all jobs in a confirming simulation. If the step lengths of some jobs
+differ so much that it would need more, we don't let these jobs share ranks.
 """
 _LOSS = (
     1.2  # speeds to demand of the linear program at first, over the floor, since turns cost some
 )
-_MARGIN = 1.02  # the same once the twin has shown what the turns cost
-_ENOUGH = 0.9  # share of the linear program's progress at which the search for one cut ends
-_GOOD = 0.8  # share of it at which no finer cut is tried
-_LAST = 4  # near misses that we try to balance before the jobs are refused
-_AS_FAST = 1.03  # a coarser cut is preferred if it takes at most this many times as long
-_TURNS = 3  # attempts to adjust the shares for one cut
+_MARGIN = 1.02  # the same, after the twin has shown how much speed is lost to turns
+_ENOUGH = 0.9  # the search for one cut ends at this share of the linear program's progress
+_GOOD = 0.8  # no finer cut is tried if one reaches this share of the linear program's progress
+_LAST = 4  # number of near misses that we try to balance before we refuse the jobs
+_AS_FAST = 1.03  # we prefer a coarser cut if it takes at most this many times as long
+_TURNS = 3  # number of attempts to adjust the shares for one cut
 
 Cuts = Mapping[int, Profile]
 """A job's profiles, by the number of pieces into which its step is cut."""
@@ -47,16 +62,16 @@ Cuts = Mapping[int, Profile]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The way to run one group of jobs.
+    """How to run one group of jobs, and how fast they are then.
 
     Attributes:
-        pieces: Number of pieces of each job's step; 1 is an uncut step.
+        pieces: Number of pieces of each job's step. 1 means that the step isn't cut.
         policy: `RoundRobin()`, or `Weighted` with a share for each job.
         speeds: The predicted speed of each job, relative to its speed alone; empty if no speeds
             were predicted.
-        alone_s: Seconds of each job's step alone, with the cut that is fastest alone.
-        floor: The lowest speed that each job may have.
-        refusal: Why the jobs should not run together; empty if they may.
+        alone_s: Seconds per step of each job if it runs alone, with the cut that is fastest alone.
+        floor: The lowest acceptable speed of a job.
+        refusal: Why the jobs shouldn't run together; empty if they can.
     """
 
     pieces: tuple[int, ...]
@@ -68,7 +83,7 @@ class Rates:
 
     @property
     def progress(self) -> float:
-        """Steps of all jobs together in the time in which one of them makes one step alone."""
+        """The sum of the jobs' speeds, each relative to the job's speed alone."""
         return math.fsum(self.speeds)
 
     @property
@@ -78,7 +93,7 @@ class Rates:
 
 
 def cuts_of(profile: Profile) -> Cuts:
-    """Returns a job's profile. If its step has one exchange, adds estimates for more pieces."""
+    """Returns a job's profile. If its step has a single exchange, adds estimates for finer cuts."""
     exchanges = len(profile.graph.collectives)
     if exchanges == 1:
         return {n: profile.cut_evenly(n) for n in PIECES}
@@ -93,17 +108,19 @@ def choose_rates(
     memory: int | str | None = None,
     vote_s: float = VOTE_S,
 ) -> Rates:
-    """Chooses pieces and shares with much progress, at which no job is slower than the floor.
+    """Chooses pieces and shares such that no job is slower than the floor.
 
-    Tries coarse cuts first. When a cut reaches the floor, a longer twin confirms it, and the search
-    ends after one more cut, or at once if the progress is good. Decides from its arguments alone.
+    Tries coarse cuts first, because they send fewer messages. If all jobs reach the floor with a
+    cut, a longer simulation confirms this. Then we try only one finer cut, or none if the jobs'
+    total progress is already good. The result depends only on the arguments.
 
     Args:
         jobs: The profiles of each job, with one or several cuts. Names must differ.
-        contention: How much the lanes slow each other down. None means not at all.
-        floor: Lowest speed of a job, relative to its speed alone; 1 / k for k jobs if None.
+        contention: How much the lanes slow each other down. If None, they don't.
+        floor: Lowest acceptable speed of a job, relative to its speed alone. If None, this is 1 / k
+            for k jobs.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
-        vote_s: Seconds of a vote.
+        vote_s: Seconds that a vote takes.
 
     Raises:
         TypeError: `memory` is neither a number nor a text, or `vote_s` isn't a number.
@@ -114,7 +131,7 @@ def choose_rates(
     check_vote_s(vote_s)
     if not jobs or not all(jobs):
         raise ValueError("rates are chosen for at least one job, each with a profile")
-    if limit is not None:  # a finer cut may need more
+    if limit is not None:  # a finer cut may need more memory
         jobs = [_fitting(cuts, limit) for cuts in jobs]
     group = _Group.of(jobs, contention, 1 / len(jobs) if floor is None else floor, limit, vote_s)
     if len(jobs) == 1:
@@ -128,11 +145,15 @@ def choose_rates(
     unlike = group.unlike()
     if unlike:
         return group.not_tried(unlike)
+    # The linear program ignores the order of turns, so a real schedule makes less progress. How
+    # close an option gets to it tells whether a finer cut could still gain much.
     good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
     fair: list[Rates] = []
     unfair: list[Rates] = []
     for pieces in filter(group.fits, _cuts(jobs, group.alone_s)):
         was_fair = bool(fair)
+        # `search` uses short simulations, which aren't very accurate. So confirm the options with a
+        # long one, in the order of their progress, until one of them turns out to be fair.
         options = sorted(group.search(pieces), key=lambda option: -option.progress)
         unfair += [option for option in options if not option.is_fair]
         for option in options:
@@ -141,8 +162,12 @@ def choose_rates(
                 (fair if confirmed.is_fair else unfair).append(confirmed)
                 if confirmed.is_fair:
                     break
+        # After the first fair cut, try one finer cut, because it may make more progress. But don't
+        # go any further, and don't even try that one if the progress is already good, because a
+        # finer cut sends more messages and takes longer to simulate.
         if was_fair or any(option.progress >= good for option in fair):
             break
+    # No cut was fair. The options that came closest may only need their shares shifted a little.
     for option in [] if fair else sorted(unfair, key=lambda option: -min(option.speeds))[:_LAST]:
         balanced = group.balanced(option)
         if balanced.is_fair:
@@ -153,8 +178,10 @@ def choose_rates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Jobs to run together. `uses` holds, for the device and for the link, the share of time that
-    each job needs at full speed.
+    """The jobs to run together, and what doesn't depend on the cut.
+
+    `uses` has one row for the device and one for the link. A row says for which share of the time
+    each job occupies the lane if the job runs at its full speed.
     """
 
     jobs: tuple[Cuts, ...]
@@ -196,12 +223,12 @@ class _Group:
         )
 
     def fits(self, pieces: Sequence[int]) -> bool:
-        """Whether the jobs with these cuts fit into the memory, as far as profiles state theirs."""
+        """Whether the jobs with these cuts fit into the memory. Unknown sizes count as nothing."""
         memory = [cuts[n].memory or JobMemory() for cuts, n in zip(self.jobs, pieces, strict=True)]
         return self.memory_bytes is None or needed_bytes(memory) <= self.memory_bytes
 
     def unlike(self) -> str:
-        """Returns why a twin of these jobs would take too long; empty if it wouldn't."""
+        """Returns why a simulation of these jobs would take too long; empty if it wouldn't."""
         long_s = max(self.alone_s)
         short_s = min(self.alone_s)
         until_s = LONG * long_s / self.floor
@@ -213,7 +240,7 @@ class _Group:
         )
 
     def tried(self, pieces: tuple[int, ...], policy: Policy, steps: int) -> Rates:
-        """Predicts the speeds with the twin."""
+        """Predicts the jobs' speeds by simulation."""
         rates = step_rates(
             [cuts[n] for cuts, n in zip(self.jobs, pieces, strict=True)],
             policy=policy,
@@ -227,9 +254,10 @@ class _Group:
         )
 
     def search(self, pieces: tuple[int, ...]) -> Iterator[Rates]:
-        """Yields ways to run the jobs with these cuts, until one makes enough progress."""
+        """Yields ways to run the jobs with these cuts, until one of them makes enough progress."""
         enough = _ENOUGH * sum(self.targets([self.floor] * len(pieces)))
         wanted = [self.floor * _LOSS] * len(pieces)
+        # If no step is cut, first try plain round-robin, because it's the simplest policy.
         if max(pieces) == 1:
             found = self.tried(pieces, RoundRobin(), COARSE)
             yield found
@@ -241,15 +269,18 @@ class _Group:
             yield found
             if found.is_fair and found.progress >= enough:
                 return
+            # A job only reached the part `kept` of its target, because it lost the rest to other
+            # jobs' turns. So demand that much more for it. The 0.1 keeps the demand finite if a job
+            # made almost no progress.
             kept = [speed / target for speed, target in zip(found.speeds, targets, strict=True)]
             wanted = [self.floor * _MARGIN / max(part, 0.1) for part in kept]
         if max(pieces) > 1:
             yield self.tried(self.by_turns(pieces, self.targets(wanted)), RoundRobin(), COARSE)
 
     def balanced(self, option: Rates) -> Rates:
-        """Shifts shares from the jobs that are faster than the mean to the slower ones.
+        """Shifts shares from the jobs that are faster than average to the slower ones.
 
-        This is the last resort before the jobs are refused.
+        This is the last attempt before we refuse to run the jobs together.
         """
         found = option
         if not all(self.nbytes) or min(option.speeds) <= 0:
@@ -266,10 +297,12 @@ class _Group:
         return found
 
     def targets(self, wanted: Sequence[float]) -> list[float]:
-        """Returns the speeds with the most progress at which each job is as fast as wanted.
+        """Returns the speeds that add up to the most, where each job is at least as fast as wanted.
 
-        Neither lane can be busy for more than all of the time, which makes this a linear program.
-        If the wanted speeds are too high for that, they are all scaled down by the same factor.
+        A lane can't be busy for more than 100% of the time. A job's use of a lane is proportional
+        to its speed, so this is a linear constraint on the speeds, and finding the best speeds is a
+        linear program. If the wanted speeds would already overload a lane, we scale all of them
+        down by the same factor.
         """
         from scipy.optimize import linprog
 
@@ -277,19 +310,29 @@ class _Group:
             math.fsum(use * low for use, low in zip(lane, wanted, strict=True))
             for lane in self.uses
         ]
+        # Use slightly less than 100% of a lane, so that rounding can't make the problem infeasible.
         part = min(1.0, 0.999 / max(loads), 1 / max(wanted))
         bounds = [(low * part, 1.0) for low in wanted]
         found = linprog([-1.0] * len(wanted), A_ub=self.uses, b_ub=[1.0, 1.0], bounds=bounds)
         return found.x.tolist() if found.success else [low for low, _ in bounds]
 
     def weighted(self, targets: Sequence[float]) -> Weighted:
-        """Returns the shares of the link's bytes at which jobs run at these speeds."""
+        """Returns the policy under which the jobs run at these speeds.
+
+        A job's share of the link is the number of bytes that it sends per second at this speed.
+        """
         rows = zip(self.nbytes, targets, self.alone_s, strict=True)
         shares = [nbytes * target / own for nbytes, target, own in rows]
         return Weighted(tuple(float(f"{share / min(shares):.4g}") for share in shares))
 
     def by_turns(self, pieces: Sequence[int], targets: Sequence[float]) -> tuple[int, ...]:
-        """Returns numbers of pieces at which jobs run at these speeds if each piece gets a turn."""
+        """Returns numbers of pieces with which the jobs run at these speeds under round-robin.
+
+        Round-robin gives each job the same number of turns, and every piece needs a turn. So a job
+        whose step has twice as many pieces makes half as many steps.
+        """
+        # At its target speed, a step takes `turns` seconds. All jobs get equally many turns per
+        # second, so the number of pieces of a step must be proportional to it.
         turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
         wanted = [max(pieces) * each / max(turns) for each in turns]
         return tuple(
@@ -298,7 +341,7 @@ class _Group:
         )
 
     def refused(self, unfair: Sequence[Rates]) -> Rates:
-        """Returns the nearest miss, and why the jobs should not run together."""
+        """Returns the option that came closest to the floor, marked as refused with a reason."""
         if not unfair:
             return self.not_tried("together they do not fit into the memory")
         nearest = max(unfair, key=lambda option: min(option.speeds))
@@ -311,7 +354,7 @@ class _Group:
         return replace(nearest, refusal=reason)
 
     def not_tried(self, refusal: str) -> Rates:
-        """Returns a refusal without predicted speeds."""
+        """Returns a refusal that doesn't come from a prediction."""
         return Rates(
             pieces=tuple(map(min, self.jobs)),
             policy=RoundRobin(),
@@ -323,7 +366,7 @@ class _Group:
 
 
 def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
-    """Returns the cuts with which the job fits alone, or all cuts if there are none."""
+    """Returns the cuts with which the job alone fits into memory, or all cuts if none does."""
     fitting = {
         n: p for n, p in cuts.items() if needed_bytes([p.memory or JobMemory()]) <= memory_bytes
     }
@@ -331,9 +374,10 @@ def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
 
 
 def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
-    """Returns the seconds of a step alone and its number of pieces, for the fastest cut.
+    """Returns the seconds per step of a job that runs alone, and the number of pieces to use.
 
-    Tries only a few cuts, from coarse to fine. Prefers a coarser cut that is nearly as fast.
+    Only simulates a few cuts, from coarse to fine. If a coarser cut is nearly as fast as the
+    fastest one, returns the number of pieces of the coarser one.
     """
     order = sorted(cuts)
     found = []
@@ -351,14 +395,18 @@ def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> t
             [profile], policy=RoundRobin(), until_s=until_s, contention=contention, vote_s=vote_s
         )
         found.append((1 / rate, pieces))
-    # A coarser cut sends fewer messages and needs less memory.
+    # Prefer a coarser cut, because it sends fewer messages and needs less memory.
     fastest_s = min(found)[0]
     return fastest_s, next(pieces for seconds, pieces in found if seconds <= _AS_FAST * fastest_s)
 
 
 def _cuts(jobs: Sequence[Cuts], alone_s: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Yields the cuts to try: first whole steps, then ever finer ones, whose pieces take at most
-    1, 1/2, 1/4 and 1/8 of the shortest step.
+    """Yields the cuts to try, from coarse to fine.
+
+    At first, no step is cut. Then steps are cut such that no piece takes longer than the shortest
+    job's step, and then such that no piece takes longer than 1/2, 1/4 and 1/8 of it. A long piece
+    delays all other jobs, so a short job can only be fast if the pieces of the long jobs are short
+    as well.
     """
     found = [tuple(min(cuts) for cuts in jobs)]
     for parts in (1, 2, 4, 8):

@@ -1,9 +1,10 @@
-"""Predicts how much faster equal jobs run alongside each other, from the cost of their step alone.
+"""Predicts how much faster equal jobs run alongside each other, given the cost of their step.
 
-A step costs c seconds of computation and m seconds of exchange. One after the other, the jobs take
-c + m per job-step. Alongside each other, two or more equal jobs take max(c, m) per job-step at
-best. If the same processor computes and drives the network, the two slow each other down, and the
-expected time takes that into account as well.
+Suppose that a step computes for c seconds and exchanges for m seconds. If the jobs run one after
+the other, each job-step takes c + m. If two or more equal jobs run alongside each other, one can
+compute while another exchanges, so at best each job-step takes max(c, m). In practice it's longer
+if the same processor computes and drives the network, because the two slow each other down. The
+expected speed-up takes this into account.
 """
 
 from __future__ import annotations
@@ -23,28 +24,31 @@ from jaxcross.report import seconds
 from jaxcross.step import Profile
 
 KNOWN_MBPS = (250.0, 2500.0)
-"""Range of rates at which predicted gains were compared with measured runs, rounded outwards."""
+"""Range of link rates at which predicted gains were compared with measured runs, rounded outwards.
+"""
 
 TOO_SHORT_S = 0.02
-"""Votes and dispatch take a noticeable part of steps that are shorter than this."""
+"""If a step is shorter than this, votes and dispatch take a noticeable part of it."""
 
-_WORTH = 1.1  # smallest speed-up to recommend, since predicted gains are up to a tenth off
+_WORTH = 1.1  # recommend no smaller speed-up, since predicted gains are up to a tenth off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """One step alone: everything that an estimate is made from. Identical across ranks.
+    """The cost of one step that runs alone, from which an estimate is made. Identical across ranks.
 
     Attributes:
-        whole: Profile of the uncut step, named like the step, with its memory.
-        cut: Profile of the step in several exchange segments; None if it can't be cut or wasn't.
-        where: The job whose step this is, to show to people; empty outside a run.
+        whole: Profile of the uncut step. It has the name of the step and includes its memory.
+        cut: Profile of the step with its exchange cut into several segments; None if the step
+            wasn't or can't be cut.
+        where: Name of the job whose step this is, for display; empty outside a run.
         steps: Number of steps that were timed; 0 if the profiles were given.
-        wire_bytes: Bytes that a rank receives per step.
-        narrow_wire_bytes: The same if everything that travels in 32 or 64 bits travels in 16.
+        wire_bytes: Number of bytes that a rank receives per step.
+        narrow_wire_bytes: The same if all values that are sent in 32 or 64 bits were sent in 16
+            bits.
         link_mbps: Rate of the link that the user asked about, in Mbit/s; None if the exchange times
             were measured.
-        limit_bytes: Bytes that a rank may use; None if unknown.
+        limit_bytes: Number of bytes that a rank may use; None if unknown.
         shares_processor: Whether the processor that computes also drives the network.
     """
 
@@ -65,12 +69,12 @@ class StepCost:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of the step's exchanges after all ranks have arrived (m)."""
+        """Seconds of the step's exchanges, without waiting for other ranks (m)."""
         return self.whole.exchange_s
 
     @property
     def narrow_exchange_s(self) -> float:
-        """Seconds of the step's exchanges in 16 bits, if time shrinks in proportion to bytes."""
+        """Seconds of the step's exchanges in 16 bits, if time is proportional to the bytes."""
         if not self.wire_bytes:
             return self.exchange_s
         return self.exchange_s * self.narrow_wire_bytes / self.wire_bytes
@@ -81,7 +85,7 @@ class StepCost:
         return 8e-6 * self.wire_bytes / self.exchange_s if self.exchange_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields as numbers, texts, lists and dicts, plus c, m and the rate."""
+        """Returns all fields as plain data, and in addition c, m and the rate."""
         costs = {
             "whole": self.whole.as_data(),
             "cut": None if self.cut is None else self.cut.as_data(),
@@ -92,19 +96,20 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Equal jobs alongside each other, compared with the same jobs one after the other.
+    """The gain of running equal jobs alongside each other rather than one after the other.
 
     Attributes:
         jobs: Number of jobs.
-        most: Largest possible speed-up: (c + m) / max(c, m) from two jobs on. No order of the same
-            work is faster.
-        expected: Expected speed-up, given that the lanes slow each other down. None if it isn't
-            known by how much they do.
-        most_narrow, expected_narrow: The same with exchanges in 16 bits, still compared with full
-            exchanges one after the other.
-        memory_bytes: Bytes of arrays on a rank: the largest peak of a job, the other jobs' bytes
-            between segments, and the temporaries of an exchange. An array that jobs are to share,
-            such as a base model, is counted here once per job, but a run holds it only once.
+        most: Largest possible speed-up. For two or more jobs it's (c + m) / max(c, m), because no
+            order of the same work is faster.
+        expected: Expected speed-up, which takes into account that the lanes slow each other down.
+            None if we don't know by how much they do.
+        most_narrow, expected_narrow: The same if exchanges are in 16 bits. The baseline is still
+            one job after the other with full exchanges.
+        memory_bytes: Number of bytes of arrays on a rank. It's the sum of the largest peak of one
+            job, the bytes that the other jobs keep between segments, and the temporaries of one
+            exchange. If the jobs will share an array, such as a base model, we count it once per
+            job here, although a run keeps only one copy.
         fits: Whether `memory_bytes` is within the limit; None if no limit is known.
     """
 
@@ -119,16 +124,16 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Predictions for a step, from `jaxcross.estimate`. Identical across ranks.
+    """The predictions for a step, as returned by `jaxcross.estimate`. Identical across ranks.
 
     `print` shows them in ten lines.
 
     Attributes:
         cost: Cost of the step alone.
         jobs: Number of jobs that the caller asked about.
-        gains: One for each of 1 to 4 jobs, and for `jobs`.
-        cut_alone: Largest possible speed-up of one job alone from cutting its exchange, relative to
-            the uncut step; None if no cut was measured.
+        gains: The gains for 1 to 4 jobs and for `jobs`.
+        cut_alone: Largest possible speed-up of a single job if its exchange is cut, relative to the
+            uncut step; None if no cut was measured.
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
     """
 
@@ -139,11 +144,11 @@ class Estimate:
     fitting_jobs: int | None
 
     def of(self, jobs: int) -> Gain:
-        """Returns the prediction for a number of jobs."""
+        """Returns the prediction for a given number of jobs."""
         return next(p for p in self.gains if p.jobs == jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields as numbers, texts, lists and dicts, plus the recommendation."""
+        """Returns all fields as plain data, and in addition the recommendation."""
         return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
 
     def __repr__(self) -> str:
@@ -165,7 +170,7 @@ class Estimate:
 
 
 def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
-    """Predicts the gains of running equal jobs, from the cost of their step. Pure.
+    """Predicts what equal jobs gain from running together, given the cost of their step.
 
     Args:
         cost: Cost of the step alone.
@@ -204,8 +209,9 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         )
     cut_alone = None
     if cost.cut is not None:
-        # The cut step was measured separately from the uncut one, so noise can make it look better
-        # than possible. No cut is faster than the busier lane.
+        # No cut can be faster than the busier lane. But the cut and the uncut step were timed
+        # separately, so noise may suggest that a cut is even faster. So we limit the speed-up to
+        # what's possible.
         cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
     return Estimate(
         cost=cost,
@@ -221,14 +227,15 @@ def period_s(
 ) -> float:
     """Returns the seconds of a round, i.e. one step of each job, in the best order.
 
-    Without contention this is `bound_s`. Under contention, the lane with less work always runs
-    while the other lane is busy, so the other lane is slowed down for that long. This is exact for
-    equal jobs whose steps compute, exchange and update.
+    Without contention, the round takes as long as its bound (`bound_s`). With contention, we assume
+    that the lane with more work never idles, so that the other lane's work always overlaps with it
+    and slows it down for that long. This is exact for equal jobs whose steps first compute, then
+    exchange, then update.
 
     Args:
         compute_s: Seconds that each job's step computes alone (c).
         exchange_s: Seconds that each job's step exchanges alone (m).
-        contention: How much the lanes slow each other down. None means not at all.
+        contention: How much the lanes slow each other down. If None, they don't.
     """
     if contention is None:
         return float(bound_s(compute_s, exchange_s))
@@ -236,7 +243,9 @@ def period_s(
     longer = contention.exchange
     c = sum(compute_s)
     m = sum(exchange_s)
-    # While the exchanges take m * longer seconds, the other lane gets 1 / slower of them done.
+    # Suppose that the compute lane has more work. The exchanges then take m * longer seconds, and
+    # in this time, the compute lane only does 1 / slower of its usual work. The rest of the work
+    # runs at full speed. The second line is the same with the lanes swapped.
     computing = c + m * longer * (1 - 1 / slower)
     exchanging = m + c * slower * (1 - 1 / longer)
     busiest = computing if c * slower >= m * longer else exchanging
@@ -249,14 +258,15 @@ def contention_at(mbps: float) -> Contention | None:
 
 
 def _alone_s(profile: Profile) -> float:
-    """Returns the seconds per step of one job alone, whose exchanges overlap with its own
-    computation as far as its cut allows.
+    """Returns the seconds per step of a single job.
+
+    If its step is cut, its exchanges overlap with its own computation.
     """
     return predict([profile], vote_s=0.0, steps=4).s_per_step
 
 
 def memory_bytes(cost: StepCost, jobs: int) -> int:
-    """Returns the bytes of arrays that this number of equal jobs needs on a rank."""
+    """Returns how many bytes of arrays this number of equal jobs needs on a rank."""
     return needed_bytes([cost.whole.memory or JobMemory()] * jobs)
 
 
@@ -374,7 +384,11 @@ def _one(estimate: Estimate) -> str:
 def _advice_on_speed(estimate: Estimate, asked: Gain) -> str:
     cost = estimate.cost
     k = estimate.jobs
-    gain, about = (asked.most, "at most") if asked.expected is None else (asked.expected, "about")
+    gain = asked.expected
+    about = "about"
+    if gain is None:
+        gain = asked.most
+        about = "at most"
     faster = f"{about} {gain:.2f} times as fast as one after the other"
     if gain < _WORTH and cost.exchange_s < cost.compute_s:
         share = cost.exchange_s / (cost.compute_s + cost.exchange_s)

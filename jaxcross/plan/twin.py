@@ -1,14 +1,25 @@
-"""The twin of a run: predicts it by running the real interleaver on a virtual clock.
+"""The twin of a run: predicts the run by driving the real interleaver with a virtual clock.
 
-The twin needs no device and no ranks. Each job is a script that repeats its step with the times of
-its profile, and `Simulation` advances a virtual clock from one event to the next. Because the
-interleaver and the policy are the ones that a real run uses, the order of turns is a real run's
-too; only the duration of a vote is an assumption (`VOTE_S`). The resulting spans are broken down by
-the code that breaks down real runs, so that a prediction and a report can be compared number by
-number.
+How long will a round of several jobs take? A formula such as the bound says what's possible at
+best, but not what actually happens: the order of exchanges is fixed by votes before it's known
+which exchange will be ready first, so a lane may wait although work is ready. Instead of modelling
+this, we run it. The interleaver is a pure state machine without threads and clocks, so the twin can
+use the same class and the same policy as a real run, and makes every decision that the real run
+would make. Only the durations are inputs:
 
-One simulated rank is enough. All ranks are assumed to be equally fast, so they would all do the
-same at the same time. For this reason the twin can't predict time that ranks wait for stragglers.
+- Each job is a script that repeats its step, with the duration of each segment taken from the job's
+  profile.
+- `Simulation` advances a virtual clock from one event to the next.
+- Contention changes how fast a segment runs while the other lane is busy.
+- The duration of a vote is an assumption (`VOTE_S`).
+
+The simulation yields the same kind of spans as a real run, and they are analysed by the same code.
+So you can compare a prediction with a report number by number. The twin needs neither a device nor
+ranks.
+
+We assume that all ranks are equally fast. All of them would then do the same at the same time, so
+it's enough to simulate one rank. The drawback is that the twin can't predict how long ranks wait
+for stragglers.
 """
 
 from __future__ import annotations
@@ -42,23 +53,24 @@ from jaxcross.report import JobSummary, Report, TimeBreakdown, break_down, plura
 from jaxcross.step import Profile
 
 VOTE_S = 0.0005
-"""Seconds of a vote on a local network. Latency dominates, bandwidth doesn't matter. A vote's cost
-matters for steps below about 20 ms.
+"""Seconds that a vote takes on a local network. A vote sends few bytes, so only latency matters. If
+steps take less than about 20 ms, the cost of votes becomes noticeable.
 """
 MAX_STEPS = 100_000
-"""Most steps of all jobs together in a prediction."""
+"""Maximum number of steps of all jobs together in a prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A predicted run.
+    """The prediction of a run.
 
     Attributes:
-        rounds: The breakdown of its time, as in a report.
+        rounds: The breakdown of the run's time, as in a report.
         steps: Number of steps of each job.
-        spans: Its spans, e.g. for a picture.
-        wall_s: Seconds from its start to its end, including the time to fill the pipeline.
-        profiles, policy, contention, vote_s: What it was made from; see `predict`.
+        spans: The predicted spans, e.g. to draw a picture.
+        wall_s: Seconds from the start of the run to its end. This includes the beginning, when only
+            some of the lanes have work.
+        profiles, policy, contention, vote_s: The inputs of the prediction; see `predict`.
     """
 
     rounds: TimeBreakdown
@@ -71,7 +83,7 @@ class Prediction:
     vote_s: float
 
     def again(self, *, profiles: Sequence[Profile], contention: Contention) -> Prediction:
-        """Predicts the same steps of the same jobs with other costs."""
+        """Predicts the same steps of the same jobs again, with different costs."""
         return predict(
             profiles,
             policy=self.policy,
@@ -81,7 +93,7 @@ class Prediction:
         )
 
     def difference(self, run: Report) -> Difference:
-        """Explains a run by this prediction, like `report.against`.
+        """Compares a run with this prediction, like `report.against`.
 
         Raises:
             ValueError: Jobs, policy or segments differ, or the run or the prediction has no steady
@@ -101,7 +113,7 @@ class Prediction:
 
     @property
     def report(self) -> Report:
-        """The prediction as the report of a run on one rank, for its table, trace and picture."""
+        """The prediction as a report of a single-rank run, e.g. to show its table or picture."""
         return Report(
             spans=self.spans,
             jobs=tuple(job.facts for job in self.rounds.jobs),
@@ -129,17 +141,18 @@ def predict(
     steps: int | Sequence[int] = 20,
     vote_s: float = VOTE_S,
 ) -> Prediction:
-    """Predicts a run of these jobs together. Uses no device and no ranks.
+    """Predicts a run in which these jobs run together. Needs no device and no ranks.
 
-    All ranks are assumed to be equally fast.
+    Assumes that all ranks are equally fast.
 
     Args:
         profiles: The jobs, in the order in which a runner would add them. Names must differ.
-        policy: As in `Runner`; `RoundRobin()` if None.
-        contention: How much the lanes slow each other down. None means not at all.
-        steps: Number of steps of each job. If you pass one number, it is for the job with the
-            longest step, and the others make as many steps as they could alone in the same time.
-        vote_s: Seconds of a vote.
+        policy: The policy, as for a `Runner`. If None, this is `RoundRobin()`.
+        contention: How much the lanes slow each other down. If None, they don't.
+        steps: Number of steps of each job. If you pass a single number, it applies to the job with
+            the longest step, and each other job makes as many steps as it could make alone in the
+            same time.
+        vote_s: Seconds that a vote takes.
 
     Raises:
         TypeError: `vote_s` isn't a number.
@@ -152,6 +165,8 @@ def predict(
     contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
+    # There's one simulated rank, so we take the first result. The simulation knows jobs by their
+    # numbers, whereas spans of a real run have their names.
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
     spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
     summaries = [
@@ -182,13 +197,14 @@ def step_rates(
 ) -> tuple[float, ...]:
     """Predicts each job's steps per second while all jobs are running.
 
-    Cheaper than `predict`, and the right measure for unlike jobs, because no job ends before the
-    others. All rates are 0 if a job doesn't complete a step within `until_s`.
+    This is cheaper than `predict`. It also handles jobs with very different step lengths better,
+    because all jobs run until the end, whereas in `predict` some may finish early and leave the
+    others alone. If a job doesn't complete a step within `until_s`, all rates are 0.
 
     Args:
         profiles: As in `predict`.
         policy: As in `predict`.
-        until_s: Seconds of the run to simulate.
+        until_s: How many seconds of the run to simulate.
         contention: As in `predict`.
         vote_s: As in `predict`.
 
@@ -201,6 +217,8 @@ def step_rates(
     scripts = [_script(profile, None) for profile in profiles]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
+    # The simulation stops at `until_s`, in the middle of some steps. A step only counts if all of
+    # its segments have ended.
     ends: list[dict[int, list[float]]] = [{} for _ in profiles]
     for span in spans:
         ends[int(span.job)].setdefault(span.step, []).append(span.end_ns / 1e9)
@@ -210,11 +228,14 @@ def step_rates(
     ]
     if not all(whole):
         return tuple(0.0 for _ in profiles)
-    # Measure over whole steps of the slowest job, in a window that begins when every job has ended
-    # its first step, and ends before any job ends its last one.
+    # The window in which we measure begins once every job has completed its first step, and ends
+    # before any job completes its last one. Within it, we measure over whole steps of the slowest
+    # job, because part of such a long step would distort its rate most.
     low = max(found[0] for found in whole)
     high = min(found[-1] for found in whole)
     slowest = [end for end in min(whole, key=len) if low <= end <= high]
+    # The slowest job has made so few steps that none of them lies within the window. The best we
+    # can do is to count the steps of the whole simulation.
     if len(slowest) < 2:
         return tuple((len(found) - 1) / until_s for found in whole)
     low = slowest[0]
@@ -223,7 +244,7 @@ def step_rates(
 
 
 def _progress(ends: Sequence[float], at_s: float) -> float:
-    """Returns the steps made since the end of the first one, as a fractional number."""
+    """Returns how many steps were made since the end of the first one, including a fraction."""
     index = min(bisect_right(ends, at_s), len(ends) - 1) - 1
     begin = ends[index]
     end = ends[index + 1]
@@ -238,7 +259,8 @@ def _simulation(
     vote_s: float,
 ) -> Simulation:
     depth = checked_depth(getattr(policy, "depth", None))
-    # Equally fast ranks do the same at the same time, so it is enough to simulate one of them.
+    # All ranks do the same at the same time, since we assume that they're equally fast, so it's
+    # enough to simulate one of them.
     return Simulation(
         [scripts],
         policy=policy,
@@ -246,12 +268,13 @@ def _simulation(
         exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
         vote_s=vote_s,
         contention=contention,
+        # Checking the interleaver's invariants after every event is for tests.
         check=False,
     )
 
 
 def _script(profile: Profile, steps: int | None) -> Script:
-    """Yields the job's events for `steps` steps, or without end if None."""
+    """Yields what a job does in `steps` steps. If `steps` is None, the script never ends."""
     step = Call(profile.graph, profile.seconds)
     for _ in itertools.repeat(None) if steps is None else range(steps):
         if profile.host_s:
@@ -260,7 +283,7 @@ def _script(profile: Profile, steps: int | None) -> Script:
 
 
 def check_vote_s(vote_s: float) -> None:
-    """Checks the seconds of a vote.
+    """Checks the number of seconds per vote.
 
     Raises:
         TypeError: It isn't a number.

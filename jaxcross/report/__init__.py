@@ -1,4 +1,4 @@
-"""Turns the events of a run into tables, JSON, traces, charts and progress. Only listens.
+"""Turns a run's events into tables, JSON, traces, charts and progress. Never affects the run.
 
 record           spans of a run on this rank, and the alignment of the ranks' clocks
 summary          numbers of a run as plain data: jobs, timing, breakdown
@@ -14,7 +14,7 @@ sweep_result     `SweepResult`: the trials of a sweep, as a table and a picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as TensorBoard's event files
 progress         how far a run's jobs are, as plain data and a file; `progress_text` renders it as
                  lines and as a table
-run_state        whether a run is in progress and how it ended, from its folder of events
+run_state        whether a run is in progress and how it ended, from its event folder
 event_files      reads the ranks' event files after the end; `post_mortem` finds the rank that ended
                  first
 """

@@ -1,8 +1,9 @@
-"""A run as Chrome trace events (the JSON Object Format), which Perfetto can read, too.
+"""A run as Chrome trace events, in the JSON Object Format. Perfetto can read these, too.
 
-Each rank is a process. It has one track per job (its steps, and within each its waits and
-segments), and tracks for the compute lanes and the exchange lanes. An arrow leads from the compute
-segment that produced an exchange's operands to the exchange.
+In the trace viewer, each rank appears as a process with several tracks. There is one track per job,
+which shows the job's steps and, within each step, the waits and segments. Further tracks show what
+the compute lanes and the exchange lanes did. For each exchange, an arrow leads from the compute
+segment that produced the exchange's operands to the exchange itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Slice(NamedTuple):
-    """A slice on its track. `event` has everything but the times."""
+    """A slice on its track. `event` is the trace event without its times."""
 
     start_ns: int
     end_ns: int
@@ -29,8 +30,8 @@ class _Slice(NamedTuple):
 
 
 LANE_TRACK = 1000
-"""Numbers of tracks: jobs from 1, compute lanes from 1000, exchange lanes from 2000. Viewers sort
-tracks by number.
+"""Job tracks are numbered from 1, compute lanes from 1000 and exchange lanes from 2000. Viewers
+sort tracks by number, so a rank's jobs come first.
 """
 
 
@@ -54,14 +55,14 @@ def trace_events(report: Report) -> dict[str, Any]:
         for _, lane, name in (lane for lane in lanes if lane[0] == rank):
             events += _track(rank, lane, name)
     last = {job.name: job.last_step for job in report.jobs}
-    for piece in _nested(
-        [*_steps(spans, tracks, last), *(_piece(span, tracks, origin) for span in spans)]
+    for part in _nested(
+        [*_steps(spans, tracks, last), *(_slice_of(span, tracks, origin) for span in spans)]
     ):
         events.append(
             {
-                **piece.event,
-                "ts": _us(piece.start_ns, origin),
-                "dur": (piece.end_ns - piece.start_ns) / 1e3,
+                **part.event,
+                "ts": _us(part.start_ns, origin),
+                "dur": (part.end_ns - part.start_ns) / 1e3,
             }
         )
     events += _arrows(spans, origin)
@@ -110,7 +111,7 @@ def _name(span: Span) -> str:
     return span.label or (f"{what} {span.segment}" if span.segment >= 0 else what)
 
 
-def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
+def _slice_of(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
     """Returns a span's slice on its lane, or on its job's track if it has no lane."""
     lane = _lane(span)
     track = lane if lane is not None else tracks.get(span.job, 0)
@@ -133,9 +134,10 @@ def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
 def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]) -> list[_Slice]:
     """Returns a job's steps on its own track, each from its first segment to its last one.
 
-    A step's first compute segment can start before the previous step has ended, because it needs no
-    agreement between ranks. In that case the step begins where the previous one ends, so that steps
-    don't overlap. A job's last step may be followed by a part of a step that failed.
+    The first compute segment of a step doesn't communicate, so it may start before the previous
+    step has ended. To keep steps from overlapping on the track, we then let the step begin where
+    the previous one ends. If a job failed in the middle of a step, that incomplete step is shown
+    after the job's last complete step and is labelled as such.
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
@@ -157,57 +159,65 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]
 
 
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
-    """Cuts slices so that two slices on the same track are either nested or disjoint, as viewers
-    require. For example, the wait for the next batch may begin within a step and end after it.
+    """Cuts slices that partly overlap another slice on their track.
+
+    Viewers require that two slices on the same track are either nested or disjoint. In a run they
+    needn't be: for example, a job may start to wait for its next batch during one step and still be
+    waiting after that step has ended. The wait is then cut in two at the end of the step.
     """
     tracks: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
-    for piece in slices:
-        tracks[piece.event["pid"], piece.event["tid"]].append(piece)
-    for pieces in tracks.values():
+    for part in slices:
+        tracks[part.event["pid"], part.event["tid"]].append(part)
+    for slices_of_track in tracks.values():
         count = itertools.count()  # breaks ties: of equal slices, the first one is outside
-        heap = [(piece.start_ns, -piece.end_ns, next(count), piece) for piece in pieces]
+        heap = [(part.start_ns, -part.end_ns, next(count), part) for part in slices_of_track]
         heapq.heapify(heap)
         around: list[int] = []  # the ends of the open slices, the innermost one last
         while heap:
-            start, end, _, piece = heapq.heappop(heap)
+            start, end, _, part = heapq.heappop(heap)
             while around and around[-1] <= start:
                 around.pop()
             if around and -end > around[-1]:
-                rest = piece._replace(start_ns=around[-1])
+                rest = part._replace(start_ns=around[-1])
                 heapq.heappush(heap, (rest.start_ns, end, next(count), rest))
-                piece = piece._replace(end_ns=around[-1])
-            around.append(piece.end_ns)
-            yield piece
+                part = part._replace(end_ns=around[-1])
+            around.append(part.end_ns)
+            yield part
 
 
 def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
-    """Returns arrows to each exchange from the compute segment that produced its operands."""
+    """Returns an arrow to each exchange from the compute segment that produced its operands."""
     computes: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == "compute" and span.end_ns > span.start_ns:
             computes[span.rank, span.job, span.number].append(span)
     events: list[dict[str, Any]] = []
     for number, span in enumerate(s for s in spans if s.kind == "collective"):
-        maker = _maker(span, computes[span.rank, span.job, span.number])
-        if maker is None:
+        producer = _producer(span, computes[span.rank, span.job, span.number])
+        if producer is None:
             continue
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}
-        # Viewers bind an arrow to the slice that encloses its time stamp. A slice doesn't include
-        # its right edge, so the time stamp must be inside the producing slice.
-        left = min(maker.start_ns + (maker.end_ns - maker.start_ns) * 9 // 10, span.start_ns)
-        events.append({**arrow, "ph": "s", "tid": _lane(maker), "ts": _us(left, origin)})
+        # A viewer attaches an arrow to the slice that contains the arrow's time stamp, and a slice
+        # doesn't contain its own end. So an arrow that starts exactly at the end of the compute
+        # segment wouldn't be attached to that segment. We let it start at 90% of the segment
+        # instead.
+        left = min(
+            producer.start_ns + (producer.end_ns - producer.start_ns) * 9 // 10, span.start_ns
+        )
+        events.append({**arrow, "ph": "s", "tid": _lane(producer), "ts": _us(left, origin)})
         events.append(
             {**arrow, "ph": "f", "bp": "e", "tid": _lane(span), "ts": _us(span.start_ns, origin)}
         )
     return events
 
 
-def _maker(exchange: Span, computes: list[Span]) -> Span | None:
+def _producer(exchange: Span, computes: list[Span]) -> Span | None:
     """Returns the compute segment that produced the exchange's operands, if there is one.
 
-    Considers only segments that had begun before the exchange. It is the one that ended last before
-    the exchange's inputs were ready. The thread that notes ends may be late, so that none has ended
-    by then; in that case, it is the one that ends first.
+    Only segments that began before the exchange can be the producer. Of these, it's the last
+    segment that had ended when the exchange's inputs became ready. Segment ends are recorded by a
+    separate thread, which may be late, so according to the recorded times it's possible that no
+    segment had ended by then. In that case we choose the segment that ends first.
     """
     before = [
         c

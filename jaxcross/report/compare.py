@@ -1,4 +1,4 @@
-"""Compares two ways to run the same jobs: states the speed-up, or why there is none to state."""
+"""Compares two ways to run the same jobs. States the speed-up, or explains why there is none."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from jaxcross.report.units import seconds, share
 if TYPE_CHECKING:
     from jaxcross.report.report import Report
 
-FIFTH = 1.2
-"""Largest ratio between the two ways' computation, or between their exchange. If they differ by
-more, something other than the order of the work has changed.
+_LARGEST_RATIO = 1.2
+"""Largest acceptable ratio between the compute times of the two ways, and between their exchange
+times. If a ratio is larger, the runs differ in more than the order of the work, e.g. because the
+machine was busy during one of them.
 """
 NEGLIGIBLE = 0.01
 """Differences below this share of a round's work are ignored."""
@@ -27,13 +28,13 @@ NEGLIGIBLE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Runs of the same jobs in two ways. `print` shows both in one table.
+    """A comparison of two ways to run the same jobs. `print` shows both in one table.
 
     Attributes:
         first: The first way, averaged over its runs. Usually the jobs one after the other.
         second: The second way, averaged over its runs.
         names: Names of the two ways.
-        where: Where they ran, and over what link.
+        where: The device on which they ran, and the link between the ranks.
     """
 
     first: TimeBreakdown = field(repr=False)
@@ -45,11 +46,11 @@ class Comparison:
     def of(cls, first: Sequence[Report], second: Sequence[Report]) -> Comparison:
         """Compares the means of several runs of each way.
 
-        Alternate the runs (first, second, first, second), so that a machine that is busy for a
-        while slows both ways down.
+        Alternate the runs (first, second, first, second). If other programs keep the machine busy
+        for a while, both ways are then slowed down equally.
 
         Raises:
-            ValueError: There is no run of one of the ways, or not all runs have the same jobs.
+            ValueError: One of the ways has no run, or the runs don't all have the same jobs.
         """
         if not first or not second:
             raise ValueError("a comparison needs at least one run of each way")
@@ -75,8 +76,12 @@ class Comparison:
 
     @property
     def most(self) -> float | None:
-        """The largest possible gain from overlap: (c + m) over its bound, both as measured in the
-        first way. None unless the first way runs the jobs one after the other.
+        """The largest speed-up that overlapping could achieve, as measured in the first way.
+
+        If the jobs run one after the other, a round takes at least as long as its compute and
+        exchange time together. With perfect overlap, it would only take as long as its bound. This
+        property is the ratio of the two. It's None unless the first way runs the jobs one after the
+        other.
         """
         bound = self.first.bound_s
         work = self.first.compute_s + self.first.exchange_s
@@ -84,7 +89,7 @@ class Comparison:
 
     @property
     def reason(self) -> str:
-        """Why the ratio says nothing about the two ways; "" if it does."""
+        """Why the ratio isn't a valid comparison of the two ways; "" if it is valid."""
         for name, breakdown in zip(self.names, (self.first, self.second), strict=True):
             if breakdown.period_s is None:
                 return f"{name}: the jobs were never in steady state together"
@@ -99,7 +104,10 @@ class Comparison:
             ("compute", self.first.compute_s, self.second.compute_s),
             ("exchange", self.first.exchange_s, self.second.exchange_s),
         ):
-            if max(one, other) > FIFTH * min(one, other) and abs(one - other) > NEGLIGIBLE * work:
+            if (
+                max(one, other) > _LARGEST_RATIO * min(one, other)
+                and abs(one - other) > NEGLIGIBLE * work
+            ):
                 return (
                     f"a round's {what} took {seconds(one)} ({self.names[0]}) and {seconds(other)} "
                     f"({self.names[1]}), over a fifth apart: the machine was busy, or jobs slow "
@@ -115,8 +123,10 @@ class Comparison:
 
     @property
     def _other_work(self) -> bool:
-        """Whether a round contains a different amount of work in the two ways, e.g. because the
-        jobs progress at unequal rates in one of them.
+        """Whether a round contains a different amount of work in the two ways.
+
+        The amount differs if the jobs progress at unequal rates in one of the ways. A round then
+        contains several steps of a fast job, or only part of a step of a slow one.
         """
         pairs = zip(self.first.jobs, self.second.jobs, strict=True)
         more = sum(
@@ -126,13 +136,17 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """The ratio; None if there is a reason not to state it."""
+        """The ratio, or None if there is a reason not to state it."""
         return None if self.reason else self.ratio
 
     @property
     def efficiency_alone(self) -> float | None:
-        """The bound of compute and exchange as measured in the first way, divided by the second
-        way's round. None if rounds contain a different amount of work in the two ways.
+        """The efficiency of the second way against the bound of undisturbed work.
+
+        When compute and exchange overlap, they slow each other down, which also raises the bound
+        that a run computes from its own times. Here we take the bound from the first way, in which
+        nothing overlaps, and divide it by the length of a round in the second way. None if rounds
+        contain a different amount of work in the two ways, or if one of the two numbers is missing.
         """
         if self._other_work or not self.first.bound_s or not self.second.period_s:
             return None
@@ -152,7 +166,7 @@ class Comparison:
         return f"{self.speedup:.2f}x: {one}, {other}"
 
     def __rich__(self) -> Group:
-        """Both tables as one, for `rich.print`."""
+        """One table with both runs, for `rich.print`."""
         title = Text(", ".join(filter(None, ["both runs", self.where])))
         table = Table()
         for name in ("run", "job"):
@@ -212,8 +226,10 @@ class Comparison:
 
 
 def _pooled(breakdowns: Sequence[TimeBreakdown]) -> TimeBreakdown:
-    """Returns the mean of several runs. If some runs have rounds of more jobs than others, only
-    averages those with the most jobs.
+    """Returns the mean of several runs.
+
+    The round of a run may cover only some of its jobs. Rounds with different numbers of jobs can't
+    be averaged, so we only use the runs whose rounds cover the most jobs.
     """
     most = max(len(breakdown.crossed) for breakdown in breakdowns)
     breakdowns = [breakdown for breakdown in breakdowns if len(breakdown.crossed) == most]

@@ -1,7 +1,7 @@
-"""Reads the ranks' event files after the end of a run, to find the operation that each rank was in.
+"""Reads the ranks' event files after a run, to find out what each rank was doing when it ended.
 
-The files are untrusted: every line is checked and all sizes are bounded. A torn last line is
-normal.
+The files aren't trusted: we check every line and limit all sizes. The last line of a file is often
+incomplete, because the process was killed while writing it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Begun:
     """An operation that a rank began.
 
     Attributes:
-        what: `exchange`, `vote`, `compute`, `compile`, ...
+        what: The kind of operation: `exchange`, `vote`, `compute`, `compile`, ... ...
         job: Name of the job, or "".
         step: Step of the job.
         segment: Segment of its program, or -1 if the operation isn't a segment.
-        number: Number of the wait in the sequence of waits that all ranks share; 0 for any other
-            operation.
-        at_s: When it began, in seconds of the epoch.
+        number: If the rank waits for other ranks, the position of this wait in the sequence of such
+        waits, which is identical across ranks. 0 for any other operation.
+        at_s: When it began, in seconds since 1970.
     """
 
     what: str
@@ -60,7 +60,7 @@ class SavedPart:
     """A rank's part of a job's checkpoint.
 
     Attributes:
-        name: The checkpoint's name. Names of newer checkpoints come later in alphabetical order.
+        name: The checkpoint's name. In alphabetical order, newer checkpoints come later.
         any_ranks: Whether a different number of ranks can resume from it.
     """
 
@@ -78,21 +78,22 @@ class RankRecord:
     """The content of one rank's event file.
 
     Attributes:
-        rank, size, host, pid, run: As the file says.
-        last_s: The rank's last sign of life, in seconds of the epoch.
-        under_way: Operations that it had begun but not ended, by token.
-        done: The last operation of a job that it ended.
-        done_of: The last operation that it ended for each job that hadn't ended.
-        entered: Number of waits for other ranks that it had begun.
-        words: How the rank ended, by its last record: an `ExitKind`. "" if it ended without such a
-            record.
+        rank, size, host, pid, run: The values in the header of the file.
+        last_s: The rank's last sign of life, in seconds since 1970.
+        under_way: Operations that had begun but not ended, by token.
+        done: The last operation of any job that ended.
+        done_of: For each job that was still running, the last of its operations that ended.
+        entered: Number of waits for other ranks that the rank had begun.
+        words: How the rank ended according to its last record: an `ExitKind`. "" if it ended
+        without writing such a record.
         text: The text of its last record.
-        standing: The operation that it was in, by its last record.
+        standing: The operation that it was in, according to its last record.
         lost: The ranks that its last record reports as lost.
-        script_raised: Whether, by its last record, the script raised an exception: on this rank if
-            it `failed`, on another one if it was `told` to end.
+        script_raised: Whether the script raised an exception, according to the last record. If
+        `words` is `failed`, it was raised on this rank; if `words` is `told`, on another rank,
+        which then made this one end.
         unread: Number of lines that couldn't be read.
-        saved: By job, the newest checkpoint of which its part is on disk.
+        saved: By job, the newest checkpoint for which this rank's part is on disk.
     """
 
     rank: int
@@ -115,8 +116,11 @@ class RankRecord:
 
     @property
     def where(self) -> Begun | None:
-        """The operation that the rank was in: a wait for other ranks if there is one, otherwise the
-        operation that it began last.
+        """The operation that the rank was in when it ended; None if there was none.
+
+        A rank has several threads, so several operations may be in progress at once. If one of them
+        was a wait for other ranks, we return that one, because it matters most in a post-mortem.
+        Otherwise we return the operation that began last.
         """
         now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
         return now[-1] if now else None
@@ -125,7 +129,7 @@ class RankRecord:
     def place(self) -> str:
         """The operation that the rank was in, as text."""
         if self.words == ExitKind.FAILED and self.standing:
-            return self.standing  # the exception has ended the operation that it came from
+            return self.standing  # the exception has already ended the operation that raised it
         where = self.where
         if where is None:
             if self.done is None:
@@ -144,9 +148,11 @@ class RankRecord:
     def places(self) -> str:
         """All operations that the rank was in, as text.
 
-        If a rank died silently, any of its threads may be at fault, so all operations matter.
+        If a rank died silently, any of its threads may be the cause, so we list the operations of
+        all threads.
 
-        A job without an operation was in its own code, after the operation that it ended last.
+        If a job has no operation in progress, it was running its own code. We then name the last
+        operation that it completed.
         """
         if self.words or self.where is None:
             return self.place
@@ -168,19 +174,21 @@ def read_event_files(
     tail_bytes: int | None = None,
     skipped: dict[int, str] | None = None,
 ) -> list[RankRecord]:
-    """Reads the records of the latest run in `folder`, by rank.
+    """Reads the records of the latest run in `folder`, sorted by rank.
 
-    A rank that was killed at its start, or whose disk was full, leaves an empty file. So files that
-    don't begin like an event file are skipped, unless all files are like that.
+    Files that don't begin like an event file are skipped, unless there are no others. For example,
+    a rank leaves an empty file if it was killed right after its start or if the disk was full.
 
     Args:
-        folder: The folder of events.
-        tail_bytes: Reads only this many bytes at the end of each file, for frequent reads.
-        skipped: Receives, by rank, why a rank's file was skipped.
+        folder: The event folder.
+        tail_bytes: How many bytes to read from the end of each file. Makes frequent reads of a long
+        run cheap. If None, reads up to 32 MiB per file, and also the older part of the file if it
+        has been rotated.
+        skipped: If given, we add the reason why a file was skipped to it, by rank.
 
     Raises:
-        ValueError: There are no event files, or none of a version that this code can read; the text
-            says which.
+        ValueError: There are no event files, or this version can't read any of them; the text says
+        which is the case.
         OSError: The folder or all files can't be read.
     """
     names = [
@@ -224,7 +232,7 @@ def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
         try:
             before = _read_file(old, rank, None)
         except ValueError:
-            return record  # of another version, and thus of another run
+            return record  # written by another version, and so by another run
         if (before.run, before.pid, before.host) == (record.run, record.pid, record.host):
             return _read_file(path, rank, before)
     return record
@@ -233,8 +241,11 @@ def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
 def _read_file(
     path: Path, rank: int, before: RankRecord | None, tail_bytes: int | None = None
 ) -> RankRecord:
-    """Reads the end of one file. `before` is the record of the file that this one continues."""
-    # Open neither a link to elsewhere nor a pipe, which would wait for a writer.
+    """Reads the end of one file.
+
+    If the file continues an older one, `before` is the record of the older file, and is updated.
+    """
+    # Don't follow symbolic links out of the folder, and don't block on a pipe without a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         facts = os.fstat(stream.fileno())
         most_bytes = tail_bytes or MOST_BYTES
@@ -270,7 +281,7 @@ def _read_file(
         run=_text(header, "run"),
         last_s=float(start_s),
     )
-    record.under_way.clear()  # each file begins with the operations that are under way
+    record.under_way.clear()  # each file begins by listing the operations in progress
     for n, line in enumerate(lines):
         event = _parse(line)
         if event is not None and _is_int(event.get("at")):
@@ -298,7 +309,8 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
     elif _is_int(ends):
         ended = record.under_way.pop(ends, None)
         if ended is not None and ended.job:
-            record.done = record.done_of[ended.job] = ended
+            record.done = ended
+            record.done_of[ended.job] = ended
     elif _text(event, "note").startswith(("done: ", "closed: ")):
         record.done_of.pop(_text(event, "job"), None)
     elif "checkpoint" in event:

@@ -1,17 +1,21 @@
 """Draws the lanes of a run over time, as a PNG.
 
-The picture shows which work ran at the same time. Each rank has a row per compute lane and a row
-per exchange lane, and each job has a colour. A comparison puts two runs above each other on one
-time axis, so that the time saved is visible.
+The picture shows which work overlapped. Each rank has one row per compute lane and one row per
+exchange lane, and each job has its own colour. To compare two runs, we draw one above the other on
+the same time axis, so that you can see how much time the second one saved.
 
-A run has far more pieces of work than a picture has pixels, so most of this module decides what to
-leave out:
+The difficulty is that a run has far more segments than the picture has pixels. If we drew all of
+them, matplotlib would take minutes, and the edges of the bars would cover everything else. So most
+of this module decides what to leave out or to simplify:
 
-- The picture begins when the jobs are in steady state, since compiling would fill it otherwise.
-- It ends before the busiest lane has more than `MOST_BARS` pieces of work.
-- A bar that is narrower than `EDGED` pixels has neither edge nor pattern, because little else would
-  be visible of it.
-- Work that is thinner than a pixel is drawn as a tint instead (`_Tint`).
+- The picture begins when the jobs are in steady state. Otherwise it would mostly show compilation.
+- It ends before any lane has more than `MOST_BARS` bars.
+- Bars that are narrower than `EDGED` pixels are drawn without an edge and without a pattern,
+  because these would cover the bar's colour.
+- Segments that are shorter than a pixel aren't drawn as bars. Instead, each pixel column is tinted
+  according to how much work it contains (`_Tint`). If you simply left these segments out, a lane
+  that is always busy with short segments would look idle; if you drew each of them one pixel wide,
+  an almost idle lane would look busy.
 - Only the first `MOST_RANKS` ranks are shown.
 """
 
@@ -35,26 +39,28 @@ if TYPE_CHECKING:
     from jaxcross.report.report import Report
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart, too."""
+"""Okabe and Ito's palette, whose colours are distinguishable for colour-blind readers, too."""
 QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
 INK = "#222222"
 FAINT = "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
 LINE_CHARACTERS = 160
-"""Characters that fit on a line of the legend. Longer lines would leave the picture."""
+"""Number of characters that fit on a line of the legend. A longer line would be cut off at the edge
+of the picture.
+"""
 MARK_CHARACTERS = 7
-"""How many of these characters a colour mark takes up."""
+"""Width of a colour mark in the legend, in characters."""
 EDGED = 8
-"""Pixels from which a bar is wide enough for an edge and a pattern. In a narrower bar, the edge
-would hide everything else.
+"""Minimum width of a bar with an edge and a pattern, in pixels. In a narrower bar, the edge would
+hide everything else.
 """
 _PIXELS = 1700
 """Width of the picture's axes, in pixels."""
 _PALEST = 0.15
-"""Least tint of a column with any work, so that the work is visible."""
+"""Minimum tint of a pixel column that contains any work. A paler column would look empty."""
 MOST_BARS = 300
-"""Most pieces of work drawn per lane. More can't be told apart, and take minutes to draw."""
+"""Maximum number of bars per lane. More of them can't be told apart, and take minutes to draw."""
 
 
 def draw_gantt(
@@ -71,15 +77,18 @@ def draw_gantt(
         report: The run.
         path: Where to write the PNG.
         compare: A run to draw above `report`, on the same time axis.
-        window: Begin and end in seconds since the run began. If None, starts when the jobs are in
-            steady state and ends while single pieces of work are still distinguishable.
-        headline: Text at the top. If None, states what `report` gains over `compare`.
+        window: Begin and end of the picture, in seconds since the run began. If None, the picture
+        starts when the jobs are in steady state, and ends early enough that single segments can be
+        told apart.
+        headline: Text at the top. If None, states the speed-up of `report` over `compare`.
 
     Raises:
         ValueError: `window` doesn't end after it begins.
         MissingExtraError: matplotlib is not installed.
     """
     require_extra("plot", "a picture of a run", "matplotlib")
+    # We create the figure and its canvas directly. `pyplot` would be shorter, but it chooses a
+    # backend, which may need a display, and keeps figures and settings in global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -94,8 +103,10 @@ def draw_gantt(
         name: COLOURS[i % len(COLOURS)]
         for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
     }
+    # All sizes are in inches and grow with the number of rows, so that a row always has the same
+    # height. The positions of texts are relative, hence the divisions by `total`.
     heights = [len(r) * 0.34 + 0.55 for r in rows]
-    second = 0.22 if _is_long(colours) else 0.0  # for a second line of the legend
+    second = 0.22 if _is_long(colours) else 0.0  # inches for a second line of the legend
     total = sum(heights) + 1.75 + second
     figure = Figure(figsize=(13, total), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
@@ -108,7 +119,8 @@ def draw_gantt(
     cut = ""
     if shown_s < length_s and window is None:
         cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})"
-    shift, since = (window[0], "the run began") if window else (0.0, f"{_since(runs)}{cut}")
+    shift = window[0] if window else 0.0
+    since = "the run began" if window else f"{_since(runs)}{cut}"
     axes[-1].xaxis.set_major_formatter(lambda at, _: f"{at + shift:.6g}")
     axes[-1].set_xlabel(f"seconds since {since}", color=INK)
     axes[-1].set_xlim(0, shown_s * 1.005)
@@ -120,7 +132,7 @@ def draw_gantt(
         hspace=0.55 / min(heights),
     )
     headline = textwrap.fill(headline or _headline(report, compare), 92)
-    size = 14 if len(headline) < 80 else 9.5  # a reason is longer than a speed-up
+    size = 14 if len(headline) < 80 else 9.5  # long if it explains why there's no speed-up
     figure.text(
         0.105,
         1 - 0.12 / total,
@@ -145,7 +157,7 @@ def draw_gantt(
 
 
 def _as_written(text: str) -> str:
-    """Escapes `$` for matplotlib, which would typeset the text between two of them as a formula."""
+    """Escapes `$`, because matplotlib typesets any text between two dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -167,7 +179,7 @@ Row = tuple[int, str, list[Span]]
 
 
 def _rows(report: Report) -> list[Row]:
-    """Returns rank, lane name and spans of each row of the panel."""
+    """Returns the rank, the lane's name and the spans of each row of the panel."""
     spans = in_lane_order(report.spans)
     rows: list[Row] = []
     for rank in report.ranks[:MOST_RANKS]:
@@ -176,7 +188,9 @@ def _rows(report: Report) -> list[Row]:
         lanes = sorted({s.lane for s in own if s.kind == "compute"} or {0})
         for lane in lanes:
             mine = [s for s in own if s.kind == "compute" and s.lane == lane]
-            # Waits and compilations are shown in the gaps of the first compute lane.
+            # Compilations and waits for batches have no lane of their own. During either, the job
+            # doesn't compute, so we draw them in the first compute lane, where they explain its
+            # gaps.
             rows.append(
                 (
                     rank,
@@ -200,11 +214,13 @@ def _run_begin(report: Report) -> int:
 
 
 def _steady_begin(report: Report) -> int:
-    """Returns when the jobs that take part in the round were all in steady state.
+    """Returns when all jobs of the round were in steady state, which is where the picture begins.
 
-    That is the latest end of a first step. For jobs that ran one after the other, or without a
-    round, it is the earliest one. If no job made a second step, returns the begin of the first
-    work. The time before would fill the picture with compiling.
+    A job is in steady state from the end of its first step, in which it compiles. So if the jobs
+    run alongside each other, we return the moment when the last of them has ended its first step.
+    If they run one after the other, or if there is no round, we return the moment when any job has
+    ended its first step, because waiting for the last job would skip most of the run. If no job
+    made a second step, nothing is in steady state, and we return the start of the first segment.
     """
     rank = next(iter(report.ranks), 0)
     timeline = Timeline.of(rank, report.spans, {})
@@ -223,7 +239,7 @@ def _steady_begin(report: Report) -> int:
 
 
 def _since(runs: Sequence[Report]) -> str:
-    """Returns the name of the moment at which pictures of these runs begin."""
+    """Returns text for the moment at which the pictures of these runs begin."""
     if all(run.rounds.period_s is not None for run in runs):
         return "the jobs were in steady state"
     if any(job.period_s for run in runs for job in run.rounds.jobs):
@@ -238,7 +254,7 @@ def _length_s(report: Report, begin: int) -> float:
 
 
 def _shown_s(every: Sequence[tuple[Report, list[Row], int]]) -> float:
-    """Returns the seconds in which the busiest lane has at most `MOST_BARS` pieces of work."""
+    """Returns for how many seconds no lane has more than `MOST_BARS` bars. Votes don't count."""
     lengths = [max(_length_s(run, begin) for run, _, begin in every)]
     for _, rows, begin in every:
         for _, _, spans in rows:
@@ -254,17 +270,21 @@ def _panel(
     for y, (_, _, spans) in enumerate(rows):
         thin = _Tint(shown_s)
         for kind in ("compile", "input", "compute", "collective", "vote"):
+            # Spans without a job, and those of a job that isn't in the report, are grey.
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
                 own = [s for s in spans if s.kind == kind and s.job == job]
                 bars = [((s.start_ns - begin) / 1e9, (s.end_ns - s.start_ns) / 1e9) for s in own]
                 style = _style(kind, colours.get(job, FAINT))
+                # A vote isn't work, so it isn't part of the tint. Otherwise a lane that only votes
+                # would look busy.
                 if kind != "vote":
                     bars = thin.keep_wide(bars, style["facecolor"])
                 else:
                     bars = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < shown_s]
                 narrow = [bar for bar in bars if bar[1] < EDGED * thin.pixel_s]
                 wide = [bar for bar in bars if bar[1] >= EDGED * thin.pixel_s]
-                # Votes wait in an idle lane. Draw a thin line, so that they don't look like work.
+                # A vote mostly waits for other ranks while the exchange lane has nothing to do. At
+                # full height it would look like work, so draw it as a thin line.
                 place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
                 for some, look in (
                     (wide, style),
@@ -308,27 +328,30 @@ def _style(kind: str, colour: str) -> dict[str, Any]:
 
 
 def _pale(colour: str) -> str:
-    """Returns the colour mixed with three parts of white."""
+    """Returns a mixture of one part of the colour and three parts of white."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{255 - (255 - c) // 4:02X}" for c in channels)
 
 
 def _middle_cut(name: str, longest: int) -> str:
-    """Cuts a long name in the middle, because a job's settings are often at its end."""
+    """Cuts a long name in the middle, because names often end with the job's settings."""
     if len(name) <= longest:
         return name
     return f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
 
 
 def _is_long(names: Iterable[str]) -> bool:
-    """Whether the job names leave no room for the kinds of work on the same line of the legend."""
+    """Whether long job names leave no room in the legend's line for the kinds of work."""
     return sum(len(name) + MARK_CHARACTERS for name in names) > LINE_CHARACTERS // 2
 
 
 def _legend(
     figure: Any, colours: dict[str, str], rows: list[list[Row]], top: float, second: float
 ) -> None:
-    """Draws the names and the kinds of work, the kinds `second` lower if it isn't 0."""
+    """Draws the legend of job names and kinds of work.
+
+    If `second` isn't 0, the kinds of work are on a second line, lower by this share of the height.
+    """
     from matplotlib.patches import Patch
 
     kinds = {s.kind for panel in rows for _, _, spans in panel for s in spans}
@@ -340,10 +363,10 @@ def _legend(
     ]
     if len(named) < len(colours):
         handles.append(Patch(label=f"and {len(colours) - len(named)} more", facecolor="none"))
-    words = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
-    words |= {"input": "waiting for a batch", "vote": "vote"}
+    texts = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
+    texts |= {"input": "waiting for a batch", "vote": "vote"}
     shown = [
-        Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds
+        Patch(label=text, **_style(kind, FAINT)) for kind, text in texts.items() if kind in kinds
     ]
     for line, at in (
         ((handles, top), (shown, top - second)) if second else ((handles + shown, top),)
@@ -362,41 +385,52 @@ def _legend(
 
 
 class _Tint:
-    """The pieces of work of one lane that are thinner than a pixel, by colour.
+    """The segments of one lane that are shorter than a pixel, by colour.
 
-    Each pixel column is as dark as the share of its time that is work.
+    All thin segments of a lane are drawn together, as an image that is a single row of pixels. The
+    darkness of a pixel column is the share of its time that was spent on work, so a lane that is
+    busy half of the time looks half as dark as a lane that is always busy.
     """
 
     def __init__(self, shown_s: float) -> None:
         self._shown_s = shown_s
         self.pixel_s = shown_s / _PIXELS
-        self._pieces: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def keep_wide(
         self, bars: Sequence[tuple[float, float]], colour: str
     ) -> list[tuple[float, float]]:
-        """Keeps the bars (begin, length) that are thinner than a pixel for `draw`, and returns the
-        others. Drops bars outside the picture.
+        """Keeps the bars that are thinner than a pixel for `draw`, and returns the wide ones.
+
+        A bar is a pair (begin, length) in seconds. Bars outside the picture are dropped.
         """
         shown = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < self._shown_s]
-        self._pieces[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
+        self._bars[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
         return [bar for bar in shown if bar[1] >= self.pixel_s]
 
     def draw(self, axis: Any, y: float) -> None:
-        """Draws the thin bars into the row at height `y`."""
-        taken = {colour: pieces for colour, pieces in self._pieces.items() if pieces}
+        """Draws the thin bars as a tint into the row at height `y`."""
+        taken = {colour: bars for colour, bars in self._bars.items() if bars}
         if not taken:
             return
+        # `strip` has the colour of each pixel column, which is white at first. `free` is the share
+        # of the column that is still white.
         strip = np.ones((_PIXELS, 3))
         free = np.ones(_PIXELS)
-        for colour, pieces in taken.items():
-            part = self._coverage(pieces)
+        for colour, bars in taken.items():
+            part = self._coverage(bars)
+            # Even the smallest amount of work gets the minimum tint. This could make several
+            # colours add up to more than the whole column, so limit each of them to what is left.
             part = np.minimum(np.where(part > 0, np.maximum(part, _PALEST), 0), free)
             free -= part
             rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
             strip -= part[:, None] * (1 - rgb)
+        # Columns without work are transparent, so that the image doesn't hide wide bars or the
+        # grid.
         image = np.concatenate([strip, (free < 1)[:, None]], axis=1)[None]
-        limits = axis.get_xlim(), axis.get_ylim()
+        # `imshow` changes the limits of the axes, so restore them afterwards.
+        x_limits = axis.get_xlim()
+        y_limits = axis.get_ylim()
         axis.imshow(
             image,
             extent=(0, self._shown_s, y - 0.4, y + 0.4),
@@ -404,14 +438,17 @@ class _Tint:
             interpolation="nearest",
             zorder=1,
         )
-        axis.set_xlim(limits[0])
-        axis.set_ylim(limits[1])
+        axis.set_xlim(x_limits)
+        axis.set_ylim(y_limits)
 
-    def _coverage(self, pieces: Sequence[tuple[float, float]]) -> np.ndarray:
-        """Returns the share of each pixel column that the pieces fill. A piece is thinner than a
-        pixel, so it ends in the column where it began, or in the next one.
+    def _coverage(self, bars: Sequence[tuple[float, float]]) -> np.ndarray:
+        """Returns how much of each pixel column the bars cover, from 0 to 1.
+
+        Every bar here is thinner than a pixel, so it ends either in the column where it began or in
+        the next one. Two additions per bar are therefore enough, one for each of these columns, and
+        `bincount` makes them without a Python loop.
         """
-        begin, length = np.array(pieces).T / self.pixel_s
+        begin, length = np.array(bars).T / self.pixel_s
         end = np.clip(begin + length, 0, _PIXELS)
         begin = np.clip(begin, 0, _PIXELS)
         column = np.minimum(begin.astype(int), _PIXELS - 1)

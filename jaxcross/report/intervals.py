@@ -1,4 +1,7 @@
-"""Arithmetic on sets of time: sorted, disjoint, half-open `(start, end)` pairs in nanoseconds."""
+"""Arithmetic on sets of time.
+
+A set is a sorted list of disjoint half-open intervals `(start, end)` in nanoseconds.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Iterable
 Interval = tuple[int, int]
 
 
-def merge_intervals(pieces: Iterable[Interval]) -> list[Interval]:
-    """Sorts and joins pieces into a set. Drops empty pieces."""
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorts intervals and joins those that touch or overlap into a set. Drops empty ones."""
     joined: list[Interval] = []
-    for start, end in sorted(pieces):
+    for start, end in sorted(intervals):
         if end <= start:
             continue
         if joined and start <= joined[-1][1]:
@@ -20,19 +23,21 @@ def merge_intervals(pieces: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def measure(pieces: Iterable[Interval]) -> int:
+def measure(intervals: Iterable[Interval]) -> int:
     """Returns the total length of a set."""
-    return sum(end - start for start, end in pieces)
+    return sum(end - start for start, end in intervals)
 
 
 def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     """Returns the intersection of two sets."""
     shared: list[Interval] = []
-    i = j = 0
+    i = 0
+    j = 0
     while i < len(left) and j < len(right):
         a, b = left[i]
         c, d = right[j]
-        # Faster than `max` and `min`: a run has hundreds of thousands of pieces.
+        # A run has hundreds of thousands of intervals, and comparisons are much faster than calls
+        # of `max` and `min`.
         start = a if a > c else c
         end = b if b < d else d
         if start < end:

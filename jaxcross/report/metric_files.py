@@ -1,7 +1,8 @@
 """The metrics of a run on disk: one JSONL and one CSV file per job, written by rank 0.
 
-Each step is in the files exactly once, whatever was killed: when a run resumes from a checkpoint,
-lines of later steps are dropped first, since the run will log them again.
+Even if the run is killed and resumed, the files contain each step exactly once. The killed run may
+have logged steps that came after its last checkpoint. The resumed run repeats these steps and logs
+them again, so it first drops their old lines.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from jaxcross.interleave import Instrument
 
 _log = logging.getLogger("jaxcross")
 _MARKER = "run.json"
-_LONGEST = 150  # of a file's name, in characters
+_LONGEST = 150  # maximum length of a file's name, in characters
 _OWN_NAMES = {"step_": "step", "time_": "time"}  # metrics with the names of the file's own columns
 Value = Any  # a number, a text, or a list of those
 
 
 @final
 class MetricFiles(Instrument):
-    """Writes what jobs log, as soon as it is read back.
+    """Writes the metrics that jobs log, as soon as their values are back from the device.
 
-    A line of `JOB.jsonl` has `step`, `time` (seconds since 1970) and the metrics. Names of nested
-    metrics are joined by slashes. `JOB.csv` has the same except for lists; a metric that isn't in
-    the first line gets its column when the file is closed. NaN and infinities are texts in both. A
-    folder belongs to one run and the runs that resume from its checkpoints.
+    Each line of `JOB.jsonl` is an object with `step`, `time` (seconds since 1970) and the metrics.
+    The names of nested metrics are joined by slashes. `JOB.csv` has the same content, except that
+    it omits lists. If a metric first appears after the first line, it gets its column only when the
+    file is closed. In both files, NaN and infinities are written as text. A folder belongs to one
+    run and to the later runs that resume from its checkpoints.
 
     Args:
-        folder: Where to write. It is created if it doesn't exist.
-        goes_on: The run's folder of checkpoints, by whose path we recognise a later run that
-            resumes this one; None if there is none.
+        folder: The folder to write to. It's created if it doesn't exist.
+        goes_on: The run's checkpoint folder, or None if it has none. A later run that resumes this
+        one uses the same checkpoint folder, which is how we recognise it.
     """
 
     def __init__(self, folder: str | Path, goes_on: Path | None = None) -> None:
@@ -62,11 +64,11 @@ class MetricFiles(Instrument):
         return str(self._folder)
 
     def claim(self) -> None:
-        """Makes the folder this run's.
+        """Claims the folder for this run.
 
         Raises:
-            ValueError: The folder holds the user's own files or another run's metrics, or a run is
-                writing to it.
+            ValueError: The folder contains other files or another run's metrics, or another run is
+            currently writing to it.
             OSError: The folder can't be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ class MetricFiles(Instrument):
             if self._goes_on is None or _load(marker.read_text()) != mine:
                 raise ValueError(
                     f"`{self._folder}` has the metrics of another run. Name another folder, or "
-                    "remove it; a run goes on there if it has the same folder of checkpoints."
+                    "remove it; a run continues there if it has the same checkpoint folder."
                 )
         elif found:
             raise ValueError(
@@ -96,13 +98,13 @@ class MetricFiles(Instrument):
             )
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
-        """Truncates a job's files to the step that it restored; renames them if it restored none.
+        """Drops the lines after the restored step. Renames the files if the job restored no state.
 
         Args:
             job: The job's name.
-            step: The step that it restored; 0 for none.
-            without: An evaluation that is made again, because no checkpoint covers it. Its lines at
-                that step are dropped.
+            step: The step that it restored, or 0 if it starts from the beginning.
+            without: Name of an evaluation whose lines at that step are dropped, too. It will run
+            again, because its result isn't in the checkpoint.
 
         Returns:
             The remaining lines of earlier runs.
@@ -111,12 +113,13 @@ class MetricFiles(Instrument):
         with self._lock:
             files = self._jobs.get(job)
             if self._closed or (files is not None and not without):
-                return kept  # without checkpoints, the job's first line has opened them
+                return kept  # without checkpoints, the files were opened for the job's first line
             try:
-                files = self._jobs[job] = files or _JobFiles(self._folder / _file_name(job))
+                files = files or _JobFiles(self._folder / _file_name(job))
+                self._jobs[job] = files
                 kept = files.open(step, without)
                 for line in self._early.pop(job, ()):
-                    if step == 0:  # otherwise the run that this one resumes has written the line
+                    if step == 0:  # otherwise the previous run has already written the line
                         files.add(line)
             except OSError as error:
                 self._give_up(job, error)
@@ -152,15 +155,16 @@ class MetricFiles(Instrument):
         step: int = -1,  # noqa: ARG002
         value: float | str | None = None,  # noqa: ARG002
     ) -> None:
-        """Closes a finished job's files, whatever its outcome. A sweep can have more jobs than a
-        process may have open files.
+        """Closes a job's files when the job has finished, whatever its outcome.
+
+        Otherwise a large sweep could exceed the limit on open files, since it has two per job.
         """
         if kind in ("done", "closed"):
             with self._lock:
                 self._close_job(job)
 
     def close(self) -> None:
-        """Writes what is left and closes the files."""
+        """Writes the remaining lines and closes the files."""
         with self._lock:
             for job in {**self._jobs, **self._early}:
                 self._close_job(job)
@@ -170,7 +174,7 @@ class MetricFiles(Instrument):
 
     def _close_job(self, job: str) -> None:
         if job in self._early:
-            self.begin(job, 0)  # the job has never restored a state
+            self.begin(job, 0)  # the job ended before it restored a state
         try:
             files = self._jobs.get(job)
             if files is not None:
@@ -181,11 +185,11 @@ class MetricFiles(Instrument):
 
     def _give_up(self, job: str, error: OSError) -> None:
         self._jobs[job] = None
-        _log.warning("Metrics of job `%s` are not written from here on: %s.", job, error)
+        _log.warning("Metrics of job `%s` are no longer written: %s.", job, error)
 
 
 class _JobFiles:
-    """One job's two files. Opening them drops a last line that a kill cut short."""
+    """One job's two files. If the last line is incomplete after a kill, `open` drops it."""
 
     def __init__(self, path: Path) -> None:
         self._jsonl = path.with_name(f"{path.name}.jsonl")
@@ -196,7 +200,7 @@ class _JobFiles:
         self._table: Any = None
 
     def open(self, step: int, without: str = "") -> list[dict[str, Value]]:
-        """Drops lines of later steps, and those at `step` of one evaluation. Returns the rest."""
+        """Drops lines after `step`, and at `step` those of one evaluation. Returns the others."""
         if self._file is not None:
             self._file.close()
         if step == 0 and self._jsonl.exists():
@@ -264,7 +268,7 @@ def _file_name(job: str) -> str:
 
 
 def flatten_metrics(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
-    """Yields names and values of a tree of metrics, e.g. `eval/accuracy` for one in a dict."""
+    """Yields the name and value of each metric in a tree. A nested name is e.g. `eval/accuracy`."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from flatten_metrics(value, f"{path}/{key}" if path else str(key))
@@ -276,7 +280,7 @@ def flatten_metrics(values: object, path: str = "") -> Iterator[tuple[str, Value
 
 
 def as_logged(line: Mapping[str, Value]) -> tuple[int, dict[str, Value]]:
-    """Returns a line's step and metrics, with nested names joined by slashes as in the file."""
+    """Returns the step and the metrics of a line. Nested names stay joined by slashes."""
     values = {
         _OWN_NAMES.get(key, key): unspelt(value)
         for key, value in line.items()
@@ -296,7 +300,7 @@ def _scalars(line: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _load(text: str) -> dict[str, Any] | None:
-    """Parses a line. Returns None if it isn't complete."""
+    """Parses a line. Returns None if the line is incomplete."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:

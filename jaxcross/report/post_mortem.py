@@ -1,4 +1,22 @@
-"""Finds which rank ended first, in which operation, and what the other ranks were doing. Pure."""
+"""Finds which rank ended first, in which operation, and what the other ranks were doing.
+
+When one rank dies, the others fail within moments, so at the end every event file looks as if its
+rank had been cut off. The last time stamps don't tell which rank was first: a rank only records a
+sign of life about once a second, and the clocks of two hosts may differ. So `_first` looks for
+evidence that doesn't depend on time, and goes from the most to the least reliable kind:
+
+1. A rank recorded that it failed, with its exception. If several did, the earliest record counts.
+2. A rank reported which ranks it had lost. Then the lost ranks ended first.
+3. A rank's script ended normally, but the others wait in an exchange that this rank never entered.
+4. Some ranks wrote a last record and others didn't. A rank that is killed by a signal it can't
+   handle, crashes or runs out of memory writes nothing, so these are the ones that died.
+5. A rank recorded that it was terminated, interrupted, or that it reported a failure.
+6. No rank wrote a last record, but some had entered fewer exchanges than the others, which were
+   therefore waiting for them.
+7. The last sign of life of some ranks is clearly older (`_BEAT_S`) than that of the others.
+
+If none of this applies, we say so rather than guess.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +27,17 @@ from jaxcross._endings import ExitKind
 from jaxcross.report.event_files import MOST_RANKS, RankRecord
 
 _BEAT_S = 2.0
-"""A rank records a sign of life about once a second. If its last one is this much later than
-another rank's, it has ended later.
+"""A rank records a sign of life about once a second. If the last signs of life of two ranks differ
+by more than this, the rank with the earlier one ended first.
 """
 
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
 def first_to_end(records: Sequence[RankRecord]) -> str:
-    """Returns a paragraph on which rank ended first, and what all ranks were doing at that time."""
+    """Returns a paragraph that says which rank ended first, and what each rank was doing then."""
     if all(record.words == ExitKind.LEFT for record in records) and len(records) == records[0].size:
-        return "All ranks ended by themselves: their scripts came to their ends."
+        return "All ranks ended normally: their scripts finished."
     first, why = _first(records)
     if not first:
         return f"{why} {_waiting(records, ())}".strip()
@@ -34,7 +52,7 @@ def first_to_end(records: Sequence[RankRecord]) -> str:
 
 
 def ranks_without_file(records: Sequence[RankRecord]) -> list[int]:
-    """Returns the ranks of the run that have no file."""
+    """Returns the ranks of the run that have no event file."""
     return sorted(
         set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records}
     )
@@ -42,12 +60,15 @@ def ranks_without_file(records: Sequence[RankRecord]) -> list[int]:
 
 def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     by_rank = {record.rank: record for record in records}
-    spoken = sorted((r for r in records if r.words), key=lambda r: r.last_s)
-    for record in spoken:
+    # 1. A rank recorded its own failure. If there are several, take the earliest.
+    recorded = sorted((r for r in records if r.words), key=lambda r: r.last_s)
+    for record in recorded:
         if record.words == ExitKind.FAILED:
             return [record], f"ended first ({record.text})"
-    without_words = [r for r in records if not r.words]
-    for record in spoken:
+    unrecorded = [r for r in records if not r.words]
+    # 2. A rank that lost others names them. Either their processes were gone, so they died without
+    # writing anything, or they were alive but didn't respond; in that case, we quote the report.
+    for record in recorded:
         if record.words == ExitKind.REPORTED and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
             silent = all(not r.words for r in lost) and "is gone" in record.text
@@ -55,31 +76,39 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
             if lost:
                 return lost, why
             return [], f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read."
+    # 3. The waits for other ranks are numbered identically on all ranks. If a rank that has ended
+    # normally has entered fewer of them than the ranks that are still waiting, they're waiting for
+    # this rank.
     waiting = max(
-        (r.entered for r in without_words if r.where is not None and r.where.number), default=0
+        (r.entered for r in unrecorded if r.where is not None and r.where.number), default=0
     )
-    left = [r for r in spoken if r.words == ExitKind.LEFT and r.entered < waiting]
+    left = [r for r in recorded if r.words == ExitKind.LEFT and r.entered < waiting]
     if len(left) == 1:
         return left, "left first (its script ended)"
     if left:
         return left, "left first (their scripts ended)"
-    if without_words and len(without_words) < len(records):
-        return without_words, _SILENTLY
-    for record in spoken:
+    # 4. Only some ranks wrote a last record.
+    if unrecorded and len(unrecorded) < len(records):
+        return unrecorded, _SILENTLY
+    # 5. All ranks wrote one.
+    for record in recorded:
         if record.words in (ExitKind.TERMINATED, ExitKind.INTERRUPTED, ExitKind.REPORTED):
             return [record], f"ended first ({record.text})"
-    if not without_words:
+    if not unrecorded:
         return [], "No rank says why it ended."
-    behind = [r for r in without_words if r.entered == min(s.entered for s in without_words)]
-    if len(behind) < len(without_words):
-        return behind, "had not come to where the others waited"
-    early = [r for r in without_words if r.last_s < max(s.last_s for s in without_words) - _BEAT_S]
+    # 6. No rank wrote one, e.g. because the launcher killed all of them when one had died.
+    behind = [r for r in unrecorded if r.entered == min(s.entered for s in unrecorded)]
+    if len(behind) < len(unrecorded):
+        return behind, "had not reached the operation in which the others waited"
+    # 7. All ranks were in the same exchange, so only time is left to tell them apart.
+    early = [r for r in unrecorded if r.last_s < max(s.last_s for s in unrecorded) - _BEAT_S]
     if early:
         return early, _SILENTLY
     return [], (
         "All ranks ended without a word within two seconds, after the same number of exchanges, so "
-        "their events do not say which one was first. Does the launcher's own message? Many "
-        "launchers end all ranks when one dies; `jaxcross launch` lets the others speak."
+        "their events do not say which one was first. The launcher's own message may say it. Many "
+        "launchers terminate all ranks when one dies; `jaxcross launch` gives the others time to "
+        "report."
     )
 
 
@@ -89,7 +118,7 @@ def _waiting(records: Sequence[RankRecord], but: Iterable[int]) -> str:
         where = record.where
         if record.rank not in but:
             places[
-                f"waited {record.place}" if where and where.number else f"stood {record.place}"
+                f"waited {record.place}" if where and where.number else f"ended {record.place}"
             ].append(record.rank)
     text = "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in sorted(places.items()))
     return f"{text[0].upper()}{text[1:]}." if text else ""

@@ -1,4 +1,4 @@
-"""Progress of a run as plain data, and as a file in the folder of events for other processes."""
+"""A run's progress as plain data. Rank 0 also writes it to a file that other processes can read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxcross.report.metric_files import flatten_metrics
 from jaxcross.report.units import number
 
 PROGRESS_FILE = "progress.json"
-"""The file that rank 0 replaces about once a second during a run."""
+"""A file in the event folder, which rank 0 replaces about once a second during a run."""
 
 VERSION = 1
 _MOST_BYTES = 4 << 20
 _MOST_JOBS = 10_000
 _LONGEST_TEXT = 200
 _PACE_S = 10.0
-_LATEST = 8  # entries to search for the loss, since evaluations may follow the step that logged it
+_LATEST = 8  # latest entries to search for the loss, as evaluations may have logged after it
 _WORDS = {
     "compile": "compiling",
     "compute": "computing",
@@ -38,17 +38,17 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
-    """One job at one moment, as observed on rank 0.
+    """The progress of one job at one moment, as observed on rank 0.
 
     Attributes:
         name: The job's name.
-        step: Number of steps done.
-        steps: Number of steps at the end of its loop; None if unknown.
-        steps_per_s: Its latest rate; None before the second step.
-        doing: What it does or waits for; "" if unknown.
+        step: Number of completed steps.
+        steps: Number of steps that its loop will make in total; None if unknown.
+        steps_per_s: Its current rate; None before the second step.
+        doing: What the job is doing or waiting for; "" if unknown.
         doing_s: For how many seconds it has been doing that.
-        metric: What it logged last, as text.
-        status: How it ended; "" before that.
+        metric: The latest value that it logged, as text.
+        status: How it ended; "" while it's running.
     """
 
     name: str
@@ -62,7 +62,7 @@ class JobProgress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until its last step at this rate; None if unknown."""
+        """Seconds until its last step at the current rate; None if unknown."""
         if self.status or not self.steps or not self.steps_per_s:
             return None
         return max(0, self.steps - self.step) / self.steps_per_s
@@ -70,12 +70,12 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """All jobs of a run at one moment.
+    """The progress of all jobs of a run at one moment.
 
     Attributes:
-        run: Identifies the processes of the ranks, as in their event files.
+        run: An identifier of the run, which is also in the ranks' event files.
         ranks: Number of ranks.
-        at_s: The moment, in seconds of the epoch.
+        at_s: The moment, in seconds since 1970.
         run_s: Seconds since the run began.
         over: Whether the run has ended.
         shown: False if the script doesn't want its progress to be shown.
@@ -91,21 +91,21 @@ class RunProgress:
     jobs: tuple[JobProgress, ...] = ()
 
     def to_json(self) -> str:
-        """Returns the text of the file."""
+        """Returns the content of the progress file."""
         return json.dumps({"jaxcross": VERSION, **asdict(self)}) + "\n"
 
 
 class StepRate:
-    """Steps per second of one job, over the last ten seconds and at least one step.
+    """Measures a job's steps per second, over the last ten seconds or at least one step.
 
-    Ignores the first step, because it compiles.
+    The first step isn't counted, because it includes compilation.
     """
 
     def __init__(self) -> None:
         self._changes: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float, steps_made: int) -> float | None:
-        """Receives the number of steps made until now. Returns the rate; None before two steps."""
+        """Takes the number of steps made so far. Returns the rate; None before the second step."""
         changes = self._changes
         if steps_made > (changes[-1][1] if changes else 0):
             changes.append((now_s, steps_made))
@@ -116,22 +116,24 @@ class StepRate:
         first_s, first = changes[0]
         last_s, last = changes[-1]
         length_s = last_s - first_s
-        # If the current step has taken more than twice as long as the earlier ones, include the
-        # time since the last step: a stall then lowers the rate.
+        # Normally we only count whole steps. But then a job that stalls would keep its old rate for
+        # ever. So once the current step has taken more than twice as long as the earlier ones, we
+        # also count the time since the last step, and the rate falls.
         overdue = (now_s - last_s) * (last - first) > 2 * length_s
         return (last - first) / (now_s - first_s if overdue else length_s)
 
 
 class LatestMetric:
-    """The latest value of one metric of a job. Only reads what was logged since the last call."""
+    """Finds the latest value of a job's metric. Each call only reads the entries that are new."""
 
     def __init__(self) -> None:
         self._seen = 0
         self._text = ""
 
     def look(self, history: Sequence[tuple[int, object]], name: str) -> str:
-        """Receives everything that the job has logged until now. Returns the metric as text; "" if
-        it hasn't been logged yet.
+        """Returns the latest value of the metric as text, or "" if it hasn't been logged yet.
+
+        `history` is everything that the job has logged so far.
         """
         new = history[self._seen :]
         for _, values in reversed(new):
@@ -139,20 +141,20 @@ class LatestMetric:
             if isinstance(value, int | float):
                 self._text = f"{name} {number(value)}"
                 break
-        # Not just `len(history)`: the job may have logged more since `new` was read. It may also
-        # have dropped entries.
+        # The job's thread may have appended entries since we read `new`. They'd be skipped if we
+        # set this to `len(history)`. The history may also have become shorter, hence the `min`.
         self._seen = min(self._seen + len(new), len(history))
         return self._text
 
 
 def metric_of(history: Sequence[tuple[int, object]]) -> str:
-    """Returns what a job logged last: its `loss`, even if an evaluation followed; else a number."""
+    """Returns a job's latest `loss`, even if an evaluation was logged since, or else a number."""
     texts = [metric_text(values) for _, values in reversed(history[-_LATEST:])]
     return next((text for text in texts if text.startswith("loss ")), texts[0] if texts else "")
 
 
 def metric_text(values: object) -> str:
-    """Returns one of the metrics that a job logged: `loss`, or else the first number."""
+    """Returns the metric to show: `loss` if the job logged it, otherwise its first number."""
     numbers = {
         key: value for key, value in flatten_metrics(values) if isinstance(value, int | float)
     }
@@ -161,7 +163,7 @@ def metric_text(values: object) -> str:
 
 
 def doing_text(what: str, *, local: bool) -> str:
-    """Returns words for an activity of a job, which has the flight recorder's name for it."""
+    """Describes a job's activity for readers, given the flight recorder's name for it."""
     if what in _WORDS:
         return _WORDS[what]
     if what.startswith("batch "):
@@ -170,7 +172,7 @@ def doing_text(what: str, *, local: bool) -> str:
 
 
 def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
-    """Reads the progress of the latest run in `folder`; None if no run has begun there.
+    """Reads the progress of the latest run in `folder`. Returns None if no run has begun there.
 
     Raises:
         ValueError: The file is damaged or of another version.
@@ -178,7 +180,7 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
     """
     path = Path(folder) / PROGRESS_FILE
     try:
-        # Open neither a link to elsewhere nor a pipe, which would wait for a writer.
+        # Don't follow symbolic links out of the folder, and don't block on a pipe without a writer.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
@@ -197,7 +199,10 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
 
 
 def _cleaned(run: RunProgress) -> RunProgress:
-    """Returns the progress with texts that can't move a terminal's cursor. Limits all lengths.
+    """Returns the progress without control characters and with shortened texts.
+
+    The file isn't trusted, and we print these texts to a terminal, where control characters could
+    move the cursor.
 
     Raises:
         ValueError: A number is NaN or infinite.

@@ -1,4 +1,4 @@
-"""Progress of a run as text: lines for a log, a table for a terminal."""
+"""A run's progress as text: as lines for a log, or as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxcross.report.progress import JobProgress, RunProgress
 from jaxcross.report.units import number
 
 MOST_LINES = 8
-"""Most jobs that get their own line in a log."""
+"""Maximum number of jobs that get their own line in a log."""
 
 _LASTING_S = 2.0
 _BAR = 16
@@ -39,7 +39,7 @@ def steps_text(job: JobProgress) -> str:
 
 
 def state_text(job: JobProgress) -> str:
-    """Returns how the job ended, or what it does or waits for, and for how long if that's long."""
+    """Returns how the job ended, or else what it's doing and, if that takes long, for how long."""
     if job.status or not job.doing:
         return job.status or ("" if job.step else "before its first step")
     lasting = job.doing_s >= _LASTING_S or job.doing == "compiling"
@@ -55,7 +55,7 @@ def job_line(job: JobProgress) -> str:
         and job.doing_s < _LASTING_S
         and job.doing not in ("compiling", "paused")
     ):
-        state = ""  # a normal moment of a step
+        state = ""  # nothing unusual: it's in the middle of a step
     parts = [
         f"step {steps_text(job)}" if job.step or job.steps is not None else "",
         f"{number(job.steps_per_s)} steps/s" if job.steps_per_s and not job.status else "",
@@ -67,7 +67,7 @@ def job_line(job: JobProgress) -> str:
 
 
 def run_lines(run: RunProgress) -> list[str]:
-    """Returns one line per job, and if there are too many jobs, one line for the rest."""
+    """Returns one line per job. If there are too many jobs, the last line sums up the others."""
     shown, rest = _first_jobs(run.jobs, MOST_LINES)
     stamp = f"[jaxcross {duration(run.run_s)}]"
     lines = [f"{stamp} {job_line(job)}" for job in shown]
@@ -75,11 +75,11 @@ def run_lines(run: RunProgress) -> list[str]:
 
 
 def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str) -> Group:
-    """Returns a title, a table with one row per job, and a line for the jobs without a row.
+    """Returns a title, a table with one row per job, and a line about the jobs without a row.
 
     Args:
         run: The progress.
-        width: Columns of the terminal.
+        width: Width of the terminal, in characters.
         most_jobs: Number of jobs that get their own row.
         title: The line above the table.
     """
@@ -127,14 +127,16 @@ _CELLS: dict[str, Callable[[JobProgress], Text]] = {
 }
 _NUMBERS = ("step", "steps/s", "left")
 _ROOM = {"step": 7, "steps/s": 7, "left": 10, "logged": 12, "now": 28}
-"""Characters reserved for longer texts to come, so that the columns don't move."""
+"""Minimum widths, in characters. They leave room for longer texts later, so that the columns don't
+move.
+"""
 
 _MOST = {"job": 30, "logged": 24}
 _LEAST = {"logged": 12, "job": 12, "now": 28}
-"""Characters to which columns shrink on a narrow terminal, in this order. Numbers are never cut."""
+"""Widths to which we shrink columns on a narrow terminal, in this order. Numbers are never cut."""
 
 _DROPPED = ("", "left", "logged", "steps/s")
-"""Columns that are left out if shrinking doesn't suffice, in this order."""
+"""If shrinking isn't enough, we leave out these columns, in this order."""
 
 
 def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
@@ -155,7 +157,7 @@ def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
 def _first_jobs(
     jobs: Sequence[JobProgress], most: int
 ) -> tuple[list[JobProgress], list[JobProgress]]:
-    """Returns the jobs to show, in their order, and the rest. Running jobs have priority."""
+    """Returns the jobs to show, in their original order, and the others. Prefers running jobs."""
     if len(jobs) <= most:
         return list(jobs), []
     order = sorted(range(len(jobs)), key=lambda n: (bool(jobs[n].status), not jobs[n].step, n))

@@ -15,21 +15,23 @@ SPAN_FIELDS = tuple(f.name for f in fields(Span))
 
 
 class Recorder(Instrument):
-    """An instrument that keeps this rank's latest spans. Never waits, and is thread-safe."""
+    """An instrument that keeps this rank's latest spans. Thread-safe, and never waits."""
 
     def __init__(self, limit: int = 200_000) -> None:
         self._spans: deque[Span] = deque(maxlen=limit)
         self._seen = 0
 
     def span(self, span: Span) -> None:
-        # `append` is atomic. The count isn't and may be off by a few, so `dropped` is only a hint.
+        # Appending to a deque is atomic, so this needs no lock. Incrementing the counter isn't
+        # atomic, so if several threads report spans, `dropped` may be off by a few.
         self._spans.append(span)
         self._seen += 1
 
     def spans(self) -> tuple[Span, ...]:
         """Returns the spans that were kept, oldest first."""
-        # Up to Python 3.11, a garbage collection may run other threads while `tuple` iterates.
-        # `copy` is a single call.
+        # Don't iterate over the deque itself: up to Python 3.11, a garbage collection during the
+        # iteration may let another thread run, which appends a span, and the iteration then raises.
+        # `copy` isn't interrupted.
         return tuple(self._spans.copy())
 
     @property
@@ -39,15 +41,16 @@ class Recorder(Instrument):
 
 
 def to_rows(spans: Iterable[Span]) -> list[list[Any]]:
-    """Returns spans as JSON rows, with columns in the order of `SPAN_FIELDS`."""
-    values = attrgetter(*SPAN_FIELDS)  # `dataclasses.astuple` makes deep copies: ten times slower
+    """Returns one JSON row per span, with its fields in the order of `SPAN_FIELDS`."""
+    # `dataclasses.astuple` would be ten times slower, because it makes deep copies.
+    values = attrgetter(*SPAN_FIELDS)
     return [list(values(span)) for span in spans]
 
 
 def from_rows(
     rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS
 ) -> tuple[Span, ...]:
-    """Inverts `to_rows`. `names` are the file's columns, perhaps those of an older version."""
+    """Inverts `to_rows`. `names` are the file's columns; an older version may have had others."""
     known = [(i, name) for i, name in enumerate(names) if name in SPAN_FIELDS]
     return tuple(Span(**{name: row[i] for i, name in known}) for row in rows)
 
@@ -55,10 +58,11 @@ def from_rows(
 def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
     """Returns the nanoseconds to add to each rank's clock to align it with the lowest rank's clock.
 
-    The ranks leave a blocking collective within a network latency of each other, so their ends tell
-    the offset. We take the median over all exchanges, which ignores the few where they didn't. A
-    rank that has no exchange in common keeps its own clock. Parameter-server messages don't count
-    as common.
+    A blocking collective ends on all ranks at nearly the same time, within a network latency. So
+    for each exchange in which two ranks took part, the difference between the recorded end times is
+    an estimate of their clock offset. In a few exchanges a rank leaves later than that, so we take
+    the median over all exchanges. If a rank shares no exchange with the lowest rank, its offset is
+    0. Parameter-server messages aren't used, because each rank sends its own.
     """
     ranks = sorted({span.rank for span in spans})
     ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)
@@ -75,10 +79,17 @@ def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
 
 
 def shifted(spans: Iterable[Span], offsets: dict[int, int]) -> tuple[Span, ...]:
-    """Returns the spans on the common clock."""
-    return tuple(
-        replace(s, start_ns=s.start_ns + d, end_ns=s.end_ns + d, ready_ns=s.ready_ns + d)
-        if (d := offsets[s.rank])
-        else s
-        for s in spans
-    )
+    """Returns the spans with their times converted to the common clock."""
+
+    def on_common_clock(span: Span) -> Span:
+        offset = offsets[span.rank]
+        if not offset:
+            return span
+        return replace(
+            span,
+            start_ns=span.start_ns + offset,
+            end_ns=span.end_ns + offset,
+            ready_ns=span.ready_ns + offset,
+        )
+
+    return tuple(map(on_common_clock, spans))

@@ -25,24 +25,25 @@ if TYPE_CHECKING:
     from jaxcross.plan import Difference, Prediction
 
 FORMAT = 2
-IN_TURN = "sequential"  # the policy that runs jobs one after the other: the usual baseline
-_MAX_SPANS = 1_000_000  # of all ranks together
+IN_TURN = "sequential"  # the policy that runs the jobs one after the other, as a baseline
+_MAX_SPANS = 1_000_000  # sum over all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A finished run. `print(report)` shows its table.
+    """The record of a finished run. `print(report)` shows it as a table.
 
     Attributes:
         spans: The spans of all ranks, on rank 0's clock.
         jobs: The jobs, in the order in which they were added.
-        wall_ns: Begin and end of the run, by rank, on rank 0's clock.
+        wall_ns: Begin and end of the run on each rank, in nanoseconds on rank 0's clock.
         policy: Name of the policy.
         placement: The device on which segments ran.
-        link: The link between the ranks. If it is emulated, this says so, and so does every output.
+        link: The link between the ranks. If the link is emulated, this text and all output say so.
         dropped: Number of spans that were discarded because there were too many.
-        fusion: Which jobs `jaxcross.fuse` has fused or not, and why.
-        rounds: The breakdown of the time (T, bound, losses), computed from the above.
+        fusion: Which jobs `jaxcross.fuse` fused and which it didn't, with the reasons.
+        rounds: The breakdown of the time: the length of a round, its bound and the losses. It's
+        computed from the other attributes.
     """
 
     spans: tuple[Span, ...]
@@ -80,26 +81,26 @@ class Report:
         control: Any | None = None,
         watch: AbstractContextManager[Any] | None = None,
     ) -> Report:
-        """Joins the spans of all ranks into a report.
+        """Gathers the spans of all ranks into a report.
 
-        With `control`, communicates and waits: all ranks must call it, on the thread that may use
-        `control`. The report is the same on every rank. Spans, times and `left_over` come from all
-        ranks, all other facts from rank 0. Keeps about a million spans of all ranks together, the
-        latest ones.
+        If `control` is given, this call communicates and waits: all ranks must make it, on the
+        thread that may use `control`. The returned report is identical across ranks. The spans, the
+        begin and end times and each job's `left_over` are gathered from all ranks; all other facts
+        are those of rank 0. Keeps only the latest spans, about a million over all ranks.
 
         Args:
             spans: This rank's spans, oldest first.
             jobs: The jobs of the run.
             start_ns: `time.monotonic_ns` of this rank when the run began.
-            end_ns: The same when it ended.
+            end_ns: The same clock when the run ended.
             rank: This rank.
             size: Number of ranks.
             policy: Name of the policy.
             placement: The device on which segments ran.
             link: The link between the ranks.
-            dropped: Number of this rank's spans that were discarded before.
-            control: `World.control`; None for a single-rank run.
-            watch: A context that is entered only for the wait.
+            dropped: Number of this rank's spans that have already been discarded.
+            control: `World.control`, or None for a single-rank run.
+            watch: A context manager that is active while this call waits for the other ranks.
 
         Raises:
             ValueError: There are several ranks but no `control`.
@@ -143,17 +144,18 @@ class Report:
         return tuple(sorted(self.wall_ns))
 
     def speedup(self, over: Report) -> float | None:
-        """Returns how many times shorter a job-step is here than in the other run.
+        """Returns how many times shorter a job-step is in this run than in `over`.
 
-        Returns None if one of the runs has no round. Doesn't check whether the runs are comparable:
-        if the machine was busy during one of them, the result is wrong. `Comparison` checks that.
+        Returns None if one of the runs has no round. Doesn't check whether the two runs are
+        comparable: if the machine was busy during one of them, the result is misleading.
+        `Comparison` does check this.
         """
         one = over.rounds.s_per_step
         other = self.rounds.s_per_step
         return one / other if one is not None and other else None
 
     def against(self, predicted: Prediction) -> Difference:
-        """Compares the run with its prediction, and attributes a longer round to causes.
+        """Compares the run with its prediction, and explains by what causes its round is longer.
 
         Args:
             predicted: A prediction of the same jobs under the same policy, from
@@ -169,7 +171,7 @@ class Report:
         return predicted.difference(self)
 
     def summary(self) -> dict[str, Any]:
-        """Returns the numbers of the table as plain data. Names include units."""
+        """Returns the numbers of the table as plain data. Their names include the units."""
         rounds = self.rounds
         return {
             "policy": self.policy,
@@ -220,9 +222,10 @@ class Report:
         }
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes summary, facts and all spans. `load` reads them back without loss.
+        """Writes the summary, facts about the jobs and all spans. `load` inverts it without loss.
 
-        JSON has no numbers for NaN and infinities, so the file has `"nan"`, `"inf"` or `"-inf"`.
+        JSON has no numbers for NaN and infinities, so the file contains the strings `"nan"`,
+        `"inf"` and `"-inf"` instead.
         """
         content = {
             "format": FORMAT,
@@ -241,7 +244,7 @@ class Report:
         """Reads a file that `to_json` wrote.
 
         Raises:
-            ValueError: The file holds something else.
+            ValueError: The file isn't such a report.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -286,13 +289,14 @@ class Report:
         *,
         window: tuple[float, float] | None = None,
     ) -> Path:
-        """Draws the lanes over time as a PNG. With `compare`, draws that run above this one.
+        """Draws the lanes over time as a PNG. If `compare` is given, draws that run above this one.
 
         Args:
             path: Where to write the PNG.
             compare: Another run of the same jobs, drawn on the same time axis.
-            window: Begin and end in seconds since the run began. If None, starts when the jobs are
-                in steady state and ends while single pieces of work are still distinguishable.
+            window: Begin and end of the picture, in seconds since the run began. If None, the
+            picture starts when the jobs are in steady state, and ends early enough that single
+            segments can be told apart.
 
         Raises:
             ValueError: `window` doesn't end after it begins, or `compare` has other jobs.
@@ -324,7 +328,7 @@ class Report:
 
 
 def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]:
-    """Joins the ranks' lists of jobs: `left_over` from all ranks, the rest from rank 0."""
+    """Joins the ranks' lists of jobs. Concatenates `left_over`, and takes the rest from rank 0."""
     left_over: dict[str, list[int]] = {}
     for jobs in ranks:
         for job in jobs:
@@ -335,7 +339,7 @@ def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]
 
 
 def _read_facts(job: dict[str, Any]) -> JobSummary:
-    """Inverts `asdict` for a job whose floats may be spelled out."""
+    """Inverts `asdict` for a job, in whose data NaN and infinities may be strings."""
     numbers = {key: unspelt(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
     metrics = {key: unspelt(value) for key, value in job.get("metrics", {}).items()}
     return record({**job, **numbers, "metrics": metrics}, JobSummary)

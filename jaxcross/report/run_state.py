@@ -1,4 +1,4 @@
-"""Reads the state of a run from its folder of events: how far it is, or how it ended."""
+"""Reads the state of a run from its event folder: how far it is, or how it ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxcross.report.event_files import Begun, RankRecord, read_event_files
 from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
 
 TAIL_BYTES = 64 << 10
-"""How much is read from the end of each rank's event file, so that a look is cheap even if the run
-is long.
+"""How many bytes we read from the end of each rank's event file. Reading only the end makes
+frequent polling cheap, even if the run is long.
 """
 
 _GONE_S = 5.0
@@ -30,9 +30,9 @@ class RunState:
 
     Attributes:
         records: The ranks' records, from the ends of their event files.
-        run: How far its jobs are; None if no jobs have been run so far.
+        run: How far its jobs are; None if it hasn't run any jobs so far.
         ended: Whether its processes have ended, as far as we can tell from here.
-        how: How they ended, or what is wrong.
+        how: How its processes ended, or what is wrong.
         skipped: Why a rank's event file could not be read, by rank.
     """
 
@@ -44,10 +44,10 @@ class RunState:
 
 
 def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
-    """Reads the state of the latest run in `folder` at `now_s`, in seconds of the epoch.
+    """Reads the state of the latest run in `folder` at the time `now_s`, in seconds since 1970.
 
     Raises:
-        ValueError: The folder holds no event files, or none that this version can read.
+        ValueError: The folder contains no event files that this version can read.
         OSError: The folder can't be read.
     """
     skipped: dict[int, str] = {}
@@ -62,9 +62,10 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
-    """Reads how far the latest run in `folder` is; None if no run has begun.
+    """Reads how far the latest run in `folder` is. Returns None if no run has begun.
 
-    Only reads event files if a job has been waiting.
+    The progress file doesn't say for which ranks a job is waiting, but the event files do. Since
+    there's one event file per rank, we only read them if a job has been waiting for a while.
 
     Raises:
         ValueError: A file is damaged or of another version.
@@ -107,8 +108,11 @@ _ENDS: dict[str, str] = {
 
 
 def with_late_ranks(run: RunProgress, records: Sequence[RankRecord]) -> RunProgress:
-    """Returns the progress with the names of the ranks that rank 0 waits for, if their event files
-    show which ranks these are. Pure.
+    """Adds which ranks each job of rank 0 is waiting for, if the event files show it.
+
+    The progress comes from rank 0, which only knows that it's waiting for others. The event files
+    of the other ranks show which of them haven't begun the same operation yet. Returns a new
+    object.
     """
     if run.over or not 1 < len(records) <= _MOST_RANKS or records[0].rank != 0:
         return run

@@ -1,7 +1,8 @@
-"""Finds the part of a run to measure: a stretch of one rank's time with whole rounds of its jobs.
+"""Finds the part of a run to measure: a stretch of time that consists of whole rounds.
 
-Measuring from an arbitrary moment to another would count parts of steps. So a stretch begins and
-ends where a step ends, and contains the same number of steps of every job if possible.
+If we measured between two arbitrary moments, we'd count parts of steps, and the result would depend
+on which parts these are. So we measure from the end of one step to the end of another step. If
+possible, we choose these such that every job makes the same number of steps in between.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Stretch:
     """A stretch of time on one rank, from the end of one step to the end of another.
 
     Attributes:
-        window: Its begin and end.
-        steps: For each job, the number of steps that ended in it; all above 0.
+        window: Begin and end, in nanoseconds.
+        steps: For each job, the number of its steps that ended within the window. All are positive.
     """
 
     window: Interval
@@ -31,14 +32,15 @@ class Stretch:
 
     @property
     def rounds(self) -> float:
-        """Number of rounds. A round has as many steps as there are jobs; one of each, if all jobs
-        made the same number of steps.
+        """The number of rounds, where a round has as many steps as there are jobs.
+
+        If all jobs made the same number of steps, a round consists of one step of every job.
         """
         return sum(self.steps.values()) / len(self.steps)
 
     @classmethod
     def own(cls, timeline: Timeline, job: str) -> Self | None:
-        """Returns a job's steady state: from the end of its first step to the end of its last one.
+        """Returns a job's steady state, from the end of its first step to the end of its last step.
 
         Returns None if the job made fewer than two steps.
         """
@@ -49,13 +51,17 @@ class Stretch:
 
     @classmethod
     def shared(cls, timeline: Timeline, jobs: Sequence[str]) -> Self | None:
-        """Returns the longest stretch of whole rounds that the jobs made alongside each other.
+        """Returns the longest stretch of whole rounds in which all jobs were running.
 
-        All jobs are past their first step and none has ended. We look for two ends of the same
-        job's steps at which every other job is equally far ahead of it: between them, all jobs made
-        the same number of steps. If the jobs progress at unequal rates, there is no such stretch or
-        only a short one, and we use all whole steps of the slowest job instead. Returns None if the
-        jobs were never in steady state together for that long.
+        We only consider the time after every job has completed its first step and before any job
+        completes its last one. In it, we look for two step ends of the same job between which all
+        jobs made the same number of steps. To find them without comparing all pairs, we note at
+        each step end how many steps every other job is ahead: if these numbers are the same at two
+        step ends, all jobs made equally many steps in between.
+
+        If the jobs progress at unequal rates, no such pair exists, or only one that spans a short
+        time. In that case we measure over all whole steps of the slowest job instead. Returns None
+        if the slowest job made no whole step in this time.
         """
         every = {job: _ends(timeline, job) for job in jobs}
         low = max(ends[0] for ends in every.values())
@@ -76,7 +82,9 @@ class Stretch:
                     rounds = index - start
         whole = inside[slowest]
         most = len(whole) - 1
-        # If a stretch is far shorter than the steps that end in it, its ends are a coincidence.
+        # Several steps may end within a short time by coincidence, e.g. when two slow jobs happen
+        # to end a step together. Such a stretch is far shorter than the steps that end in it, so
+        # its length says nothing about the jobs' rates.
         longest = max(_steps_ended(ends, begin, end) for ends in every.values()) if rounds else 0
         if 2 * rounds >= max(most, 1) and end > begin and 2 * (end - begin) >= longest:
             return cls((begin, end), dict.fromkeys(jobs, rounds))
@@ -91,11 +99,12 @@ class Stretch:
 
 
 def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns the sets of at least two jobs that were in steady state at the same moment.
+    """Returns the sets of two or more jobs that were in steady state at the same time.
 
-    Larger sets come first, then those that were together for longer. For each set, also returns the
-    sets that remain without its slowest jobs, because while a slow job makes no whole step, the
-    others may make many.
+    Larger sets come first; among sets of the same size, those that were together for longer. For
+    each set, we also return the subsets that remain after removing the slowest job, the two slowest
+    jobs, and so on. If a slow job doesn't complete a single step, the whole set can't be measured,
+    but the other jobs may have made many steps in the meantime.
     """
     reach = {job: own.window for job in jobs if (own := Stretch.own(timeline, job)) is not None}
     moments = sorted({at for window in reach.values() for at in window})
@@ -131,8 +140,9 @@ def at_work_together(timeline_spans: Sequence[Interval]) -> int:
 
 
 def _steps_ended(ends: list[int], begin: int, end: int) -> int:
-    """Returns the nanoseconds of the steps that end after `begin` and no later than `end`. The
-    first of these steps may start before `begin`.
+    """Returns the total length of the steps that end after `begin` and no later than `end`.
+
+    The first of these steps counts in full, even if it starts before `begin`.
     """
     return ends[bisect_right(ends, end) - 1] - ends[bisect_right(ends, begin) - 1]
 

@@ -1,4 +1,4 @@
-"""The numbers of a run: facts about each job, its timing, and the breakdown of the whole time."""
+"""A run's numbers: facts about each job, each job's timing, and the breakdown of the whole time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOST_TIME = {
     "host": "a job was compiling, saving, or in other work on the host",
     "other": "not explained by the spans",
 }
-"""The named parts of `period - bound`, in the order in which they are shown."""
+"""The causes to which `period - bound` is attributed, in the order in which they're shown."""
 
 BRIEF = 0.1
-"""Share of a run below which a measured part needs a warning, and share of the longest stretch
-below which a set of jobs gives way to another set.
+"""If we measured less than this share of the run, we print a warning. Also, if a set of jobs was
+together for less than this share of the time of another set, we measure the other set.
 """
 
 
@@ -33,25 +33,26 @@ class JobSummary:
 
     Attributes:
         name: The job's name.
-        steps: Number of steps that it made in this run.
-        examples_per_step: Examples that all ranks together use per step; None if unknown.
+        steps: Number of steps made in this run.
+        examples_per_step: Number of examples per step, summed over all ranks; None if unknown.
         final_loss: The last loss that it logged.
-        metrics: Last values of everything else that it logged.
-        how: Its final status: `ended`, `stopped early`, `stopped`, `failed` or `ejected`, on all
-            ranks after step `last_step`.
+        metrics: The last value of each other metric that it logged.
+        how: Its final status: `ended`, `stopped early`, `stopped`, `failed` or `ejected`. It's the
+        same on all ranks, and was reached after step `last_step`.
         why: The reason, if it stopped early, failed or was ejected.
-        skipped: How many of `steps` kept the state, because the values that they exchanged weren't
-            finite.
+        skipped: How many of the `steps` left the state unchanged, because the values that they
+        exchanged weren't finite.
         replicas: Whether all ranks ended with the same state: `equal`, `differ ...` with the first
-            leaf that differs, or `not compared: ...` with the reason. Empty for a single rank, and
-            for jobs without a state.
-        first_step: Number of steps of earlier runs that this run resumed from.
+        leaf that differs, or `not compared: ...` with the reason. Empty if there's only one rank or
+        if the job has no state.
+        first_step: Number of steps that earlier runs had made when this run resumed from their
+        checkpoint.
         unit: The unit of examples: `images` or `examples`.
-        program: The program that most steps ran: `graph` (its segments), `steps` (how many ran it)
-            and its `memory` on rank 0 by XLA's figures (`jaxcross.plan.JobMemory`). None without
-            steps.
-        left_over: Ranks that had a batch ready when a loop ended because another rank's data had
-            ended. That batch was not used.
+        program: The program that most steps ran: `graph` (its segments), `steps` (how many steps
+        ran it) and `memory` (how much memory it needs on rank 0 according to XLA, as
+        `jaxcross.plan.JobMemory`). None if the job made no steps.
+        left_over: Ranks with an unused batch. A loop ends on all ranks as soon as one rank's data
+        is exhausted, and these ranks had their next batch ready at that time.
     """
 
     name: str
@@ -70,39 +71,39 @@ class JobSummary:
 
     @property
     def is_carried(self) -> bool:
-        """Whether the program carries an exchange: it exchanges the previous step's values.
+        """Whether the job's step exchanges values of the previous step.
 
-        A step of such a program computes at the same time.
+        Such an exchange is called carried. It runs while the current step computes.
         """
         return self.program is not None and bool(StepGraph.from_data(self.program["graph"]).carried)
 
     @property
     def last_step(self) -> int:
-        """The job's last step, counting those of earlier runs."""
+        """The number of the job's last step, where the steps of earlier runs are counted, too."""
         return self.first_step + self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTiming:
-    """One job's share of a run.
+    """The timing of one job.
 
-    Seconds are per step, measured over the same steps as the round. If there is no round, or the
-    job takes no part in it, they are measured over the job's own steady state.
+    All times are seconds per step. If the job takes part in the round, we measure them over the
+    same steps as the round. Otherwise we measure them over the job's own steady state.
 
     Attributes:
         facts: The facts from the runner.
-        period_s: From the end of one step to the end of the next; 0 if the job made fewer than two
-            steps.
+        period_s: Time from the end of one step to the end of the next; 0 if the job made fewer than
+        two steps.
         compute_s: Compute time per step, averaged over ranks.
-        exchange_s: Exchange time per step, without waiting for other ranks.
-        hidden_share: Share of its exchange time (including waiting) during which any job computed
-            on the same rank.
-        bytes_per_step: Bytes that one rank hands to the wire per step, over the whole run, without
-            those of evaluations.
-        steps_per_round: Number of its steps per round: 1 if all jobs made the same number of steps,
-            0 if it takes no part in the round.
-        other_calls: Number of its calls that exchange but aren't steps, such as evaluations.
-        bytes_per_other_call: Bytes that one rank hands to the wire per such call.
+        exchange_s: Exchange time per step, averaged over ranks, without waiting for other ranks.
+        hidden_share: Share of the job's exchange time (including waiting) in which this job or
+        another one computed on the same rank.
+        bytes_per_step: Number of bytes that one rank hands to the wire per step, averaged over the
+        whole run. Evaluations don't count.
+        steps_per_round: Number of the job's steps per round: 1 if all jobs made the same number of
+        steps, 0 if this job takes no part in the round.
+        other_calls: Number of calls that exchanged but aren't steps, such as evaluations.
+        bytes_per_other_call: Number of bytes that one rank hands to the wire per such call.
     """
 
     facts: JobSummary
@@ -117,46 +118,51 @@ class JobTiming:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Its steps per second; None if it made fewer than two steps."""
+        """The job's steps per second; None if it made fewer than two steps."""
         return 1 / self.period_s if self.period_s else None
 
     @property
     def examples_per_s(self) -> float | None:
-        """Its examples per second; None also if the number of examples per step is unknown."""
+        """The job's examples per second.
+
+        None if the job made fewer than two steps, or if the number of examples per step is unknown.
+        """
         per_step = self.facts.examples_per_step
         return per_step / self.period_s if self.period_s and per_step is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """The breakdown of the time of a whole run.
+    """Where the time of a whole run went.
 
-    If the jobs were never in steady state together, there is no round: `period_s`, `bound_s` and
-    everything that follows from them are None, and `lost_s` is empty.
+    We measure the round while several jobs are in steady state at the same time. If this never
+    happened in the run, there's no round, so `period_s`, `bound_s` and everything derived from them
+    are None, and `lost_s` is empty.
 
     Attributes:
         jobs: The timing of each job.
-        period_s: T, the measured length of a round on the rank that decides it. A round is one step
-            of every job. If jobs progress at unequal rates, it has as many steps as there are jobs,
-            in the proportion in which the jobs made them.
-        bound_s: max(sum c, sum m, max(c + m)) of the measured means: no order of the same work is
-            faster. If a job overlaps with itself (a backward pass cut into several exchanges), its
-            c + m is shorter accordingly. None also if a job of the round trains with a parameter
-            server, because the job's step is its own bound.
-        bottleneck: The term that sets the bound: `compute`, `exchange` or `chain` (a critical
-            path); "" without a round.
-        lost_s: `period_s - bound_s` by cause. Its keys are those of `LOST_TIME`. No value is
-            negative, and the values add up to the difference.
-        input_share: How the jobs' waiting for batches is divided among the levels of storage that
-            caused it. The rest is preparing the batches.
-        hidden_share: Share of all jobs' exchange time that was covered by computation.
-        rounds: Number of measured rounds on that rank.
-        in_turn: Whether the round consists of jobs that ran one after the other because of their
-            policy.
-        steady_share: Share of the run that was measured.
+        period_s: T, the measured length of a round on the slowest rank, i.e. the rank with the
+        highest bound. A round is one step of every job. If the jobs progress at unequal rates, a
+        round has as many steps as there are jobs, in the proportion in which the jobs made them.
+        bound_s: The shortest round that any order of the same work could achieve. It's max(sum c,
+        sum m, max(c + m)), where c and m are each job's compute and exchange time per round,
+        averaged over ranks. If a job overlaps with itself (e.g. a backward pass cut into several
+        exchanges), its c + m is shorter accordingly. None if there's no round. Also None if a job
+        of the round trains with a parameter server: we only see each of its steps as a whole, so
+        the bound would be equal to the round.
+        bottleneck: The largest of the three terms, which sets the bound: `compute`, `exchange` or
+        `chain` (the longest critical path of a job). "" if there's no bound.
+        lost_s: The time `period_s - bound_s`, divided among the causes in `LOST_TIME`. No value is
+        negative, and the values add up to the difference.
+        input_share: For each storage level, the share of the jobs' waiting for batches that it
+        caused. The rest of the waiting was for the batches to be prepared.
+        hidden_share: Share of all jobs' exchange time in which any job computed on the same rank.
+        rounds: Number of rounds measured on that rank.
+        in_turn: Whether the policy ran the jobs one after the other.
+        steady_share: Share of the run over which the round was measured.
         shared_share: Share of the run in which at least two jobs were at work, including compiling.
-        start_up_s: Seconds of the run in which no job was in its steady state: compiling, first
-            steps, winding up.
+        start_up_s: Seconds of the run in which no job was in steady state, because jobs were
+        compiling, making their first steps or winding up.
         wall_s: Seconds of the whole run on the rank that took longest.
     """
 
@@ -200,7 +206,7 @@ class TimeBreakdown:
 
     @property
     def examples_per_s(self) -> float | None:
-        """Examples per second of all jobs; None if one is unknown or their units differ."""
+        """Examples per second of all jobs together; None if one is unknown or the units differ."""
         per_step = [job.facts.examples_per_step for job in self.crossed]
         known = [n for n in per_step if n is not None]
         if (

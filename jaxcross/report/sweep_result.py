@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_FAILURES = 5
 _INK = "#222222"
-# Outcome of a trial -> colour, line, and mark at its end.
+# Maps the outcome of a trial to the colour and style of its line, and to the mark at its end.
 _LOOKS = {
     "best": ("#0072B2", "-", "o"),
     "finished": ("#8C8C8C", "-", ""),
@@ -39,15 +39,16 @@ class SweepTrial:
     """One trial.
 
     Attributes:
-        number: Number of the trial, from 0, in the order in which the search was asked for trials.
-        name: The name of its job, and of its files.
-        params: Its parameters.
+        number: Number of the trial. We count from 0, in the order in which the search proposed the
+        trials.
+        name: Name of the trial's job and of its files.
+        params: The trial's parameters.
         status: `finished`, `pruned`, `failed`, or `stopped` by `job.stop`.
-        step: Number of steps that it made.
-        value: The last value of the metric that it logged; None if it logged none.
-        digest: A digest of its final state on all ranks, if it finished.
-        error: Why it failed.
-        values: The metric as pairs `(step, value)`.
+        step: Number of steps that the trial made.
+        value: The last logged value of the metric; None if it was never logged.
+        digest: A digest of the final state on all ranks, if the trial finished.
+        error: Why the trial failed.
+        values: All logged values of the metric, as pairs `(step, value)`.
     """
 
     number: int
@@ -63,19 +64,19 @@ class SweepTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """The outcome of a sweep. Identical across ranks, except that states may be rank-local.
+    """The outcome of a sweep. Identical across ranks, except that `state` may be rank-local.
 
     Attributes:
         metric: The metric by which trials are compared.
-        mode: `max` or `min`.
-        trials: All trials, by number.
-        best: The finished trial with the best last value; the first if several are equal. None if
-            no trial finished with a value other than NaN.
-        state: The best trial's final state, if it ended in this process. None if it ended before a
-            restart; in that case,
-            `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)` reads it,
-            where `state` is any state with the same structure.
-        reports: Reports of the runs, usually one.
+        mode: `max` if larger values are better, otherwise `min`.
+        trials: All trials, sorted by number.
+        best: The finished trial with the best last value; if several are equal, the first of them.
+        None if no trial finished with a value other than NaN.
+        state: The best trial's final state. None if the trial ended before the sweep was restarted,
+        since the state isn't in this process then. In that case, read it with
+        `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)`, where `state` is
+        any state with the same structure.
+        reports: The reports of the sweep's runs. Usually there's only one run.
     """
 
     metric: str
@@ -87,8 +88,10 @@ class SweepResult:
 
     @property
     def ranked(self) -> list[SweepTrial]:
-        """The trials, best first: finished ones, then pruned, stopped and failed ones, of which
-        those that made more steps come first.
+        """The trials, best first.
+
+        Finished trials come first, sorted by their last value. Then come the pruned, the stopped
+        and the failed trials. Within each of these groups, trials that made more steps come first.
         """
         sign = -1 if self.mode == "max" else 1
 
@@ -184,18 +187,18 @@ def _title(result: SweepResult) -> str:
 
 
 def headline(result: SweepResult) -> str:
-    """Returns one line that says which trial is best."""
+    """Returns one line that says which trial is the best."""
     if result.best is None:
         return f"No trial has finished with a number as `{result.metric}`."
-    words = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
+    settings = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
     return (
-        f"Best: {words}, with {result.metric} {exact(result.best.value)} after {result.best.step} "
-        "steps."
+        f"Best: {settings}, with {result.metric} {exact(result.best.value)} after "
+        f"{result.best.step} steps."
     )
 
 
 def exact(value: float | None) -> str:
-    """Returns four significant digits, because trials often differ in the third."""
+    """Formats a value with four significant digits, because trials often differ in the third."""
     if value is None:
         return "-"
     return f"{value:.4g}"
@@ -222,7 +225,7 @@ def _draw(
         best: The number of the best trial, if there is one.
         metric: The metric that the trials logged.
         mode: `max` or `min`.
-        answer: The answer to the question which trial is best, for the title.
+        answer: A line that says which trial is the best, for the title.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -265,7 +268,7 @@ def _draw(
 
 
 def _legend(axes: Axes, labels: Mapping[str, int]) -> None:
-    """Names the outcomes that occur, in a fixed order, with the number of trials of each."""
+    """Draws a legend of the outcomes that occur, in a fixed order, with their numbers of trials."""
     handles, names = axes.get_legend_handles_labels()
     found = dict(zip(names, handles, strict=True))
     order = [label for label in _LOOKS if label in labels]

@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""The table that is printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from jaxcross.report.report import Report
 
 WIDTH = 110
-"""Most characters per line, even if there is no terminal."""
+"""Maximum number of characters per line, even if the output isn't a terminal."""
 
 _NAME = 24
 _TEXT = 8
-"""Room for texts on a narrow terminal, in characters: for the name of a row, and for other texts.
-Longer texts are broken.
+"""Column widths on a narrow terminal, in characters: `_NAME` for the name of a row, `_TEXT` for
+other texts. Longer texts are wrapped.
 """
 
 
 def printed_text(group: Group, most: int = WIDTH) -> str:
-    """Returns text without colour, no wider than `most` characters and the terminal.
+    """Returns text without colours, which fits into the terminal and into `most` characters.
 
-    If a table is wider than that, it is printed without lines and its texts are broken. If its
-    numbers still don't fit, it is split into several tables, each of which starts with the names of
-    the rows.
+    If a table doesn't fit, we first drop its lines and wrap its texts. Numbers are never wrapped,
+    so if the numbers still don't fit, we split the table into several tables. Each of them repeats
+    the columns with the names of the rows.
     """
     out = io.StringIO()
     width = min(most, screen_width(os.environ) or most)
@@ -55,7 +55,7 @@ def printed_text(group: Group, most: int = WIDTH) -> str:
 
 
 def as_html(group: Group) -> str:
-    """Returns the same text and tables for a notebook, which can scroll if they are too wide."""
+    """Returns the text and tables as HTML for a notebook, in which you can scroll a wide table."""
     console = Console(
         file=io.StringIO(), width=1000, record=True, force_terminal=False, force_jupyter=False
     )
@@ -65,7 +65,7 @@ def as_html(group: Group) -> str:
 
 
 def _narrow(table: Table, width: int) -> list[Table]:
-    """Returns a table without lines, split into as many parts as its numbers require."""
+    """Returns a table without lines, split into as many tables as its numbers require."""
     n_texts = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1)
     n_names = max(
         n_texts, 1 + next((n for n, column in enumerate(table.columns) if column.header), 0)
@@ -86,13 +86,13 @@ def _narrow(table: Table, width: int) -> list[Table]:
 
 
 def _room(column: Column, text: int) -> int:
-    """Returns the least width of a column. Numbers are never broken, texts at `text` characters."""
+    """Returns a column's minimum width. Numbers are never wrapped, texts at `text` characters."""
     widest = max(cell_len(str(cell)) for cell in (column.header, column.footer, *column.cells))
     return widest if column.justify == "right" else min(widest, text)
 
 
 def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
-    """Returns a table with some of another table's columns."""
+    """Returns a table without lines, with some columns of another table."""
     part = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_footer=table.show_footer)
     for column in columns:
         right = column.justify == "right"
@@ -107,9 +107,10 @@ def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
 
 
 def screen_width(environ: Mapping[str, str]) -> int:
-    """Returns the width of the terminal, or `COLUMNS` from the environment; 0 for a file.
+    """Returns `COLUMNS` from the environment, or else the terminal's width; 0 if there's neither.
 
-    `jaxcross launch` sets the variable for its ranks, because they write to a pipe.
+    The ranks of `jaxcross launch` write to a pipe and so can't ask for the terminal's width.
+    `jaxcross launch` therefore sets `COLUMNS` for them.
     """
     text = environ.get("COLUMNS", "")
     if text.isdecimal():
@@ -121,7 +122,7 @@ def screen_width(environ: Mapping[str, str]) -> int:
 
 
 def render(report: Report) -> Group:
-    """Returns the title, one row per job, the total, and where the time went."""
+    """Returns a title, a table with one row per job and the total, and where the time went."""
     rounds = report.rounds
     counted = any(job.facts.examples_per_step is not None for job in rounds.jobs)
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
@@ -156,16 +157,16 @@ def render(report: Report) -> Group:
 
 
 def unit(jobs: Sequence[JobTiming]) -> str:
-    """Returns the unit of the jobs' examples; `examples` if there are several units."""
+    """Returns the unit of the jobs' examples, or `examples` if the units differ."""
     units = {job.facts.unit for job in jobs if job.facts.examples_per_step is not None}
     return units.pop() if len(units) == 1 else "examples"
 
 
 def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
-    """Returns a job's steps, steps/s, examples/s, compute, exchange and hidden share.
+    """Returns the cells of a job: steps, steps/s, examples/s, compute, exchange and hidden share.
 
-    For a job that takes no part in the round, returns only the steps, because the rows would not
-    add up to the last row otherwise.
+    If the job takes no part in the round, all cells but the steps are `-`. The last row of the
+    table sums up the round, so numbers of such a job would make the column not add up.
     """
     facts = job.facts
     steps = str(facts.steps)
@@ -178,7 +179,7 @@ def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
 
 
 def totals(rounds: TimeBreakdown) -> list[str]:
-    """Returns the same cells for all jobs together: sums per round, if there is a round."""
+    """Returns the cells of the last row: sums per round if there's a round, otherwise `-`."""
     steps = str(sum(job.facts.steps for job in rounds.jobs))
     if not rounds.period_s:
         return [steps, *["-"] * 5]
@@ -193,7 +194,7 @@ def totals(rounds: TimeBreakdown) -> list[str]:
 
 
 def a_round(rounds: TimeBreakdown) -> str:
-    """Returns a description of the steps in a round."""
+    """Returns a description of which steps make up a round."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
         if len(rounds.crossed) == len(rounds.jobs):
             return "one step of every job"
@@ -204,7 +205,7 @@ def a_round(rounds: TimeBreakdown) -> str:
 
 
 def too_small(rounds: TimeBreakdown) -> str:
-    """Returns a warning if the jobs' votes take longer than crossover could save; "" otherwise."""
+    """Returns a warning if the votes take longer than overlapping could save, otherwise ""."""
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
         return ""
@@ -240,8 +241,8 @@ def _footnotes(report: Report) -> list[str]:
     )
     if rounds.period_s is not None and rounds.steady_share < BRIEF:
         lines.append(
-            "So short a stretch may not stand for the run: jobs may go at other rates in the rest "
-            "of it."
+            "So short a time may not be representative: jobs may progress at other rates in the "
+            "rest of the run."
         )
     replicas = dict.fromkeys(job.replicas for job in report.jobs if job.replicas)
     for text in replicas:
@@ -351,9 +352,9 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
 
 
 def _level(rounds: TimeBreakdown, cause: str) -> str:
-    """Names the level of storage that batches waited for longest; "" if those waits were short.
+    """Names the storage level that caused the most waiting for batches.
 
-    Also returns "" for other causes than `input`.
+    Returns "" if it caused little waiting, or if the cause isn't `input`.
     """
     level = max(rounds.input_share, key=lambda each: rounds.input_share[each], default="")
     if cause != "input" or not level or rounds.input_share[level] < BRIEF:

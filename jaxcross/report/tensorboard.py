@@ -1,4 +1,4 @@
-"""The metrics of a run as TensorBoard's event files, by tensorboardX, without TensorFlow."""
+"""Writes a run's metrics for TensorBoard. Uses tensorboardX, so TensorFlow isn't needed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from jaxcross.report.metric_files import flatten_metrics
 class TensorBoard(Instrument):
     """Writes the numbers that jobs log to event files, with one folder per job.
 
-    Pass it to `instruments` on one rank only. After a restart, TensorBoard shows the new values
-    from the first step that is logged again. The last seconds of a killed run may be missing.
+    Pass it to `instruments` on one rank only. When a run resumes from a checkpoint, it logs some
+    steps a second time; from the first of these on, TensorBoard shows only the new values. If a run
+    is killed, the values of its last seconds may be missing.
 
     Args:
         folder: The folder for `tensorboard --logdir`.
@@ -46,7 +47,8 @@ class TensorBoard(Instrument):
         if writer is None:
             from tensorboardX import SummaryWriter
 
-            # `purge_step` makes TensorBoard hide what a killed run logged from this step on.
+            # `purge_step` tells TensorBoard to hide earlier values from this step on. A killed run
+            # may have logged these steps before, and this run logs them again.
             writer = SummaryWriter(
                 str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
             )
@@ -58,16 +60,17 @@ class TensorBoard(Instrument):
     def note(
         self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
     ) -> None:
-        """Writes what is left of a job that has ended. Waits for the disk."""
+        """Writes the remaining values of a job that has ended. Waits for the disk."""
         del step, value
         if kind not in ("done", "closed"):
             return
         writer = self._writers.pop(job, None)
         if writer is not None:
-            writer.close()  # `flush` would leave out what its thread hasn't processed yet
+            # `flush` would leave out values that the writer's thread hasn't processed yet.
+            writer.close()
 
     def close(self) -> None:
-        """Writes what is left of the other jobs. Also called when the process exits."""
+        """Writes the remaining values of all other jobs. Also called when the process exits."""
         while jobs := list(self._writers):
-            for job in jobs:  # a remaining thread may note the end of a job at the same time
+            for job in jobs:  # another thread may call `note` for one of these at the same time
                 self.note(job=job, kind="closed")

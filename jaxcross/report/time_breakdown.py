@@ -1,23 +1,30 @@
-"""Compares what a run achieved with its bound, and explains the difference. Pure functions.
+"""Compares the length of a run's rounds with the bound, and explains the difference.
 
-**Round.** A round is one step of every job. It is measured over whole rounds, while all jobs are in
-steady state alongside each other: after the latest end of a first step (which compiles and touches
-every page for the first time) and before the earliest end of a last step. If there is no such time
-or hardly any, the round covers the largest set of jobs for which there is. If jobs run one after
-the other because of their policy, the round is the sum of their own steps, so `Sequential` and
-crossover are measured by the same rule. In all other cases there is no round, and none is reported.
+**Round.** A round is one step of every job. We measure whole rounds while all jobs are in steady
+state at the same time: after every job has completed its first step (in which it compiles, and
+touches each memory page for the first time), and before any job completes its last step. If this
+time is missing or very short, the round covers only the largest set of jobs for which it isn't.
 
-**Bound.** The bound is the work of the lanes during the same stretch of time on which the round is
-measured. A lane does one thing at a time, so it can't have worked for longer than the round took.
-Hence no round is shorter than its bound.
+If the policy runs the jobs one after the other, they are never in steady state together. In that
+case the round is the sum of each job's own step. This way, both `Sequential` and crossover are
+measured with the same rule, and can be compared. In all other cases, there's no round and we report
+none.
 
-**Losses.** On the rank that decides the round, the time in which the bottleneck lane (or the
-longest job) did not work is divided among causes, so that the causes add up to the difference
-between round and bound.
+**Bound.** A lane does one thing at a time, so a round takes at least as long as the work of the
+busiest lane. It also takes at least as long as the compute and exchange of any single job, because
+a job's steps follow one another. We measure this work over exactly the same time as the round.
+Otherwise the bound could come out longer than the round, because the jobs don't work at the same
+rate throughout the run.
+
+**Losses.** If the bottleneck (the busiest lane, or the job with the longest critical path) worked
+all the time, the round would be as short as the bound. So we look at each gap in which the
+bottleneck was idle, on the rank with the highest bound, and attribute the gap to one cause. As a
+result, the losses add up to the difference between round and bound.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +38,7 @@ from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, sh
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """The three lower bounds of a round, in nanoseconds. `critical_path` is by job."""
+    """The three lower bounds of a round, in nanoseconds. `critical_path` has one per job."""
 
     compute: float
     exchange: float
@@ -44,7 +51,7 @@ class _Terms:
 
     @property
     def bottleneck(self) -> tuple[float, str]:
-        """The bound, and the name of the term that sets it."""
+        """The largest term, which is the bound, and its name."""
         terms = {
             "compute": self.compute,
             "exchange": self.exchange,
@@ -68,7 +75,12 @@ class _Terms:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredRank:
-    """One rank's timeline, and its measured stretches: each job's own, and those of the round."""
+    """One rank's timeline and the time we measure on it.
+
+    The attribute `own` has the steady state of each job by itself. The attribute `stretches` has
+    the parts of the run on which we measure the round: usually a single one, but one per job if the
+    jobs run one after the other.
+    """
 
     timeline: Timeline
     own: Mapping[str, Stretch]
@@ -78,11 +90,12 @@ class _MeasuredRank:
     def of_all(
         cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool
     ) -> dict[int, _MeasuredRank]:
-        """Chooses where to measure the round: in each job's own steady state, or in a shared one.
+        """Chooses on which part of the run to measure the round.
 
-        The shared round covers all jobs. If there's no such round, it covers the largest set of two
-        or more jobs that has one. The set is the same on every rank. A set of jobs that was
-        together for less than a tenth of the time of another set gives way to that set.
+        Normally, that's the time in which all jobs are in steady state together. If there's no such
+        time, we use the largest set of two or more jobs for which there is one. If this set was
+        together for less than a tenth of the time of another, smaller set, we use the smaller one.
+        The set is the same on every rank.
         """
         own = {
             rank: {
@@ -90,8 +103,9 @@ class _MeasuredRank:
             }
             for rank, timeline in timelines.items()
         }
-        # Jobs that run one after the other share no time, so the round is the sum of their own
-        # steady states.
+        # Jobs that run one after the other are never in steady state together, so there is no
+        # common time to measure. Instead we measure each job on its own and add up the times per
+        # step.
         if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
             return {
                 rank: cls(timeline, own[rank], tuple(own[rank].values()))
@@ -109,8 +123,9 @@ class _MeasuredRank:
             }
             if shared:
                 found.append((max(s.window[1] - s.window[0] for s in shared.values()), shared))
-        # Prefer more jobs to a longer stretch, unless the stretch is so short that its measured
-        # rates depend on where exactly it ends.
+        # A round should cover as many jobs as possible, even if we can only measure it over a
+        # shorter time. But if this time is very short, the measured rates depend on which steps
+        # happen to end just within it, so we require a tenth of the longest time.
         longest = max((length for length, _ in found), default=0)
         enough = [shared for length, shared in found if length >= BRIEF * longest]
         shared = max(enough, key=lambda shared: len(next(iter(shared.values())).steps), default={})
@@ -145,7 +160,7 @@ class _MeasuredRank:
     def lost(self) -> dict[str, float]:
         """Returns for how many nanoseconds per round this rank's bottleneck was idle, by cause.
 
-        They add up to the rank's period minus its own bound.
+        The values add up to the length of the rank's round minus the rank's own bound.
         """
         lost = dict.fromkeys(LOST_TIME, 0.0)
         terms = self.terms
@@ -156,8 +171,11 @@ class _MeasuredRank:
         return lost
 
     def measured(self, job: str) -> Stretch | None:
-        """Returns the stretch on which this job's own numbers are measured: the round's if the job
-        takes part in it, otherwise the job's own steady state.
+        """Returns the part of the run on which we measure this job's own numbers.
+
+        If the job takes part in the round, we use the same time as for the round, so that the
+        numbers add up to the round's. Otherwise we use the job's own steady state. None if the job
+        has none.
         """
         with_others = (stretch for stretch in self.stretches if job in stretch.steps)
         return next(with_others, self.own.get(job))
@@ -173,8 +191,8 @@ def break_down(
     """Breaks down the time of a run.
 
     Args:
-        spans: The spans of all ranks. Their clocks need not be aligned.
-        jobs: The jobs, in the order in which to show them.
+        spans: The spans of all ranks. The ranks' clocks needn't be aligned.
+        jobs: The jobs, in the order in which they are shown.
         wall_ns: The length of the run, by rank.
         in_turn: Whether the policy ran the jobs one after the other.
     """
@@ -190,7 +208,8 @@ def break_down(
     }
     ranks = _MeasuredRank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
-    # The rank with the highest bound decides the round: the others wait for it in every exchange.
+    # All other ranks wait in every exchange for the rank with the highest bound, so this rank
+    # determines how long a round takes.
     decisive = max(measured, key=lambda rank: measured[rank].bottleneck[0], default=min(ranks))
     part = ranks[decisive]
     wall = max(wall_ns.values(), default=0)
@@ -199,12 +218,14 @@ def break_down(
     bound = None
     bottleneck = ""
     lost = {}
-    # A step with a parameter server is a single stretch from its begin to its end, so the round
-    # would be its own bound.
+    # A step with a parameter server appears as a single span from its begin to its end. Its
+    # critical path would be as long as the step itself, so the bound would always be equal to the
+    # round and wouldn't tell us anything.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
     if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
-        # The reported bound is that of the mean work, which a round could reach if every rank had
-        # the same work. The difference to the decisive rank's own bound is imbalance.
+        # We report the bound of the mean work over all ranks, because that's what a round could
+        # take if the work were spread evenly. The bound of the slowest rank is higher, and the
+        # difference between the two is the time lost to imbalance.
         bound, bottleneck = _Terms.mean(list(measured.values())).bottleneck
         lost = part.lost()
         lost["imbalance"] = measured[decisive].bottleneck[0] - bound
@@ -226,27 +247,33 @@ def break_down(
 
 
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
-    """Returns the time in which the job computed or exchanged. A job's steps follow one another, so
-    no round is shorter than this.
+    """Returns the time in which the job computed or exchanged.
+
+    A job's steps follow one another, so a round takes at least as long as this.
     """
     return merge_intervals([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
 
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
-    """Returns the work of the busiest lane, since work can only overlap on different lanes."""
+    """Returns the work of the busiest lane.
+
+    A lane does one thing at a time, so a round takes at least as long as the work of any single
+    lane. Work on different lanes may overlap, so we can't add it up.
+    """
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
-def _inside(pieces: list[Interval], stretch: Stretch) -> int:
-    return measure(intersect(pieces, [stretch.window]))
+def _inside(intervals: list[Interval], stretch: Stretch) -> int:
+    return measure(intersect(intervals, [stretch.window]))
 
 
 def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -> dict[str, int]:
-    """Returns the nanoseconds in which the bottleneck did not work, each attributed to one cause.
+    """Returns for how many nanoseconds the bottleneck was idle, by cause.
 
-    `longest` is the job with the longest critical path.
+    `longest` is the job with the longest critical path, which is the bottleneck if its name is
+    `chain`.
     """
-    transfer = merge_intervals(piece for pieces in timeline.transfer.values() for piece in pieces)
+    transfer = merge_intervals(itertools.chain.from_iterable(timeline.transfer.values()))
     working = merge_intervals([*timeline.computing, *transfer])
     late = {
         "compute": timeline.late_compute,
@@ -260,12 +287,17 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     }[bottleneck]
     left = subtract([stretch.window], busy)
     if bottleneck == "chain":
-        # While a lane works, the critical path waits for that work, even if other work is late.
+        # The longest job isn't doing anything in this gap. If a lane works for other jobs at this
+        # time, the job waits for that work. So this isn't a dispatch loss, even if some other
+        # segment could have started.
         late = subtract(late, working)
-        # Ready work had to wait for the exchange lane. If the lane was voting at the time, the
-        # cause is the vote rather than the dispatch.
+        # `late` includes the time in which an exchange was ready but hadn't begun. If the exchange
+        # lane was voting at that time, the exchange had to wait for the vote, so the vote is to
+        # blame rather than the dispatch. A vote doesn't occupy a compute lane, so it can't hold up
+        # compute segments.
     voting = late if bottleneck != "compute" else []
-    # Each gap is attributed to the first cause in this list that covers it, so their order matters.
+    # Several causes may cover the same gap. It's attributed to the first of them in this list, so
+    # the order matters: specific causes come before general ones.
     causes = [
         ("host", intersect(timeline.together, voting)),
         ("votes", intersect(timeline.vote, voting)),
@@ -273,8 +305,8 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
-        # These are last, because a vote or the preparation of a batch costs nothing while something
-        # else holds the lane up.
+        # A vote or the preparation of a batch costs nothing while the lane can't work for another
+        # reason, so these only get the time that no other cause explains.
         ("host", timeline.host),
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
@@ -321,7 +353,7 @@ def _job_timing(
 def _cost(rank: _MeasuredRank, job: str) -> tuple[float, float] | None:
     """Returns the nanoseconds of compute and of exchange per step on one rank.
 
-    Measures the job's stretch, or all steps if the job was never in steady state.
+    If the job was never in steady state, returns the mean over all of its steps.
     """
     timeline = rank.timeline
     stretch = rank.measured(job)
@@ -336,7 +368,7 @@ def _cost(rank: _MeasuredRank, job: str) -> tuple[float, float] | None:
 
 
 def _input_share(rank: _MeasuredRank, spans: Sequence[Span]) -> dict[str, float]:
-    """Returns the shares of the storage levels in the measured waiting for batches."""
+    """Returns which share of the measured waiting for batches each storage level caused."""
     windows = merge_intervals(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
     for span in spans:
@@ -350,8 +382,9 @@ def _input_share(rank: _MeasuredRank, spans: Sequence[Span]) -> dict[str, float]
 
 
 def _hidden(ranks: Iterable[_MeasuredRank], jobs: Sequence[str]) -> float:
-    """Returns the share of these jobs' measured exchange time that was covered by computation."""
-    hidden = whole = 0
+    """Returns the share of these jobs' exchange time in which any job computed on the same rank."""
+    hidden = 0
+    whole = 0
     for rank in ranks:
         for job in jobs:
             stretch = rank.measured(job)

@@ -1,7 +1,24 @@
-"""One rank's spans as sets of time: when each lane worked, waited for peers, or was idle."""
+"""One rank's spans as sets of time: when each lane worked, waited for other ranks, or was idle.
+
+The numbers in a report come from set operations on time. For example, to find out how much of a
+job's exchange is hidden, we intersect the time in which the job exchanged with the time in which
+any job computed.
+This module makes these sets from a rank's spans. The raw spans can't be used directly, for two
+reasons:
+
+- A compute span begins when the segment is enqueued on the device. The device may still be busy
+  with earlier segments at that time, so spans on the same lane overlap. `in_lane_order` clips them.
+- An exchange span begins when this rank enters the collective. Until the last rank has entered it,
+  nothing is transferred, and this rank only waits. A rank can't observe when the others enter, and
+  comparing the ranks' clocks isn't accurate enough. But the rank that entered last didn't wait at
+  all, so its span is as long as the transfer. Hence the shortest span of an exchange over all ranks
+  tells how long the transfer took (`shortest_exchanges`), and any longer span begins with a wait
+  (`_arrival`). This only compares lengths, so it doesn't matter whether the clocks are aligned.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,20 +28,24 @@ from jaxcross.interleave import ON_ALL_RANKS, PARAMETER_SERVER, Span
 from jaxcross.report.intervals import Interval, intersect, merge_intervals
 
 ExchangeKey = tuple[str, int, int]
-"""Job, number of the call, and segment, which identify a collective segment across ranks."""
+"""The job, the number of its call and the segment, which together identify a collective across
+ranks.
+"""
 
 
 def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Clips compute spans so that spans on the same lane don't overlap.
 
-    A device runs its queue in order. So a segment that was enqueued early only began when its
-    predecessor had ended.
+    A span begins when its segment is enqueued, but a device runs its queue in order. So if a
+    segment was enqueued while the previous one was running, we let its span begin where the
+    previous one ends. Otherwise the device's busy time would be counted twice.
     """
     last_end: dict[tuple[int, int], int] = {}
     clipped: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
         if span.kind == "compute":
             lane = (span.rank, span.lane)
+            # A span must not become negative if it ends before its predecessor.
             start = min(max(span.start_ns, last_end.get(lane, span.start_ns)), span.end_ns)
             if start != span.start_ns:
                 span = replace(span, start_ns=start)
@@ -34,10 +55,12 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Gives each vote its own number instead of its step, so that votes match up across ranks.
+    """Replaces each vote's step by a number that identifies the vote across ranks.
 
-    Every rank takes part in every vote, so counting identifies them. We count backwards from the
-    last vote, since a long run only keeps its latest spans.
+    Every rank takes part in every vote and in the same order, so a vote is identified by its
+    position in this order. In a long run, each rank only keeps its latest spans, and may have
+    discarded a different number of votes than the others. So we count backwards from the last vote,
+    which all ranks have kept.
     """
     spans = tuple(spans)
     left = Counter(span.rank for span in spans if span.kind == "vote")
@@ -51,11 +74,12 @@ def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
-    """Returns how many nanoseconds each exchange and each numbered vote took on its fastest rank.
+    """Returns the nanoseconds that each exchange or numbered vote took on its fastest rank.
 
-    That is the duration without waiting: the rank that arrived last didn't wait for any other.
-    Parameter-server messages are left out, because step n of one rank has nothing to do with step n
-    of another.
+    The shortest span of an exchange tells how long the exchange took without waiting, because the
+    rank that arrived last didn't have to wait for any other rank. Parameter-server messages are
+    left out: ranks send them independently of each other, so the messages for step n on two ranks
+    don't belong together.
     """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
@@ -69,30 +93,32 @@ def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One rank's time as sets of intervals.
+    """One rank's time, as sets of intervals.
 
     Attributes:
         rank: The rank.
-        compute: Per job, when its compute segments ran.
-        exchange: Per job, when its exchanges ran, including waiting for peers.
-        transfer: Per job, the part of `exchange` after the last rank had arrived.
-        computing: When any job's compute segments ran.
-        compute_lanes: When each compute lane worked, by its number. A lane does one thing at a
-            time, but several lanes can work at the same time.
-        exchange_lanes: The same for `transfer` and the exchange lanes.
+        compute: For each job, when its compute segments ran.
+        exchange: For each job, when its exchanges ran, including waiting for other ranks.
+        transfer: For each job, the part of `exchange` in which data was transferred, i.e. after the
+        last rank had entered the exchange.
+        computing: When compute segments of any job ran.
+        compute_lanes: For each compute lane, by its number, when it worked. A lane does one thing
+        at a time, but several lanes can work at the same time.
+        exchange_lanes: For each exchange lane, by its number, when it transferred data.
         peer: When an exchange waited for another rank.
-        vote: When the exchange lane voted, after the last rank had arrived.
+        vote: When the exchange lane voted, without waiting for other ranks.
         vote_peer: When a vote, or a collective call of a job, waited for another rank.
-        together: When the exchange lane ran a job's collective call, after the last rank had
-            arrived.
+        together: When the exchange lane ran a job's collective call, without waiting for other
+        ranks.
         input: When a job waited for its next batch.
-        host: When a job compiled, or did other work on the host that it measures.
-        late_compute: When the next compute segment was ready and the compute lane was idle, but
-            hadn't begun it.
-        late_exchange: The same for the exchange lanes, which may have been voting.
-        step_ends: Per job, the number of each step and the end of its last segment, in the order of
-            steps. Calls that aren't steps, such as evaluations, are left out here, but count as
-            work of the job elsewhere.
+        host: When a job compiled, ran a collective call, or did other work on the host for which it
+        records spans.
+        late_compute: When a compute lane was idle even though its next segment was ready.
+        late_exchange: When the next exchange was ready but its exchange lane hadn't begun it. The
+        lane may have been voting at that time.
+        step_ends: For each job, the number of each step and the end of its last segment, in the
+        order of steps. Calls that aren't steps, such as evaluations, aren't listed here, but their
+        work is included in the other attributes.
     """
 
     rank: int
@@ -114,9 +140,10 @@ class Timeline:
 
     @classmethod
     def of(cls, rank: int, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> Timeline:
-        """Builds the timeline of `rank` from spans that `in_lane_order` returned.
+        """Builds the timeline of `rank`. Ignores spans of other ranks.
 
-        Ignores spans of other ranks.
+        The spans must come from `in_lane_order`. `shortest` comes from `shortest_exchanges`, for
+        which the spans of all ranks are needed.
         """
         own = [span for span in spans if span.rank == rank]
         compute: dict[str, list[Interval]] = defaultdict(list)
@@ -130,6 +157,8 @@ class Timeline:
         ends: dict[str, dict[int, int]] = defaultdict(dict)
         for span in own:
             if span.kind == "vote":
+                # Votes and collective calls of a job are both recorded as votes, since both run on
+                # the exchange lane. A collective call is work of the job, so it's kept apart.
                 arrived = _arrival(span, shortest)
                 (together if span.label == ON_ALL_RANKS else vote).append((arrived, span.end_ns))
                 vote_peer.append((span.start_ns, arrived))
@@ -149,18 +178,18 @@ class Timeline:
                 peer.append((span.start_ns, arrived))
         return cls(
             rank=rank,
-            compute={job: merge_intervals(pieces) for job, pieces in compute.items()},
-            exchange={job: merge_intervals(pieces) for job, pieces in exchange.items()},
-            transfer={job: merge_intervals(pieces) for job, pieces in transfer.items()},
-            computing=merge_intervals(piece for pieces in compute.values() for piece in pieces),
+            compute={job: merge_intervals(intervals) for job, intervals in compute.items()},
+            exchange={job: merge_intervals(intervals) for job, intervals in exchange.items()},
+            transfer={job: merge_intervals(intervals) for job, intervals in transfer.items()},
+            computing=merge_intervals(itertools.chain.from_iterable(compute.values())),
             compute_lanes={
-                lane: merge_intervals(pieces)
-                for (kind, lane), pieces in lanes.items()
+                lane: merge_intervals(intervals)
+                for (kind, lane), intervals in lanes.items()
                 if kind == "compute"
             },
             exchange_lanes={
-                lane: merge_intervals(pieces)
-                for (kind, lane), pieces in lanes.items()
+                lane: merge_intervals(intervals)
+                for (kind, lane), intervals in lanes.items()
                 if kind == "exchange"
             },
             peer=merge_intervals(peer),
@@ -177,8 +206,11 @@ class Timeline:
         )
 
     def without_undone(self, made: Mapping[str, int]) -> Self:
-        """Returns the timeline with only as many step ends per job as the job made steps. A job
-        that failed or stopped leaves spans of a step that doesn't count.
+        """Returns the timeline without the ends of incomplete steps.
+
+        If a job fails or stops in the middle of a step, it leaves spans of a step that doesn't
+        count. `made` is the number of steps that each job completed; ends beyond that number are
+        dropped.
         """
         return replace(
             self,
@@ -188,21 +220,24 @@ class Timeline:
         )
 
     def covered(self, job: str) -> list[Interval]:
-        """Returns when the job exchanged while any job computed on this rank."""
+        """Returns when the job exchanged while this job or another one computed on this rank."""
         return intersect(self.exchange.get(job, []), self.computing)
 
 
 def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
-    """Returns when the last rank had arrived at this exchange or vote."""
+    """Returns when the last rank entered this exchange or vote."""
     length = shortest.get((span.job, span.number, span.segment), span.end_ns - span.start_ns)
     return max(span.start_ns, span.end_ns - length)
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:
-    """Returns the time by which spans began late: their lane was free and their inputs ready."""
+    """Returns when a span hadn't begun even though its lane was free and its inputs were ready."""
     free: dict[int, int] = {}
     late: list[Interval] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
+        # A segment isn't late as long as its lane is busy with another one. So the lost time begins
+        # when the inputs are ready and the lane is free. If the span began before that, the
+        # interval is empty, and is dropped at the end.
         late.append((max(span.ready_ns, free.get(span.lane, span.ready_ns)), span.start_ns))
         free[span.lane] = max(span.end_ns, free.get(span.lane, span.end_ns))
     return merge_intervals(late)

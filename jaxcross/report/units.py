@@ -1,4 +1,4 @@
-"""Formats numbers for people: about three digits, and a suitable unit."""
+"""Formats numbers for readers, with about three digits and a suitable unit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def number(value: float | None) -> str:
-    """Returns three significant digits, without an exponent unless the number is extreme."""
+    """Formats a number with about three significant digits. Uses an exponent only if it must."""
     if value is None:
         return "-"
     if value == 0 or 1e-4 <= abs(value) < 1e6:
@@ -22,7 +22,7 @@ def number(value: float | None) -> str:
 
 
 def as_float(value: float) -> float:
-    """Returns a number as a float; infinity if it is an int beyond the range of floats."""
+    """Returns a number as a float. Ints beyond the range of floats become infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -30,7 +30,7 @@ def as_float(value: float) -> float:
 
 
 def seconds(value: float | None) -> str:
-    """Returns a duration in s, ms, us or ns."""
+    """Formats a duration in s, ms, us or ns."""
     if value is None:
         return "-"
     if value == 0:
@@ -46,10 +46,10 @@ def seconds(value: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Returns a number with its noun, such as `1 step` or `2 steps`."""
+    """Returns a number and its noun, such as `1 step` or `2 steps`."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def share(value: float | None) -> str:
-    """Returns a share as a percentage."""
+    """Formats a share as a percentage."""
     return "-" if value is None else f"{value:.0%}"

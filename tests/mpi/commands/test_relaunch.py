@@ -68,7 +68,7 @@ def test_killed_ranks_end_in_the_same_bits(tmp_path, finish, undisturbed):
     lost, first, again, second = reports(ended.stderr)
     assert (first, second) == ("restart 1 on this machine.", "restart 2 on this machine.")
     assert all(
-        re.search(r"goes on from the checkpoints of job 'a' after step \d+ \(0 of 1", x)
+        re.search(r"continues from the checkpoints of job 'a' after step \d+ \(0 of 1", x)
         for x in (lost, again)
     )
 
@@ -80,7 +80,7 @@ def test_budget_ends_a_run_that_saves_nothing(tmp_path, finish):
     ended = finish(tmp_path / "run", "--max-restarts", "1", fates=["kill-1-2", "kill-1-3"])
     assert ended.returncode != 0
     last = reports(ended.stderr)[-1]
-    assert last.endswith("; not started again: 2 runs in a row ended without a new checkpoint."), (
+    assert last.endswith("; not restarted: 2 runs in a row ended without a new checkpoint."), (
         ended.stderr
     )
 
@@ -89,4 +89,4 @@ def test_exception_of_the_user_is_not_repeated(tmp_path, finish):
     ended = finish(tmp_path / "run", "--max-restarts", "3", fates=["raise-7"])
     assert ended.returncode == 1
     (report,) = reports(ended.stderr)
-    assert report.startswith("not started again: rank ") and "ValueError: a bad example" in report
+    assert report.startswith("not restarted: rank ") and "ValueError: a bad example" in report

@@ -138,8 +138,8 @@ def test_hosts_that_are_left_go_on_without_the_other(tmp_path):
         report = run.lose_host(lab)
         finals = run.finish()
     assert (
-        "goes on from the checkpoints of job 'a' after step 10, without host `h1`: fewer ranks "
-        "take other" in report
+        "continues from the checkpoints of job 'a' after step 10, without host `h1`: the data is "
+        "divided among fewer ranks" in report
     )
     assert "restart 1 on h0." in run.reports()[-1]
     (final,) = finals
@@ -152,7 +152,7 @@ def test_host_that_stays_away_ends_the_run(tmp_path):
         report = run.lose_host(lab)
         assert run.process.wait(LIMIT_S) != 0
     assert report.endswith("waits for host `h1`: `--same-ranks` was given.")
-    assert run.reports()[-1] == "jaxcross launch: not started again: h1 did not answer for 1 s."
+    assert run.reports()[-1] == "jaxcross launch: not restarted: h1 did not answer for 1 s."
 
 
 def test_sigterm_reaches_ranks_on_other_hosts(tmp_path):
@@ -165,7 +165,7 @@ def test_sigterm_reaches_ranks_on_other_hosts(tmp_path):
         (run.folder / "hold-12").unlink()
         code = run.process.wait(LIMIT_S)
     assert code == 143, run.log.read_text()
-    assert run.reports() == ["jaxcross launch: not started again: a signal stopped it."], (
+    assert run.reports() == ["jaxcross launch: not restarted: a signal stopped it."], (
         run.log.read_text()
     )
     newest = max(

@@ -109,7 +109,7 @@ def test_a_script_without_a_step_is_an_error(environ: dict[str, str], tmp_path: 
     script.write_text(SCRIPT)
     done = estimated(str(script), str(tmp_path), env=environ)
     assert done.returncode == 1
-    assert "the script came to its end and called no `crossover` step" in done.stderr
+    assert "the script ended without calling a `crossover` step" in done.stderr
 
 
 @pytest.mark.integration

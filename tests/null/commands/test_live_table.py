@@ -68,7 +68,7 @@ def test_the_table_of_the_run_is_drawn_unless_it_is_silent(tmp_path, shown):
     (tmp_path / PROGRESS_FILE).write_text(run.to_json())
     printed = launched("", tmp_path)
     assert ("lr-0.1" in printed) == ("steps/s" in printed) == shown
-    assert ("13 s after the start of the run, which did not come to its end" in printed) == shown
+    assert ("13 s after the start of the run, which did not finish" in printed) == shown
 
 
 def test_a_run_before_this_launch_is_not_shown(tmp_path):

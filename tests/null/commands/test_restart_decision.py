@@ -95,7 +95,7 @@ def test_only_a_loss_is_started_again(kind):
     decision = decide(
         RunEnd(kind=kind, reason="because"), CheckpointProgress(newest={}), max_restarts=100
     )
-    assert (decision.action, decision.reason) == ("end", "not started again: because")
+    assert (decision.action, decision.reason) == ("end", "not restarted: because")
 
 
 def after(*runs):
@@ -111,14 +111,14 @@ def test_run_with_a_new_checkpoint_costs_nothing():
     assert decide(LOST, progress, max_restarts=0).action == "restart"
     assert decide(LOST, progress.after(runs[-1]), max_restarts=1).action == "restart"
     ended = decide(LOST, progress.after(runs[-1]).after([]), max_restarts=1)
-    assert ended.reason == "not started again: 2 runs in a row ended without a new checkpoint"
+    assert ended.reason == "not restarted: 2 runs in a row ended without a new checkpoint"
 
 
 def test_run_without_any_checkpoint_is_counted():
     assert decide(LOST, after([]), max_restarts=0).action == "end"
     decision = decide(LOST, after([]), max_restarts=3)
     assert decision.reason == (
-        "goes on from the start: there is no checkpoint yet (1 of 3 restarts without a new "
+        "continues from the start: there is no checkpoint yet (1 of 3 restarts without a new "
         "checkpoint)"
     )
 
@@ -147,7 +147,7 @@ def chosen(newest, missing, *, last=("a", "b"), same_ranks=False):
 def test_hosts_that_are_left_go_on():
     action, hosts, reason = chosen({"x": part(10)}, ["b"])
     assert (action, hosts) == ("restart", ("a",))
-    assert "without host `b`: fewer ranks take other shares of the data" in reason
+    assert "without host `b`: the data is divided among fewer ranks" in reason
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_hosts_that_are_left_go_on():
             False,
             "job 'y', which needs as many ranks",
         ),
-        ({}, ["b"], False, "there is no checkpoint that fewer ranks could go on from"),
+        ({}, ["b"], False, "there is no checkpoint from which fewer ranks could continue"),
         ({"x": part(10)}, ["b"], True, "`--same-ranks` was given"),
         ({"x": part(10)}, ["a", "b"], False, "no host answers"),
     ],

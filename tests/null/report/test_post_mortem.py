@@ -96,8 +96,8 @@ def test_rank_that_did_not_arrive_is_named(tmp_path):
             begin(2, 10, "compute", "b", 14, 2) if late else begin(2, 10, **EXCHANGE, number=8),
         )
     assert first_to_end(read_event_files(tmp_path)) == (
-        "Rank 2 had not come to where the others waited, in job 'b', step 14, segment 2 (compute). "
-        "Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
+        "Rank 2 had not reached the operation in which the others waited, in job 'b', step 14, "
+        "segment 2 (compute). Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
     )
 
 
@@ -153,7 +153,7 @@ def test_a_good_end_and_a_stop(tmp_path):
         write(tmp_path, rank, words("left", 5), size=2)
     assert (
         first_to_end(read_event_files(tmp_path))
-        == "All ranks ended by themselves: their scripts came to their ends."
+        == "All ranks ended normally: their scripts finished."
     )
     for rank in range(2):
         write(tmp_path, rank, words("terminated", 5 + rank, "SIGTERM"), size=2)

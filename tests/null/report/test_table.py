@@ -105,7 +105,7 @@ def test_previously_ended_job_has_no_step_range():
 def test_a_short_stretch_is_not_said_to_be_the_run(begin, warned):
     spans = [*steps_of("a", 4, begin=begin), *steps_of("b", 4, begin=begin + 1)]
     text = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4)))
-    assert ("may not stand for the run" in text) == warned
+    assert ("may not be representative" in text) == warned
     assert ("Run 209.00 s: 2% of it measured, 202.00 s start-up and winding up." in text) == warned
 
 
