@@ -56,8 +56,9 @@ def advise(traced: Traced, program: Program, warned: set[str]) -> None:
 def _advise_on_loops(program: Program, warned: set[str]) -> None:
     loops: dict[str, list[Exchange]] = {}
     for x in program.exchanges:
-        if (loop := dict(x.params).get("loop")) is not None:
-            loops.setdefault(loop, []).append(x)
+        found = dict(x.params).get("loop")
+        if found is not None:
+            loops.setdefault(found, []).append(x)
     for loop, exchanges in loops.items():
         if loop in warned:
             continue
@@ -114,7 +115,8 @@ def _advice(traced: Traced) -> Iterator[str]:
             "a `jax.shard_map(step, in_specs=..., out_specs=...)`, where JAX inserts these "
             "exchanges."
         )
-    if (changed := _changed_type(traced)) is not None:
+    changed = _changed_type(traced)
+    if changed is not None:
         path, before, after = changed
         yield (
             f"`{name}` takes `{path}` as {before.dtype} and returns it as {after.dtype}, so the "
@@ -147,7 +149,8 @@ def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.Shape
                 changed = (k for k, (a, b) in enumerate(pairs) if a.dtype != b.dtype)
                 first = next(changed, None)
                 if first is not None:
-                    paths, (before, after) = traced.paths[0], pairs[first]
+                    paths = traced.paths[0]
+                    before, after = pairs[first]
                     return str(paths[start + first]), before, after
                 break
     return None

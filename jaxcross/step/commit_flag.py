@@ -94,8 +94,10 @@ class _Results:
 
     def __init__(self, results: PyTree, name: str) -> None:
         flat, self._structure = jax.tree.flatten_with_path(results)
-        self._results, self._name = results, name
-        self._paths, self._leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
+        self._results = results
+        self._name = name
+        self._paths = [path for path, _ in flat]
+        self._leaves = [leaf for _, leaf in flat]
         self.kept: set[int] = set()  # numbers of the leaves that are state
 
     def tree(self) -> PyTree:

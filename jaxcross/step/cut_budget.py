@@ -37,8 +37,10 @@ class Budget:
     """
 
     def __init__(self, steps: int | None, run_on_all_ranks: RunOnAllRanks) -> None:
-        self.steps, self._run_on_all_ranks = steps, run_on_all_ranks
-        self.limit_s, self._marked_s = math.inf, time.perf_counter()
+        self.steps = steps
+        self._run_on_all_ranks = run_on_all_ranks
+        self.limit_s = math.inf
+        self._marked_s = time.perf_counter()
         self._spent_s: float | None = None  # on cuts, without the uncut step, which runs anyway
 
     def set(self, uncut_s: float) -> None:

@@ -168,9 +168,13 @@ class CutSearch:
         run_on_all_ranks: RunOnAllRanks,
         hint: CutHint,
     ) -> None:
-        self._traced, self._leaves, self._world = traced, leaves, world
+        self._traced = traced
+        self._leaves = leaves
+        self._world = world
         self._cut = cache(cut)
-        self._build, self._run_on_all_ranks, self._hint = build, run_on_all_ranks, hint
+        self._build = build
+        self._run_on_all_ranks = run_on_all_ranks
+        self._hint = hint
         self._budget = Budget(hint.steps, run_on_all_ranks)
         self._compiled: dict[
             int, Compiled | None
@@ -199,7 +203,8 @@ class CutSearch:
             if self._uncut_s is None:
                 self._uncut_s, *_ = self._race(1, uncut)
             self._budget.set(self._uncut_s)
-        begin_s, self._compiling_s = time.perf_counter(), 0.0
+        begin_s = time.perf_counter()
+        self._compiling_s = 0.0
         n_segments, best = self._try_finer(uncut)
         gain = 1.0
         if best is not uncut:
@@ -209,7 +214,9 @@ class CutSearch:
             self._uncut_s, best_s = self._race(n_segments, uncut, best)
             gain = self._uncut_s / best_s
             if gain < 1:
-                n_segments, best, gain = 1, uncut, 1.0
+                n_segments = 1
+                best = uncut
+                gain = 1.0
         if self._uncut_s is not None:
             self._report(n_segments, self._uncut_s, gain, begin_s)
         return n_segments, best
@@ -250,12 +257,12 @@ class CutSearch:
 
         Stops after two cuts in a row that brought no speed-up, or when the budget is used up.
         """
-        n_best, best, missed = 1, uncut, False
-        finest, logged_s, name = (
-            len(self._cut(1).collectives),
-            time.perf_counter(),
-            self._traced.name,
-        )
+        n_best = 1
+        best = uncut
+        missed = False
+        finest = len(self._cut(1).collectives)
+        logged_s = time.perf_counter()
+        name = self._traced.name
         for n in SEGMENT_COUNTS[1:]:
             # Exchanges that depend on one another limit how finely a step can be cut, so a larger
             # number may give no more segments than the previous one. Then there's nothing new to
@@ -275,7 +282,9 @@ class CutSearch:
                 _log_on_rank_0(self._world, text)
             finest = n_collectives
             self._tried.append(n)
-            rival, best_s, rival_s = self._built(n), math.nan, math.inf
+            rival = self._built(n)
+            best_s = math.nan
+            rival_s = math.inf
             if rival is not None:
                 best_s, rival_s = self._race(n, best, rival)
                 if self._uncut_s is None:  # the first race is against the uncut step
@@ -289,7 +298,9 @@ class CutSearch:
                     )
                     _log_on_rank_0(self._world, text)
             if rival is not None and rival_s <= _WORTH * best_s:
-                n_best, best, missed = n, rival, False
+                n_best = n
+                best = rival
+                missed = False
             elif missed:
                 break
             else:
@@ -303,7 +314,9 @@ class CutSearch:
         """
         if n in self._compiled:
             return self._compiled[n]
-        compiled, error_text, start_s = None, "", time.perf_counter()
+        compiled: Compiled | None = None
+        error_text = ""
+        start_s = time.perf_counter()
         try:
             compiled = self._build(self._cut(n))
         except (

@@ -73,7 +73,8 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
     Raises:
         ExchangeError: The ranks' exchanges differ; raised on every rank.
     """
-    program, world = variant.default, variant.world
+    program = variant.default
+    world = variant.world
     if variant.is_unit:
         variant.record.units.agree(host, world, program, variant.cache_key)
     elif program.exchanges:
@@ -102,7 +103,8 @@ def comparison_of_calls(variant: Variant, host: Standalone) -> Callable[[], None
 
 
 def _compare_calls(variant: Variant, host: Standalone) -> None:
-    program, world = variant.default, variant.world
+    program = variant.default
+    world = variant.world
     if not world.exchange_owner.check_due():
         return
     # Another rank may be in a full agreement at this point (`ExchangeAgreement.standalone`). We
@@ -168,7 +170,8 @@ class ExchangeAgreement:
         by_call: bool = False,
     ) -> Self:
         """Returns an agreement on one of a variant's programs."""
-        world, note = variant.world, variant.cut_note
+        world = variant.world
+        note = variant.cut_note
         order = order_hash(program) if world.size > 1 else 0
         return cls(
             program=program,
@@ -206,7 +209,8 @@ class ExchangeAgreement:
         Raises:
             ExchangeError: The ranks' exchanges differ; raised on every rank.
         """
-        program, control = self.program, self.world.control
+        program = self.program
+        control = self.world.control
         exchanges = (
             hash_62(f"{self.function}\n{self._signature}") + self.call * self.by_call
         ) % 2**62
@@ -231,7 +235,8 @@ class ExchangeAgreement:
         self.world.exchange_owner.unchecked = 0  # ranks may differ after a failed call
         mine = f"{self.call}\n{self.by_call:d}\n{self.function}\n{self._signature}"
         parts = [text.split("\n", 3) for text in self.world.control.allgather_text(mine)]
-        if others := [rank for rank, each in enumerate(parts) if len(each) < 4]:
+        others = [rank for rank, each in enumerate(parts) if len(each) < 4]
+        if others:
             # These ranks sent a list of mpi4jax calls, which doesn't consist of four lines.
             raise ExchangeError(without_calls(name, others))
         calls, by_call, functions, signatures = zip(*parts, strict=True)

@@ -209,7 +209,9 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     Raises:
         ExchangeError: All ranks have equal lists, but make the same exchange in different places.
     """
-    rank, text, name = world.rank, mpi4jax_lists.encode(calls), program.name
+    rank = world.rank
+    text = mpi4jax_lists.encode(calls)
+    name = program.name
     everyone = list(range(world.size))
     # If the step makes a collective over all ranks, all ranks must be calling it, so we can gather
     # by a collective, too. Otherwise we can only count on the ranks that our calls name as partners
@@ -220,7 +222,8 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
             name, text, mpi4jax_lists.partners(calls, rank), accepts=accepts
         )
         return {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
-    number, order = hash_62(mpi4jax_lists.comparison_text(calls)), order_hash(program)
+    number = hash_62(mpi4jax_lists.comparison_text(calls))
+    order = order_hash(program)
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
         # A rank whose program doesn't call mpi4jax calls `ExchangeAgreement.standalone` instead of
         # this function. We send a vector of the same length as that rank does, so that the two
@@ -251,7 +254,8 @@ def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
 
 
 def _decoded(name: str, texts: list[str]) -> Lists:
-    if others := [rank for rank, text in enumerate(texts) if not text.startswith("[")]:
+    others = [rank for rank, text in enumerate(texts) if not text.startswith("[")]
+    if others:
         raise ExchangeError(without_calls(name, others))
     return {rank: mpi4jax_lists.decode(text) for rank, text in enumerate(texts)}
 

@@ -36,7 +36,8 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    is_object, split = nnx.graph.is_graph_node, (nnx.State, nnx.statelib.FlatState)
+    is_object = nnx.graph.is_graph_node
+    split = (nnx.State, nnx.statelib.FlatState)
     found: list[object] = []
     # NNX takes microseconds to tell whether something is an object, and we'd ask for every leaf of
     # every new kind of call. So we ask only once per type.

@@ -55,7 +55,8 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
 
     The cut is the same on every rank. Waits for all ranks, unless they remember an earlier choice.
     """
-    record, world = variant.record, variant.world
+    record = variant.record
+    world = variant.world
     agree_once(variant, host, variant.default)
     # Read the trial arguments before the ranks synchronize again. At that point another job with
     # the same step may join the run, and it may reset `variant.trial_args` in this function before

@@ -183,7 +183,8 @@ def crossover(
     check_step(step, name)
     profiles: tuple[Profile, ...] = ()
     if isinstance(cut, ProfiledCut):
-        cut, profiles = cut.pieces, cut.profiles
+        profiles = cut.profiles
+        cut = cut.pieces
     given = cut if isinstance(cut, list | tuple) else (cut,)
     if any(isinstance(each, Profile) for each in given):
         raise ValueError(
@@ -226,8 +227,12 @@ class Step(Generic[P, R]):
     ) -> None:
         update_wrapper(self, step, updated=())
         self.__name__ = step_name(step)
-        self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
-        self.donate, self.static = donate, static
+        self.step = step
+        self.axes = axes
+        self.cut = cut
+        self.bucket_bytes = bucket_bytes
+        self.donate = donate
+        self.static = static
         self._roots = SingleFlightCache()  # maps the arguments' structure and types to a Variant
         self._last: _Call | None = None
         self._noticed = False  # a retrace has been logged
@@ -420,7 +425,8 @@ class Step(Generic[P, R]):
                 owner.must_agree = not variant.is_unit
                 raise
             owner.must_agree = False
-        self._agreed, self._signature = variant, signature
+        self._agreed = variant
+        self._signature = signature
         return due
 
     def _trace(

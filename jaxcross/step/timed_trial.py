@@ -52,9 +52,12 @@ def time_segments(
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
         return copies
-    trial, times_ns, name = _Trial(compiled, copies), [], compiled.program.name
+    trial = _Trial(compiled, copies)
+    times_ns: list[int] = []
+    name = compiled.program.name
     for runnable in compiled.runnables:
-        index, exchanges = runnable.segment.index, runnable.segment.exchanges
+        index = runnable.segment.index
+        exchanges = runnable.segment.exchanges
         if exchanges and not runnable.is_single_rank:
             with world.monitor(job=name, step=0, segment=index, what=exchanges[0].op):
                 control.allreduce_min(np.zeros(1, np.int64))
@@ -77,7 +80,8 @@ def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any
 
     If copying fails on some rank, all ranks return an error text instead.
     """
-    error_text, copies = "", []
+    error_text = ""
+    copies: list[Any] = []
     try:
         copies = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
         jax.block_until_ready(copies)

@@ -164,7 +164,9 @@ class Variant:
         It says whether a profile doesn't fit, or whether the ranks search for a cut. Otherwise it's
         empty.
         """
-        return f" ({self.refusal})" if self.refusal else ' (`cut="auto"`)' if self.tunes_cut else ""
+        if self.refusal:
+            return f" ({self.refusal})"
+        return ' (`cut="auto"`)' if self.tunes_cut else ""
 
     def choose(self, leaves: Sequence[object]) -> Variant:
         """Returns the variant to run for these arguments.

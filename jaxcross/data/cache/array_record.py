@@ -144,7 +144,8 @@ def _decoded(data: bytes, kind: int) -> list[bytes]:
     sizes = _decompressed(data[0], data[place : place + nbytes])
     values = _decompressed(data[0], data[place + nbytes :])
     records = []
-    place = start = 0
+    place = 0
+    start = 0
     for _ in range(kind >> 8):
         size, place = _varint(sizes, place)
         records.append(values[start : start + size])
@@ -185,7 +186,8 @@ def _decompressed(compression: int, data: bytes) -> bytes:
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     """Reads a number that's stored with 7 bits per byte, and returns it and the place after it."""
-    value = shift = 0
+    value = 0
+    shift = 0
     while True:
         byte = data[place]
         value |= (byte & 0x7F) << shift

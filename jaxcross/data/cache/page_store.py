@@ -103,7 +103,8 @@ class PageStore:
             )
         self.n_pages = (budget_bytes - 8 * HEADER) // (PAGE_BYTES + 8)
         self.damaged = 0
-        self.is_off = self._is_closed = False
+        self.is_off = False
+        self._is_closed = False
         self._folder = folder
         self._name = name
         self._distances = distances
