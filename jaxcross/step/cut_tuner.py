@@ -176,9 +176,8 @@ class CutSearch:
         self._run_on_all_ranks = run_on_all_ranks
         self._hint = hint
         self._budget = Budget(hint.steps, run_on_all_ranks)
-        self._compiled: dict[
-            int, Compiled | None
-        ] = {}  # by number of segments; None if it fails on some rank
+        # Executables by number of segments, or None if the cut fails on some rank.
+        self._compiled: dict[int, Compiled | None] = {}
         self._compiling_s = 0.0
         self._uncut_s: float | None = None  # per step, once it has been timed
         self._tried = [1]
@@ -319,9 +318,9 @@ class CutSearch:
         start_s = time.perf_counter()
         try:
             compiled = self._build(self._cut(n))
-        except (
-            JaxRuntimeError
-        ) as error:  # an agreement's errors are raised on all ranks, and end the step
+        # Compilation may fail on just one rank, so the ranks exchange their error texts below. If
+        # the agreement in `build` fails, that's a different error, which all ranks raise.
+        except JaxRuntimeError as error:
             error_text = summary(error)
         self._compiling_s += time.perf_counter() - start_s
         failed = self._run_on_all_ranks(

@@ -63,12 +63,16 @@ def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator
         exchange = sum_of(eqn, axes)
         reads = not written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))
         ordered = any(map(compat.is_ordered_effect, eqn.effects))
+        # A sum joins the run unless it reads the result of an earlier sum in it. Any other exchange
+        # and any ordered callback ends the run.
         if run and not (exchange and not reads) and (ordered or involves_axes(eqn, axes)):
             yield from (*_messages(run, axes), *behind)
             run = []
             behind = []
             written = set()
             reads = False
+        # An equation that computes something for a later sum of the run has to come before the
+        # joint message, and one that reads a sum of the run has to come after it.
         if exchange:
             run.append((eqn, exchange))
         elif reads:
@@ -111,6 +115,8 @@ def sum_of(eqn: compat.Equation, axes: Mapping[str, int]) -> Exchange | None:
 
 def _messages(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> list[list[Any]]:
     lists: list[list[Any]] = []
+    # For each combination of axes, groups and element type, the message that we're filling and its
+    # size in bytes so far.
     open_lists: dict[Any, tuple[list[Any], int]] = {}
     for eqn, exchange in run:
         params = dict(exchange.params)
@@ -123,6 +129,7 @@ def _messages(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> l
             fits = not gathers(exchange.count, dtype.itemsize, group_size(exchange, axes))
         else:
             fits = dtype.kind in "iufc"
+        # A sum that also reduces dimensions of the array itself ("positions") stays separate, too.
         if not (fits and 0 < nbytes <= SMALL_BYTES) or "positions" in params:
             lists.append([eqn])
             continue

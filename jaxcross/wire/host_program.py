@@ -286,7 +286,9 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
     """
     needs = _dependences(eqns)
     by_host = [_by_host(eqn) for eqn in eqns]
-    sent: set[int] = set()  # equations that messages depend on
+    # The equations on which any message depends, directly or indirectly. We go backwards, so an
+    # equation is in the set before we look at what it depends on itself.
+    sent: set[int] = set()
     for i in reversed(range(len(eqns))):
         if by_host[i] or i in sent:
             sent |= needs[i]
@@ -295,6 +297,8 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
     for i, eqn in enumerate(eqns):
         if not by_host[i]:
             continue
+        # The message needs something that hasn't been computed. The executable that computes it
+        # also computes what later messages need, unless that has to wait for a message itself.
         if not needs[i] <= placed:
             ready: list[int] = []
             for j in sorted(sent - placed):
@@ -343,6 +347,8 @@ def _executable(
     )
     outputs = [var for var in made if var in later]
     jaxpr = compat.make_jaxpr_of(inputs, [*outputs, *copies.values()], eqns, inner)
+    # XLA can reuse a donated input only for an output with the same shape and type, so we donate no
+    # more inputs than there are such outputs.
     free = Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     overwritten = []
     for n, var in enumerate(inputs):

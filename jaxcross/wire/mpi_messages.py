@@ -83,6 +83,7 @@ def carrier(dtype: Any) -> np.dtype:
     """
     if is_narrow_float(dtype):
         return np.dtype(f"uint{jnp.finfo(dtype).bits}")
+    # JAX's extended types, such as random keys, don't have a NumPy type at all.
     plain = np.dtype(dtype) if not jnp.issubdtype(dtype, jax.dtypes.extended) else None
     if plain is None or plain.kind not in "biufc" or plain.itemsize > 16:
         raise ExchangeError(
@@ -97,6 +98,8 @@ def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
 
     MPI must be able to compute with the element type.
     """
+    # Nothing has to be sent in a group of one rank, or if the array is empty. All ranks have the
+    # same shapes, so they all skip the message.
     if channel.size == 1 or x.size == 0:
         return x
     return _in_pieces(
@@ -166,6 +169,8 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
         # If there's no source, we receive from PROC_NULL. MPI then leaves the receive buffer as it
         # is, so the buffer may be empty, and we return zeros instead of it.
         buffer = jnp.zeros((0,), piece.dtype) if source is None else piece
+        # If `x` is sent in several messages, they all have the same tag. They can't be mixed up,
+        # because MPI delivers messages between two ranks in the order in which they were sent.
         got = channel.calls.sendrecv(
             piece,
             buffer,

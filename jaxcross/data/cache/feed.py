@@ -156,6 +156,7 @@ class Feed:
             raise self._error
         if not brought:
             raise RuntimeError("The stream of batches was closed while a record was read.")
+        # The record has been read ahead and taken before, so read it again in this thread.
         record = self._passes.record_at(position)
         return Arrival(record, *self._split.read(record))
 
@@ -230,6 +231,8 @@ class Feed:
 
     def _bring(self, stream: OwnStream, group: range) -> None:
         missing: dict[int, int] = {}  # maps the records that no level has to their positions
+        # First look up the whole group in the levels, and deliver what they have. The records that
+        # are missing can then be fetched from the origin all at once.
         for position in group:
             record = stream.take(position)
             if self._split.has_image(record):

@@ -128,6 +128,9 @@ class Room:
         numbers, distances, pages = residents()
         self._offers = 0
         self._patience = len(numbers) // BATCH_SHARE
+        # Sort by distance, the furthest first, and by number if distances are equal, so that the
+        # simulation makes the same choice as a real level. `freed[n]` is the number of pages that
+        # we get by dropping the first n + 1 records.
         order = np.argsort(-distances, kind="stable")
         freed = np.cumsum(pages[order])
         if not len(freed) or freed[-1] < needed:
@@ -190,6 +193,7 @@ class NextUse:
         if first >= self._stop:
             return positions
         positions[self._order(epoch)] = np.arange(first, first + self._length)
+        # The stream may begin or end in the middle of this pass.
         positions[(positions < self._start) | (positions >= self._stop)] = NEVER
         return positions
 
@@ -338,6 +342,8 @@ def simulate(
         ]
         return np.maximum(np.min(each, axis=0), 0)
 
+    # With LRU, the level drops the record that was used longest ago. So the time since a record's
+    # latest use takes the place of its distance.
     def by_last_use(numbers: np.ndarray) -> np.ndarray:
         return clock - last_use[numbers]
 
@@ -350,6 +356,8 @@ def simulate(
                 positions[index] = position + 1
                 clock += 1
                 last_use[record] = clock
+                # The fastest level that has the record delivers it, and the levels that are even
+                # faster are offered a copy.
                 found = next((n for n, level in enumerate(levels) if record in level.pages), None)
                 if found is None:
                     missing.append(record)

@@ -88,6 +88,8 @@ class OwnStream:
             patience_s = START_S if position == self._start else 0
             with suppress(TimeoutError):
                 self._next_use = self._pending.result(patience_s)
+                # If the order wasn't known until now, bring the table up to date with what has been
+                # taken meanwhile.
                 for earlier in range(self._start, position):
                     self._next_use.take(earlier)
                 self._header[3] = COMPLETE
@@ -195,6 +197,7 @@ class Streams:
         """Returns, for each record, the number of positions until any stream uses it next."""
         nearest = np.full(len(numbers), NEVER, np.int64)
         for header, table in self._refreshed():
+            # A stream's table covers only the records of its own split. It never uses the others.
             index = numbers - header[0]
             inside = (index >= 0) & (index < len(table))
             own = np.where(inside, table[np.where(inside, index, 0)], NEVER) - header[2]
@@ -227,6 +230,7 @@ class Streams:
         with suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
+                # If we get the lock, the owner no longer holds it, so it must have died.
                 with suppress(BlockingIOError):
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink(missing_ok=True)
