@@ -67,8 +67,8 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
             (x.op, x.dtype, x.shape) == ("pmax", "int32", ()) for x in exchanges
         )
         rounds = (
-            " Ranks may be through with it after different numbers of iterations, and vote before "
-            "each, by 4 bytes, whether to go on."
+            " Ranks may need different numbers of iterations, so they vote before each iteration, "
+            "with 4 bytes, on whether to continue."
         )
         _log.warning(
             "`%s` exchanges inside a %s at %s: the whole loop runs on the exchange lane and hides "

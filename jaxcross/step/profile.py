@@ -137,8 +137,8 @@ class Profile:
             )
         if len(report.jobs) > 1 and not report.rounds.in_turn:
             raise ValueError(
-                f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or "
-                "in turn."
+                f"`{name}` ran alongside other jobs, but a profile must be of a job that runs "
+                "alone. Run it alone, or in turn."
             )
         if facts.program is None:
             raise ValueError(f"the report has no program of `{name}`")

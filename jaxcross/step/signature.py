@@ -140,7 +140,7 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
             if isinstance(leaf, Tracer):
                 raise TypeError(
                     f"`{name}` is called with traced values: a crossover step runs its exchanges "
-                    "from the host and cannot stand inside jit, grad or vmap. Put the "
+                    "from the host and cannot be called inside jit, grad or vmap. Put the "
                     "transformation inside the step."
                 )
             if not isinstance(leaf, jax.Array):  # otherwise it's a random key

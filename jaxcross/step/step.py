@@ -536,7 +536,7 @@ class Step(Generic[P, R]):
             # compiled again, because executables are cached by what they compute.
             change = describe_structures(old_key[0], cache_key[0])
             text = (
-                "`%s` is traced again, and compiled where its program is new: %s. This notice "
+                "`%s` is traced again, and compiled again if its program is new: %s. This notice "
                 "comes once."
             )
         else:

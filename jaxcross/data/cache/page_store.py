@@ -247,7 +247,7 @@ class PageStore:
             self.is_off = True
             _log.warning(
                 f"The data cache's level `{self._name}` in `{self._folder}` is off from now on, "
-                f"since a write failed: {error}. Training goes on and reads more from slower "
+                f"since a write failed: {error}. Training continues, and reads more from slower "
                 f"levels. Free some space, or pass a smaller `{self._name}_bytes`."
             )
             return False
