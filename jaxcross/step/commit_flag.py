@@ -73,7 +73,7 @@ def with_commit_flag(
         fixed = [place for place, *_ in static if isinstance(place, int)]
         # Error messages number the arguments as the caller does, i.e. including the static ones.
         numbers = [n for n in range(len(given) + len(fixed)) if n not in fixed]
-        called = {**dict(enumerate(numbers)), **{word: word for word in kwargs}}
+        called = {**dict(enumerate(numbers)), **{key: key for key in kwargs}}
         if donated:
             results.check_scattered({called[place]: states[place] for place in lacking})
         elif results.kept:

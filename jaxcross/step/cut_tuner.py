@@ -392,7 +392,7 @@ def _race(
     """
     running: list[Compiled | None] = [*rivals]
     times_ns: list[list[int]] = [[] for _ in rivals]
-    for turn in range(_WARM_UP_STEPS + _TIMED_STEPS):
+    for repeat in range(_WARM_UP_STEPS + _TIMED_STEPS):
         for n, compiled in enumerate(running):
             if compiled is None:
                 continue
@@ -400,7 +400,7 @@ def _race(
                 label, lambda control, its=compiled: time_step(its, traced, leaves, world, control)
             )
             if isinstance(elapsed, int):
-                if turn >= _WARM_UP_STEPS:
+                if repeat >= _WARM_UP_STEPS:
                     times_ns[n].append(elapsed)
             elif n == 0:
                 _log_on_rank_0(

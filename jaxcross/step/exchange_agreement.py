@@ -300,5 +300,5 @@ def check_order(control: Control, program: Program) -> None:
     if found is not None:
         (one, here), (other, there) = found
         mine = [describe(program.traced, order[place]) for place in sorted((here, there))]
-        words = control.allgather_text("\n        ".join(mine))
-        raise ExchangeError(order_mismatch(program.name, (one, other), words))
+        descriptions = control.allgather_text("\n        ".join(mine))
+        raise ExchangeError(order_mismatch(program.name, (one, other), descriptions))

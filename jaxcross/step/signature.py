@@ -65,7 +65,7 @@ def bind_static(
     return (
         bound,
         tuple(a for n, a in enumerate(args) if n not in fixed),
-        {word: x for word, x in kwargs.items() if word not in named},
+        {key: x for key, x in kwargs.items() if key not in named},
     )
 
 

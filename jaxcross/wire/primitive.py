@@ -44,11 +44,11 @@ def _lower(ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
     )
 
 
-def _keep(*asked: Any) -> tuple[list[bool], Any]:
+def _keep(*args: Any) -> tuple[list[bool], Any]:
     # Dead code elimination must keep the region and all of its operands, even if this rank doesn't
     # use the result: the other ranks make the exchange in any case, and wait for this one. In JAX
     # 0.12 the equation is preceded by one more argument than before, so we take the last argument.
-    eqn = asked[-1]
+    eqn = args[-1]
     return [True] * len(eqn.invars), eqn
 
 

@@ -109,7 +109,7 @@ class Feed:
         self._arrivals: dict[int, Arrival] = {}
         # The position up to which all records have been read. If an earlier position isn't in
         # `_arrivals` any more, its record has been taken.
-        self._brought = start
+        self._read_up_to = start
         self._wanted = start  # the furthest position that was requested so far
         # True while records are being fetched from the origin. The next group isn't read before
         # that's done, even if all of its records are in faster levels. So if a reader has to wait
@@ -141,10 +141,10 @@ class Feed:
             self._wanted = max(self._wanted, position)
             self._wake_thread()
             self._changed.wait_for(
-                lambda: position in self._arrivals or position < self._brought or self._ended
+                lambda: position in self._arrivals or position < self._read_up_to or self._ended
             )
             arrival = self._arrivals.pop(position, None)
-            brought = position < self._brought
+            was_read = position < self._read_up_to
             self._wake_thread()
             if arrival is not None:
                 level = "origin" if fetching else arrival.level
@@ -154,7 +154,7 @@ class Feed:
                 return arrival
         if self._error is not None:
             raise self._error
-        if not brought:
+        if not was_read:
             raise RuntimeError("The stream of batches was closed while a record was read.")
         # The record has been read ahead and taken before, so read it again in this thread.
         record = self._passes.record_at(position)
@@ -190,7 +190,7 @@ class Feed:
                 ):
                     if not self._has_room(len(group)):
                         return
-                    self._bring(stream, group)
+                    self._read_group(stream, group)
             finally:
                 stream.close()
         except BaseException as error:
@@ -215,7 +215,7 @@ class Feed:
     def _may_read(self) -> bool:
         return (
             len(self._arrivals) + self._awaited <= self._ahead
-            or self._wanted >= self._brought
+            or self._wanted >= self._read_up_to
             or self._ended
         )
 
@@ -229,7 +229,7 @@ class Feed:
         if self._awaited and self._may_read:
             self._room.notify_all()
 
-    def _bring(self, stream: OwnStream, group: range) -> None:
+    def _read_group(self, stream: OwnStream, group: range) -> None:
         missing: dict[int, int] = {}  # maps the records that no level has to their positions
         # First look up the whole group in the levels, and deliver what they have. The records that
         # are missing can then be fetched from the origin all at once.
@@ -249,7 +249,7 @@ class Feed:
             self._deliver(missing[record], Arrival(record, raw, level))
         with self._changed:
             self._fetching = False
-            self._brought = group.stop
+            self._read_up_to = group.stop
             self._changed.notify_all()
 
     def _deliver(self, position: int, arrival: Arrival) -> None:

@@ -348,10 +348,10 @@ def simulate(
         return clock - last_use[numbers]
 
     distance = by_next_use if policy == "next_use" else by_last_use
-    for turn in groups(0, stop, length, group):
+    for positions_of_group in groups(0, stop, length, group):
         for index, stream in enumerate(streams):
             missing: list[int] = []
-            for position in turn:
+            for position in positions_of_group:
                 record = stream.take(position)
                 positions[index] = position + 1
                 clock += 1
