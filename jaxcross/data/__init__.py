@@ -1,12 +1,12 @@
 """Turns ImageNet records into batches without TensorFlow, sharded by the world's ranks.
 
-    records.py   a TFDS folder or URL -> records (JPEG bytes and label)
-    augment.py   a JPEG -> one normalised image
-    batches.py   records -> seeded, resumable iterator of batches
-    shared.py    decodes each batch once for several jobs
-    cache/       levels of memory and disk between slow storage and everything above;
-                 `next_use.py` decides which records a level keeps
-    synth.py     a small data set in the real format, for machines without ImageNet
+    records.py   opens a TFDS folder or URL as a sequence of records (JPEG bytes and label)
+    augment.py   turns a JPEG into one normalised image
+    batches.py   turns records into a seeded, resumable iterator of batches
+    shared.py    decodes each batch only once for several jobs
+    cache/       keeps records of slow storage in memory and on the node's disk;
+                 `next_use.py` decides which records to keep
+    synth.py     writes a small data set in the real format, for machines without ImageNet
 
 Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
 """

@@ -1,7 +1,7 @@
 """Turns a JPEG into one normalised image, with the usual ImageNet augmentation and evaluation crop.
 
-Pure functions of the bytes and a random generator. They have no state and no threads, and are the
-same on every rank.
+All functions are pure: the image depends only on the JPEG's bytes and, in training, on the random
+generator that's passed in. So every rank gets the same image from the same arguments.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ MEAN_RGB = np.array([0.485, 0.456, 0.406], np.float32)
 STDDEV_RGB = np.array([0.229, 0.224, 0.225], np.float32)
 AREA = (0.08, 1.0)
 ASPECT = (3 / 4, 4 / 3)
-# In evaluation, the image's short side is scaled to 256/224 of `image_size`, and the centre kept.
+# In evaluation, we scale the image's shorter side to 256/224 of `image_size`, and keep the centre.
 CROP_SHARE = 224 / 256
 ATTEMPTS = 10
 
 
 def decode(jpeg: bytes) -> np.ndarray:
-    """Decodes a JPEG to uint8 BGR `[height, width, 3]`. Ignores an EXIF rotation, as TFDS does.
+    """Decodes a JPEG to uint8 BGR `[height, width, 3]`. Ignores EXIF rotations, as TFDS does.
 
     Raises:
         ValueError: The bytes aren't an image.
@@ -31,7 +31,7 @@ def decode(jpeg: bytes) -> np.ndarray:
         flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
         try:
             image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), flags)
-        except cv2.error as error:  # for example, more pixels than OpenCV allows
+        except cv2.error as error:  # e.g. because it has more pixels than OpenCV allows
             raise ValueError(
                 f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {error}"
             ) from error
@@ -41,9 +41,10 @@ def decode(jpeg: bytes) -> np.ndarray:
 
 
 def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Returns top, left, height and width of a crop: 8-100% of the area, aspect ratio 3/4-4/3.
+    """Returns top, left, height and width of a random crop.
 
-    See Szegedy et al., 2015.
+    Its area is 8% to 100% of the image's, and its aspect ratio 3/4 to 4/3. See Szegedy et al.,
+    2015.
     """
     area = height * width
     for _ in range(ATTEMPTS):
@@ -59,7 +60,10 @@ def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int,
 
 
 def centre_crop(height: int, width: int, share: float = CROP_SHARE) -> tuple[int, int, int, int]:
-    """Returns the central square of `share` of the shorter side: top, left, height and width."""
+    """Returns top, left, height and width of a central square.
+
+    Its side is the fraction `share` of the image's shorter side.
+    """
     side = max(1, round(min(height, width) * share))
     return (height - side) // 2, (width - side) // 2, side, side
 
@@ -69,7 +73,8 @@ def _finish(
 ) -> np.ndarray:
     top, left, height, width = box
     crop = image[top : top + height, left : left + width]
-    # Averaging over areas avoids aliasing if the image shrinks. If it grows, it would show blocks.
+    # If the image is scaled down, averaging over areas avoids aliasing. If it's scaled up, that
+    # would show blocks, so we interpolate linearly instead.
     shrinks = height > image_size and width > image_size
     crop = cv2.resize(
         crop,

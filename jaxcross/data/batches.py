@@ -1,4 +1,7 @@
-"""Turns records into batches: a seeded order, this rank's share, decoded by Grain's threads."""
+"""Turns records into batches: shuffles them by a seed, and takes and decodes this rank's share.
+
+Grain's threads do the reading and decoding.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Batch = dict[str, np.ndarray]
 
 
 class StreamPosition(NamedTuple):
-    """The record at one position of a rank's stream, and the number of the pass."""
+    """What's at one position of a rank's stream: a record's number and the number of the pass."""
 
     record: int
     epoch: int
@@ -28,7 +31,9 @@ class StreamPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStream:
-    """Everything that determines a rank's batches. Threads, time and other processes don't.
+    """Everything that determines a rank's batches.
+
+    The batches don't depend on anything else, such as the number of threads or other processes.
 
     Attributes:
         steps: Total number of batches; `None` if the stream never ends.
@@ -45,22 +50,27 @@ class BatchStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches that every rank gets per pass. All ranks skip the rest of the pass."""
+        """Number of full batches that every rank gets per pass. All ranks skip the remainder."""
         return len(self.records) // (self.batch_size * self.size)
 
     @property
     def order(self) -> grain.MapDataset:
-        """The record number at each position of this rank's endless stream, reshuffled per pass."""
+        """The record number at each position of this rank's endless stream.
+
+        In training, every pass is shuffled differently.
+        """
         order = grain.MapDataset.range(len(self.records))
         if self.train:
             order = order.shuffle(seed=self.seed % 2**32)
-        # Use the world's rank and size: under mpirun, JAX reports process 0 of 1 on every rank.
+        # We use the world's rank and size rather than JAX's, because under mpirun, JAX considers
+        # itself process 0 of 1 on every rank.
         return order[self.rank :: self.size][: self.steps_per_epoch * self.batch_size].repeat()
 
     def example(self, position: StreamPosition, arrival: Arrival | None = None) -> Batch:
-        """Reads, decodes and augments a record. Its randomness depends on seed, pass and record.
+        """Reads, decodes and augments a record.
 
-        With a cache, `arrival` is the record that was read ahead.
+        The random augmentation depends only on the seed, the pass and the record. If there's a
+        cache, `arrival` is the record that was read ahead.
         """
         try:
             image, label = self._image(position.record, arrival)
@@ -89,7 +99,7 @@ class BatchStream:
         return sys.maxsize // 2 if self.steps is None else self.steps * self.batch_size
 
     def feed(self, step: int) -> Feed | None:
-        """Starts to read ahead of batch `step`, if there is a cache."""
+        """Starts reading ahead from batch `step` on. Returns None if there's no cache."""
         if self.records.cached is None:
             return None
         order = self.order
@@ -101,7 +111,7 @@ class BatchStream:
         )
 
     def open(self, step: int, threads: int, feed: Feed | None = None) -> grain.DatasetIterator:
-        """Starts Grain's threads at batch `step`."""
+        """Starts Grain's threads at batch `step`, and returns an iterator over the batches."""
         order = self.order
         per_epoch = self.steps_per_epoch * self.batch_size
         positions = grain.MapDataset.range(step * self.batch_size, self._stop)
@@ -112,8 +122,8 @@ class BatchStream:
                 return self.example(
                     StreamPosition(record=int(cast(int, order[position])), epoch=epoch)
                 )
-            # The arrival has its record's number with it: asking Grain for it again would take 0.1
-            # ms.
+            # The arrival contains the record's number, so we don't have to look it up in Grain's
+            # order, which takes 0.1 ms.
             arrival = feed.take(position)
             return self.example(StreamPosition(record=arrival.record, epoch=epoch), arrival)
 
@@ -132,9 +142,10 @@ class Batches(Iterator[Batch]):
     """One rank's batches, as NumPy arrays. The iterator is resumable.
 
     Each batch is `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`. `next` waits
-    until the batch is decoded; it never communicates. All ranks have the same number of steps. The
-    position is the number of batches taken. To resume, pass it as `start_step`, or use `get_state`
-    and `set_state`. Not thread-safe.
+    until the batch has been decoded, but never communicates. All ranks get the same number of
+    batches. The iterator's position is the number of batches taken so far. To resume from it, pass
+    this number as `start_step`, or save the result of `get_state` and pass it to `set_state`. Not
+    thread-safe.
 
     Attributes:
         steps: Total number of batches, counted from step 0; `None` if the stream never ends.
@@ -163,7 +174,10 @@ class Batches(Iterator[Batch]):
         return self._stream.records.num_classes
 
     def at(self, step: int) -> Batches:
-        """Returns a new iterator over the same batches, from batch `step` on. Reads nothing yet."""
+        """Returns a new iterator over the same batches, starting at batch `step`.
+
+        It reads nothing until it's asked for a batch.
+        """
         return Batches(self._stream, threads=self._threads, start_step=step)
 
     def __iter__(self) -> Batches:
@@ -179,20 +193,23 @@ class Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except Exception:
-            # Grain would skip the unreadable record. Close it, so that the next call raises the
-            # same error.
+            # If we continued with the same Grain iterator, it would skip the unreadable record. So
+            # we close it, and the next call raises the same error again.
             self.close()
             raise
         self.step += 1
         return batch
 
     def waited_s(self) -> dict[str, float]:
-        """Returns the seconds that reading threads waited, by cache level; empty if uncached."""
+        """Returns how many seconds the reading threads have waited for each cache level.
+
+        Empty if there's no cache.
+        """
         feed = self._feed
         return {} if feed is None else feed.waited_s()
 
     def close(self) -> None:
-        """Ends the reading threads. The iterator can still continue from its current step."""
+        """Stops the reading threads. If you call `next` again, they restart at the current step."""
         iterator = self._iterator
         self._iterator = None
         feed = self._feed
@@ -203,7 +220,10 @@ class Batches(Iterator[Batch]):
             iterator.close()
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position, and the settings for which it's valid, as values for JSON."""
+        """Returns the position, and the settings for which it's valid, as a JSON-compatible dict.
+
+        Pass it to `set_state` to resume.
+        """
         stream = self._stream
         names = ("batch_size", "image_size", "rank", "size", "seed", "train")
         state: dict[str, Any] = {name: getattr(stream, name) for name in names}
@@ -214,11 +234,13 @@ class Batches(Iterator[Batch]):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to the position of `state`. The batches that follow are the original iterator's.
+        """Moves to the position in `state`.
+
+        The next batches will be the same as those after the call of `get_state`.
 
         Raises:
-            ValueError: The state belongs to a different stream, so its position would refer to
-                different images; or its step isn't a number of batches.
+            ValueError: The state belongs to a different stream, in which the position would refer
+                to different images, or its `step` isn't a number of batches.
         """
         own = self.get_state()
         differ = [name for name in own if name != "step" and own[name] != state.get(name)]
@@ -282,9 +304,9 @@ def train_batches(
 ) -> Batches:
     """Opens one rank's training stream: shuffled on each pass, randomly cropped and flipped.
 
-    Opening it reads only metadata, and doesn't communicate. The images of a step depend on `seed`,
-    `batch_size`, `size` and `rank`. The augmentation of a record depends only on `seed` and the
-    pass, so it's the same on any number of ranks.
+    This only reads metadata, and doesn't communicate. Which images a rank gets in a step depends on
+    `seed`, `batch_size`, `size` and `rank`. How a record is cropped and flipped depends only on
+    `seed` and the number of the pass, so the augmented images are the same on any number of ranks.
 
     Args:
         data_dir: TFDS's root folder, the data set's folder in it, or the versioned folder. With a
@@ -296,12 +318,12 @@ def train_batches(
         seed: Seed of the order and the augmentation. Must be the same on all ranks.
         steps: End after this many batches. Without `steps` and `epochs`, the stream never ends.
         epochs: End after this many passes.
-        start_step: Start at this batch, in order to resume. `steps` and `epochs` still count from
-            0.
+        start_step: Start at this batch, in order to resume. `steps` and `epochs` are still counted
+            from batch 0.
         threads: Number of reading threads.
         split: Name of the split.
-        cache: Levels of memory and disk through which records are read. The batches are the same
-            with or without a cache.
+        cache: Cache through which the records are read. The batches are the same with or without a
+            cache.
 
     Raises:
         FileNotFoundError: `data_dir` doesn't exist.
@@ -333,11 +355,12 @@ def eval_batches(
     split: str = "validation",
     cache: Cache | None = None,
 ) -> Batches:
-    """Opens one rank's evaluation stream: stored order, central crop, one pass or `steps` batches.
+    """Opens one rank's evaluation stream: in stored order, with a central crop of each image.
 
-    The arguments are those of `train_batches`. Records beyond the last batch that every rank can
-    fill are left out. If every record must count, choose `batch_size * size` so that it divides the
-    split.
+    The stream ends after one pass over the split, or after `steps` batches. The other arguments are
+    the same as for `train_batches`. Since every rank must get the same number of full batches, the
+    last records of the split may be left out. If every record must count, choose `batch_size` such
+    that the number of records is a multiple of `batch_size * size`.
 
     Raises:
         FileNotFoundError: `data_dir` doesn't exist.

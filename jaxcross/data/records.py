@@ -25,7 +25,8 @@ REMEDY = (
     "imagenet2012 --file_format=array_record --data_dir=DIR --manual_dir=FOLDER_OF_THE_TAR_FILES`, "
     "and pass DIR."
 )
-# The metadata of a data set at a URL: small files, copied into the cache for TFDS to read.
+# These small files contain a data set's metadata. If the data set is at a URL, we copy them into
+# the cache, because TFDS reads them from a local folder.
 _REQUIRED = (INFO_FILE, "features.json")
 _OPTIONAL = ("label.labels.txt", "metadata.json")
 
@@ -34,14 +35,14 @@ _OPTIONAL = ("label.labels.txt", "metadata.json")
 class Records:
     """One split of a data set: a sequence of `{"image": JPEG bytes, "label": int, ...}`.
 
-    Records are read when they're indexed.
+    A record is read when you index it.
 
     Attributes:
-        folder: The versioned TFDS folder that holds the split, or its URL.
+        folder: The versioned TFDS folder that contains the split, or its URL.
         split: For example `train` or `validation`.
         num_classes: Number of values that `label` can take.
         source: Random access by record number. Safe to use from several threads.
-        cached: The same records, read through a cache; None without one.
+        cached: The same records, read through a cache; None if there's no cache.
     """
 
     folder: Path | str
@@ -60,13 +61,13 @@ class Records:
 
 
 class _RemoteFolder(NamedTuple):
-    """A data set on a file system of fsspec.
+    """A data set on one of fsspec's file systems.
 
     Attributes:
         fs: The file system.
-        path: The data set's folder there.
-        metadata: A local folder with copies of the small files.
-        identity: Text that differs if the URL or the small files differ.
+        path: The data set's folder in this file system.
+        metadata: A local folder with copies of the metadata files.
+        identity: Text that changes if the URL or the metadata changes.
     """
 
     fs: Any
@@ -78,8 +79,8 @@ class _RemoteFolder(NamedTuple):
 def find_folder(data_dir: str | Path) -> Path:
     """Returns the versioned folder in `data_dir`.
 
-    `data_dir` may be TFDS's root folder, the data set's folder, or the versioned folder itself. If
-    there are several versions, the newest is used.
+    You can pass TFDS's root folder, the data set's folder, or the versioned folder itself. If there
+    are several versions of the data set, we choose the newest one.
 
     Raises:
         FileNotFoundError: `data_dir` doesn't exist.
@@ -111,8 +112,8 @@ def open_records(
     """Opens one split for reading. Reads only metadata until you index a record.
 
     Args:
-        data_dir: A folder. With a cache it can also be the versioned folder's URL on any fsspec
-            file system.
+        data_dir: A folder (see `find_folder`). With a cache, it can also be the URL of a versioned
+            folder on any file system that fsspec supports.
         split: Name of the split.
         cache: Cache through which the records are read.
 
@@ -120,8 +121,8 @@ def open_records(
         FileNotFoundError: `data_dir` doesn't exist.
         OSError: The storage behind a URL doesn't answer.
         ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format, doesn't have this split,
-            or holds no labelled images; or it's a URL and there is no cache; or the cache's folder
-            is inside the data set's.
+            or contains no labelled images; or it's a URL and there's no cache; or the cache's
+            folder is inside the data set's folder.
     """
     remote = None
     if _is_url(data_dir):
@@ -158,7 +159,7 @@ def open_records(
             f"The data set in `{where}` has the features {sorted(features)}; training needs "
             f"`image` (JPEG) and `label`. {REMEDY}"
         )
-    # Keep the JPEG bytes as stored: OpenCV decodes and scales each crop once, without the GIL.
+    # Tell TFDS not to decode the JPEGs. OpenCV decodes them later, without holding the GIL.
     decoders = {"image": tfds.decode.SkipDecoding()}
     known: dict[str, Any] = {
         "folder": where if remote else folder,
@@ -178,7 +179,7 @@ def open_records(
 
 
 def _is_url(data_dir: str | Path) -> bool:
-    """Returns whether `data_dir` is on a file system of fsspec, such as `https://` or `s3://`."""
+    """Whether `data_dir` is a URL that fsspec opens, such as `https://...` or `s3://...`."""
     return isinstance(data_dir, str) and "://" in data_dir
 
 

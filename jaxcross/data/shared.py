@@ -1,4 +1,4 @@
-"""One decode for several jobs that read the same batches."""
+"""Decodes each batch only once for several jobs that read the same batches."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from jaxcross.data.batches import Batch, Batches
 
 
 class SharedDecode:
-    """Decodes each batch of a stream once, and hands it to several readers on any threads.
+    """Decodes each batch of a stream once, and hands it to several readers, on any threads.
 
-    The last `window` batches are kept until every reader has taken them. A reader never waits for
-    another reader to catch up, so a job that runs ahead, pauses or ends can't hang the others. If a
-    reader falls more than `window` batches behind the fastest one, it decodes for itself. It still
-    gets bit for bit the same batches, because a batch depends only on its number. `redecoded`
-    counts this extra work. Jobs that run interleaved stay within a few batches of each other and
-    share everything; jobs that run one after the other share nothing.
+    A decoded batch is kept until every reader has taken it, but at most `window` batches are kept.
+    No reader waits for another one to catch up, so a job that runs ahead, pauses or ends can't hang
+    the others. If a reader falls more than `window` batches behind the fastest reader, it decodes
+    its batches again for itself, which `redecoded` counts. It still gets bit for bit the same
+    batches, because a batch depends only on its number.
 
-    Jobs can share a stream if their images are the same: same folder, split, seed, batch size and
-    image size. Jobs with a different seed need a separate stream. The arrays handed out are
-    read-only, because all readers hold the same ones.
+    Jobs that run interleaved stay within a few batches of each other, so they share all decoding.
+    Jobs that run one after the other share nothing.
+
+    Jobs can share a stream if they need the same images, i.e. if they read the same split of the
+    same folder with the same seed, batch size and image size. A job with a different seed needs
+    another stream. All readers get the same arrays, so these are read-only.
 
     Args:
-        batches: The stream, at the step where the first reader starts. It isn't advanced.
+        batches: The stream, positioned where the first reader starts. It isn't advanced.
         window: Maximum number of batches kept. They take `window` times the memory of one batch.
 
     Attributes:
         decoded: Number of batches decoded for all readers.
         redecoded: Number of batches that a late reader decoded again for itself.
-        served: Number of batches handed out.
+        served: Number of batches handed out, to all readers together.
 
     Example:
         >>> shared = SharedDecode(train_batches(folder, batch_size=64))  # doctest: +SKIP
@@ -48,14 +50,16 @@ class SharedDecode:
         self._window = window
         self._kept: deque[Batch] = deque()
         self._start = batches.step
-        # Number of the oldest kept batch. The next one to decode is `_first + len(_kept)`.
+        # The number of the oldest kept batch. The next batch to decode has the number
+        # `_first + len(_kept)`.
         self._first = batches.step
-        # Nothing was decoded here yet, so a reader that resumes at an earlier step may move it
-        # back.
+        # True until the first batch is decoded at the current position. As long as it's true, a
+        # reader that resumes at an earlier step may move the stream back.
         self._untouched = True
         self._readers: list[SharedReader] = []
-        self._lock = threading.Lock()  # guards the state; never held for long
-        # Held by the one reader that decodes. Always taken before `_lock`.
+        self._lock = threading.Lock()  # protects the attributes; never held for long
+        # A reader holds this lock while it decodes the next batch for all readers. A thread that
+        # needs both locks must take this one first.
         self._decoding = threading.Lock()
         self.decoded = 0
         self.redecoded = 0
@@ -70,7 +74,10 @@ class SharedDecode:
         return self._batches.waited_s()
 
     def reader(self, *, start_step: int | None = None) -> SharedReader:
-        """Adds a reader at `start_step`, or where the stream started. Reads nothing yet."""
+        """Adds a reader that starts at `start_step`, or where the stream started.
+
+        It reads nothing until it's asked for a batch.
+        """
         reader = SharedReader(
             self, self._batches.at(self._start if start_step is None else start_step)
         )
@@ -79,15 +86,15 @@ class SharedDecode:
         return reader
 
     def _moved(self) -> None:
-        """Moves the shared stream after a reader was repositioned.
+        """Moves the shared stream if necessary, after a reader has been repositioned.
 
-        If all readers are now ahead of the kept batches, shared decoding continues at the slowest
-        of them. Otherwise, jobs that resume from a checkpoint would each decode separately for the
-        rest of the run.
+        If all readers are now ahead of the shared stream, moves it to the slowest reader. Suppose
+        that all jobs resume from a checkpoint at step 1,000. If the shared stream stayed at step 0,
+        each job would decode its batches separately for the rest of the run.
         """
         with self._decoding, self._lock:
-            # Ignore readers that never asked for a batch, e.g. because an earlier run had already
-            # ended their job. They'd hold up the others.
+            # Ignore readers that were never asked for a batch, e.g. because their job had already
+            # finished in an earlier run. They'd keep the stream from moving on with the others.
             first = min((reader.step for reader in self._readers if reader.asked), default=0)
             at = self._first + len(self._kept)
             if first > at or (first < at and self._untouched):
@@ -104,7 +111,10 @@ class SharedDecode:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops batches that all readers took or that exceed the window. `_lock` must be held."""
+        """Drops batches that all readers have taken, and the oldest ones beyond the window.
+
+        The caller must hold `_lock`.
+        """
         needed = min(
             (reader.step for reader in self._readers), default=self._first + len(self._kept)
         )
@@ -113,7 +123,10 @@ class SharedDecode:
             self._first += 1
 
     def _take(self, reader: SharedReader) -> tuple[Batch | None, bool]:
-        """Returns the reader's next batch if kept, and whether it's the next to decode for all."""
+        """Returns the reader's next batch, or None if that batch isn't kept.
+
+        Also returns whether it's the next batch to decode for all readers.
+        """
         with self._lock:
             place = reader.step - self._first
             if not 0 <= place < len(self._kept):
@@ -131,7 +144,8 @@ class SharedDecode:
         batch, is_next = self._take(reader)
         if is_next:
             with self._decoding:
-                batch, is_next = self._take(reader)  # another reader may have decoded it meanwhile
+                # While we waited for the lock, another reader may have decoded the batch.
+                batch, is_next = self._take(reader)
                 if is_next:
                     return self._decode(reader)
         return self._redecode(reader) if batch is None else batch
@@ -162,8 +176,8 @@ class SharedReader(Iterator[Batch]):
 
     Attributes:
         step: Number of batches taken so far, counted from step 0.
-        own: A private stream, used when this reader is too far from the others.
-        asked: Whether the reader has been asked for a batch or repositioned.
+        own: A private stream, used if this reader is too far from the shared one.
+        asked: Whether the reader has been asked for a batch, or repositioned.
     """
 
     def __init__(self, shared: SharedDecode, own: Batches) -> None:
@@ -199,7 +213,7 @@ class SharedReader(Iterator[Batch]):
         return self._shared.waited_s()
 
     def close(self) -> None:
-        """Leaves: no more batches are kept for this reader, and its private stream ends."""
+        """Removes this reader, and closes its private stream. No more batches are kept for it."""
         self._shared._leave(self)
         self.own.close()
 

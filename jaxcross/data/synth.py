@@ -1,4 +1,7 @@
-"""A small data set in ImageNet's real format. Images show their class, so accuracy can rise."""
+"""Writes a small data set in ImageNet's real format.
+
+The images aren't noise: one can tell an image's class from it, so a model's accuracy can improve.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tensorflow_datasets.core.dataset_info import DatasetIdentity
 from jaxcross.data.records import INFO_FILE, NAME
 
 VERSION = "5.1.0"  # the version of TFDS's imagenet2012
-SPLITS = {"train": 1.0, "validation": 0.25}  # number of images per split, as a share of `images`
+SPLITS = {"train": 1.0, "validation": 0.25}  # number of images per split, as a fraction of `images`
 SHARD_RECORDS = 1024
 QUALITY = 90
 
@@ -25,17 +28,17 @@ QUALITY = 90
 def class_image(
     label: int, classes: int, width: int, height: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Returns a uint8 BGR image. Its hue and stripe width show the class; all else is random.
+    """Returns a uint8 BGR image whose hue and stripe width depend on the class.
 
-    Hue and stripe width survive a random crop and a flip, so the class can be learnt under the
-    usual augmentation.
+    Everything else in the image is random. Hue and stripe width survive a random crop and a flip,
+    so a model can learn the class even with the usual augmentation.
     """
     hue = 180 * label / classes + rng.normal(0, 20 / classes)
     base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[
         0, 0
     ].astype(np.float32)
-    # Draw it at a quarter of the size and scale it up: photographs are smooth, and this way the
-    # JPEG files have similar sizes.
+    # Draw the image at a quarter of its width and height, and scale it up. That makes it smooth
+    # like a photograph, so that its JPEG file has about the same size as a photograph's.
     rows, columns = np.mgrid[0 : max(1, height // 4), 0 : max(1, width // 4)].astype(np.float32)
     angle = rng.uniform(-0.6, 0.6)
     period = 6 + 4 * (label % 4)
@@ -73,10 +76,11 @@ def synthesise(
 ) -> Path:
     """Writes a small `imagenet2012`, and returns its folder.
 
-    The split `train` has `images` images, and `validation` a quarter of that. The data set is
-    written to a temporary folder beside its final one and moved there when it's complete, so an
-    interrupted run leaves nothing half done. A second call with the same arguments finds the data
-    set and writes nothing. Waits for the disk. Call it on one rank only.
+    The split `train` has `images` images, and `validation` has a quarter of that number. We write
+    the data set to a temporary folder next to its final one, and rename that folder when it's
+    complete, so an interrupted run leaves no incomplete data set behind. If you call this function
+    again with the same arguments, it finds the data set and writes nothing. Waits for the disk.
+    Call it on one rank only.
 
     Args:
         data_dir: TFDS's root folder. The data set becomes `data_dir/imagenet2012/5.1.0`.
@@ -84,11 +88,11 @@ def synthesise(
         classes: Number of classes. Labels 0 to `classes - 1` are assigned in turn.
         width: Width of each image in pixels.
         height: Height of each image in pixels.
-        seed: Seed of everything that varies.
-        progress: Called every few images with the number of images written and the total.
+        seed: Seed of everything that's random in the images.
+        progress: Called every few images with the number of images written so far and the total.
 
     Raises:
-        ValueError: A number isn't positive, or there's already another data set in that folder.
+        ValueError: A number isn't positive, or there's already a different data set in that folder.
     """
     arguments = {"images": images, "classes": classes, "width": width, "height": height}
     for name, value in arguments.items():
@@ -127,8 +131,8 @@ def _check_same(folder: Path, arguments: dict[str, int]) -> None:
 def _write(
     folder: Path, arguments: dict[str, int], progress: Callable[[int, int], None] | None
 ) -> None:
-    # Use TFDS's writer for data that no builder class generates. A builder would fetch its
-    # description from the network.
+    # TFDS also has builder classes, which generate data themselves, but a builder would fetch its
+    # description from the network. So we use TFDS's writer for data that comes from elsewhere.
     identity = DatasetIdentity(
         name=NAME, version=tfds.core.Version(VERSION), data_dir=str(folder), module_name=__name__
     )
@@ -162,7 +166,7 @@ def _write(
         for example in _examples(split, count, classes, width, height, arguments["seed"]):
             pending.append(example)
             written += 1
-            # The writer rewrites its metadata on every call, so hand over many records at once.
+            # The writer rewrites its metadata on every call, so we pass it many records at once.
             if len(pending) == 64:
                 writer.add_examples({split: pending})
                 pending = []

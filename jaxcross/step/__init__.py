@@ -1,20 +1,20 @@
 """A train step, wrapped by `crossover`.
 
-step                `crossover`, and the `Step` that it returns: arguments in, results out
-signature           the arguments of a call: static ones bound, types compared
-variant             a step for one set of argument types: its trace, its programs, their
-                    executables; `StepRecord`: state that all variants of a step share
-prepare             a variant's executables for a job or a standalone step: agreed by all ranks,
-                    cut, compiled
-exchange_agreement  a check that all ranks are about to make the same exchanges in the same order
-mpi4jax_agreement   the same for programs that call mpi4jax, whose calls may differ by rank
-advice              warnings about steps that are legal but probably not what was meant
-cut_tuner           `cut="auto"` of a step that runs alone: tries cuts and keeps the fastest;
-                    alongside other jobs, program/cut.py chooses
-cut_budget          how much time the search for a cut may take
-timed_trial         one step on copies of its arguments, timed as a whole or by segment
-profile             a step's seconds per segment, as a record that plans are made from
-commit_flag         `nonfinite="skip"`: a step that leaves its state unchanged if the vote says so
+step                `crossover`, and the `Step` that it returns, which runs the function's steps
+signature           binds a call's static arguments and compares the types of the others
+variant             a step traced for one set of argument types, with its programs and executables;
+                    `StepRecord` is the state that all variants of a step share
+prepare             gets a variant's executables for a job or a standalone step: lets the ranks
+                    agree, cuts, compiles
+exchange_agreement  checks that all ranks are about to make the same exchanges in the same order
+mpi4jax_agreement   the same check for programs that call mpi4jax, whose calls may differ by rank
+advice              warns about steps that are legal but probably not what the user meant
+cut_tuner           `cut="auto"` for a step that runs alone: times several cuts and keeps the
+                    fastest (alongside other jobs, program/cut.py chooses the cut)
+cut_budget          limits the time that this search may take
+timed_trial         runs one step on copies of its arguments, timed as a whole or by segment
+profile             a record of how long each segment of a step takes, from which plans are made
+commit_flag         `nonfinite="skip"`: a step that keeps its old state if the ranks vote to skip it
 nnx                 steps that change Flax NNX objects in place
 """
 

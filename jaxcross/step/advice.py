@@ -25,17 +25,17 @@ _log = logging.getLogger("jaxcross")
 
 
 def advise(traced: Traced, program: Program, warned: set[str]) -> None:
-    """Warns about what a step probably shouldn't do.
+    """Warns if a step does something that's legal but probably a mistake.
 
-    That is: exchanges that are missing, inside a loop, or repeated in every mini- or micro-batch,
-    means of means, optimizers that differentiate the loss themselves, and a state whose types
-    change.
+    We look for steps that exchange nothing, exchange inside a loop, or exchange every mini- or
+    micro-batch separately; for averages of averages; for optimizers that differentiate the loss
+    themselves; and for a state whose element types change from one step to the next.
 
     Args:
         traced: The step.
-        program: The program that it was cut into.
-        warned: What was warned about before, so that each warning is given once, however often the
-            step is compiled. Updated in place.
+        program: The program that the step was cut into.
+        warned: The warnings logged so far. A warning that's in this set isn't logged again, even if
+            the step is compiled several times. Updated in place.
     """
     if not program.exchanges and not program.local_step:
         axes = quoted(n for n, _ in program.axes)
@@ -56,8 +56,9 @@ def advise(traced: Traced, program: Program, warned: set[str]) -> None:
 def _advise_on_loops(program: Program, warned: set[str]) -> None:
     loops: dict[str, list[Exchange]] = {}
     for x in program.exchanges:
-        if (loop := dict(x.params).get("loop")) is not None:
-            loops.setdefault(loop, []).append(x)
+        found = dict(x.params).get("loop")
+        if found is not None:
+            loops.setdefault(found, []).append(x)
     for loop, exchanges in loops.items():
         if loop in warned:
             continue
@@ -66,8 +67,8 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
             (x.op, x.dtype, x.shape) == ("pmax", "int32", ()) for x in exchanges
         )
         rounds = (
-            " Ranks may be through with it after different numbers of iterations, and vote before "
-            "each, by 4 bytes, whether to go on."
+            " Ranks may need different numbers of iterations, so they vote before each iteration, "
+            "with 4 bytes, on whether to continue."
         )
         _log.warning(
             "`%s` exchanges inside a %s at %s: the whole loop runs on the exchange lane and hides "
@@ -80,7 +81,7 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
 
 
 def _advice(traced: Traced) -> Iterator[str]:
-    """Yields a warning's text for each suspicious thing in a step."""
+    """Yields one warning text per problem that we find in a step."""
     name = traced.name
     for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
         yield (
@@ -114,7 +115,8 @@ def _advice(traced: Traced) -> Iterator[str]:
             "a `jax.shard_map(step, in_specs=..., out_specs=...)`, where JAX inserts these "
             "exchanges."
         )
-    if (changed := _changed_type(traced)) is not None:
+    changed = _changed_type(traced)
+    if changed is not None:
         path, before, after = changed
         yield (
             f"`{name}` takes `{path}` as {before.dtype} and returns it as {after.dtype}, so the "
@@ -124,11 +126,14 @@ def _advice(traced: Traced) -> Iterator[str]:
 
 
 def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.ShapedArray] | None:
-    """Returns the first leaf of the state that changes its element type, with both types.
+    """Finds the first leaf of the state that comes back with a different element type.
 
-    Returns None if there's no such leaf. The state is a donated argument, provided that a result
-    has the same structure and shapes. Arguments that aren't donated don't count: they may be
-    parameters, and the result that looks like them may be their gradients.
+    We take a donated argument for state if one of the results has the same structure and shapes.
+    We ignore arguments that aren't donated: such an argument may be the parameters of a model, and
+    the result of the same structure may be their gradients rather than new parameters.
+
+    Returns:
+        The leaf's path, and its types before and after the step; None if there's no such leaf.
     """
     positional, named = traced.in_tree.children()
     args = [*positional.children(), *named.children()]
@@ -144,16 +149,17 @@ def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.Shape
                 changed = (k for k, (a, b) in enumerate(pairs) if a.dtype != b.dtype)
                 first = next(changed, None)
                 if first is not None:
-                    paths, (before, after) = traced.paths[0], pairs[first]
+                    paths = traced.paths[0]
+                    before, after = pairs[first]
                     return str(paths[start + first]), before, after
                 break
     return None
 
 
 def _results(tree: TreeDef) -> Iterator[tuple[int, TreeDef]]:
-    """Yields the structure of a step's results as a whole, then of each element if it's a tuple.
+    """Yields the structure of a step's results, then that of each element if they're a tuple.
 
-    Each comes with the number of its first leaf.
+    Each structure is preceded by the number of its first leaf.
     """
     yield 0, tree
     node = tree.node_data()

@@ -1,8 +1,9 @@
-"""`nonfinite="skip"`: steps that leave their state unchanged if an exchange isn't finite.
+"""`nonfinite="skip"`: steps that keep their old state if an exchange isn't finite.
 
-Whether a step may change its state is known only after its exchanges, when the ranks vote. So the
-step gets one more argument, the commit flag, which no exchange reads. The program uses it to select
-between the old and the new value of each array of the state.
+The ranks decide whether to skip a step in a vote, which takes place after the step's exchanges. To
+let the compiled step depend on the outcome, we add a boolean argument to it, the commit flag. For
+each array of the state, the step then selects the new value if the flag is true, and the old value
+otherwise. The exchanges don't read the flag, so they can run before the vote.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see
 
 @cache
 def commit_flag() -> jax.Array:
-    """Returns the last argument of a step with a commit flag, which is True.
+    """Returns the value that a call passes as its commit flag, True.
 
-    The commit vote may replace it by False.
+    If the ranks vote to skip the step, it's replaced by False.
     """
     return jnp.ones((), bool)
 
@@ -35,24 +36,27 @@ def commit_flag() -> jax.Array:
 def with_commit_flag(
     function: Callable[..., PyTree], name: str, state: Sequence[int | str], *, donated: bool
 ) -> Callable[..., PyTree]:
-    """Returns `function` with one more argument: if that `commit_flag` is False, the state is kept.
+    """Returns `function` with a commit flag as an additional last positional argument.
 
-    The flag is the last positional argument. The state is the part of the results that corresponds
-    to the arguments whose numbers or names are in `state`. For each of them, that's the part with
-    the same structure, shapes and types, wherever it is in the results. An argument that is a
-    single array corresponds only to a whole result. If `donated` is false, there may be no state,
-    because an evaluation returns none.
+    If the flag is False, the returned function computes the same results, except that the state
+    keeps its old values. The state consists of the arguments whose numbers or names are in `state`.
+    For each of these, we search the results for a part with the same structure, shapes and types,
+    which may be anywhere in the results. If the argument is a single array, we only accept a whole
+    result. If `donated` is false, the results needn't contain a state, because the step may be an
+    evaluation.
 
     Raises:
-        CutError: (when traced) No donated argument is like a result, an argument is like several
-            results, or a donated argument seems to come back in a different structure. Or, without
-            donated arguments, an argument that isn't in `state` comes back alongside one that is.
+        CutError: (when traced) No result looks like a donated argument, several results look like
+            the same argument, or a donated argument seems to come back in a different structure.
+            Or, without donated arguments, an argument that isn't in `state` comes back alongside
+            one that is.
     """
 
     def flagged(*args: PyTree, **kwargs: PyTree) -> PyTree:
         *given, commits = args
-        # A step may write into a dict or an NNX state that it was given. Without a copy of the
-        # structure, that would then hold the new values.
+        # A step may write its results into a dict or an NNX state that it was given. So we copy the
+        # containers first (the arrays stay shared); otherwise we'd find the new values where we
+        # look for the old ones.
         own = {
             place: jax.tree.map(lambda leaf: leaf, argument)
             for place, argument in (*enumerate(given), *kwargs.items())
@@ -67,9 +71,9 @@ def with_commit_flag(
                 "new state, in a tuple with its metrics perhaps."
             )
         fixed = [place for place, *_ in static if isinstance(place, int)]
-        # Numbered as in the caller's arguments, i.e. including static ones.
+        # Error messages number the arguments as the caller does, i.e. including the static ones.
         numbers = [n for n in range(len(given) + len(fixed)) if n not in fixed]
-        called = {**dict(enumerate(numbers)), **{word: word for word in kwargs}}
+        called = {**dict(enumerate(numbers)), **{key: key for key in kwargs}}
         if donated:
             results.check_scattered({called[place]: states[place] for place in lacking})
         elif results.kept:
@@ -86,12 +90,14 @@ def with_commit_flag(
 
 
 class _Results:
-    """A step's results, in which the state keeps its old values if the step isn't committed."""
+    """A step's results, whose state keeps its old values unless the step is committed."""
 
     def __init__(self, results: PyTree, name: str) -> None:
         flat, self._structure = jax.tree.flatten_with_path(results)
-        self._results, self._name = results, name
-        self._paths, self._leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
+        self._results = results
+        self._name = name
+        self._paths = [path for path, _ in flat]
+        self._leaves = [leaf for _, leaf in flat]
         self.kept: set[int] = set()  # numbers of the leaves that are state
 
     def tree(self) -> PyTree:
@@ -99,13 +105,14 @@ class _Results:
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def keep(self, states: dict[int | str, PyTree], commits: jax.Array) -> list[int | str]:
-        """Makes each part that is state take its old value, unless the step `commits`.
+        """Makes the parts of the results that are state depend on the commit flag, `commits`.
 
-        Returns the arguments that no part is like.
+        Returns the numbers or names of the arguments for which there's no such part.
         """
         lacking: list[int | str] = []
         alike = _by_form(states)
-        # Shallowest parts first, because a part of a state may look like another argument.
+        # We start with the parts at the smallest depth. Otherwise we might take a part of one
+        # state for another argument that happens to have the same form.
         for kind, numbers in sorted(alike, key=lambda item: self._positions(item[0])[0]):
             depth, parts = self._positions(kind)
             if parts and not depth:
@@ -127,9 +134,11 @@ class _Results:
         return lacking
 
     def check_scattered(self, donated: dict[int | str, PyTree]) -> None:
-        """Raises CutError if an argument without a matching part is scattered over the results.
+        """Raises CutError if a donated argument seems to come back in a different structure.
 
-        Its arrays would change even if the step is skipped.
+        If a step is skipped, we restore the parts of the results that match a donated argument. An
+        argument that comes back in a different structure has no matching part, so its arrays would
+        change even in a skipped step.
         """
         free = Counter(
             form_of([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1]
@@ -156,10 +165,11 @@ class _Results:
                 )
 
     def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:
-        """Returns the smallest depth at which parts of this form occur, and the leaves of each.
+        """Returns the smallest depth at which parts of this form occur, and each part's leaves.
 
-        Parts that are already known to be state don't count. A single array counts only if it's a
-        whole result, because metrics are arrays too.
+        Skips parts that we've already identified as state. If the form is that of a single array,
+        we only accept a whole result, i.e. what the step returns or an element of the tuple that it
+        returns. Further inside, an array of the right shape could just as well be a metric.
         """
         found: list[tuple[int, list[int]]] = []
         for path, part in jax.tree.leaves_with_path(
@@ -177,7 +187,7 @@ class _Results:
 
 
 def _by_form(states: dict[int | str, PyTree]) -> list[tuple[Form, list[int | str]]]:
-    """Groups the arguments by their form, leaving out arguments without arrays."""
+    """Groups the arguments by their form. Leaves out arguments that contain no arrays."""
     found: list[tuple[Form, list[int | str]]] = []
     for number, state in states.items():
         own = form_of(state)
@@ -195,5 +205,5 @@ def _bare(kind: Form) -> bool:
 
 
 def _arrays(tree: PyTree) -> list[PyTree]:
-    """Returns the leaves that aren't scalars. Scalars may be metrics."""
+    """Returns the leaves that aren't scalars, because scalars may be metrics."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.ndim(leaf)]

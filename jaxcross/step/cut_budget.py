@@ -1,6 +1,7 @@
 """Limits how long a search for the fastest cut may take, if the length of the run is known.
 
-The limit is the same on every rank.
+A search that takes longer than its result can save would slow the run down. All ranks use the same
+limit and the same measured times, so they end the search at the same point.
 """
 
 from __future__ import annotations
@@ -14,42 +15,45 @@ import numpy as np
 from jaxcross.world import RunOnAllRanks
 
 SHARE = 0.25
-"""The fraction of the uncut steps' total time that a search may take.
+"""The largest fraction of the run's time, at the speed of uncut steps, that a search may take.
 
-The best measured cuts save a sixth to a third of that time. Most of a search is spent compiling,
-which takes as long for a short run as for a long one.
+The best cuts that we've measured save a sixth to a third of the run's time. A search spends most of
+its time compiling, which takes as long for a short run as for a long one, so in a short run it
+can't pay off.
 """
 
 
 @final
 class Budget:
-    """The time that a search has left.
+    """Keeps track of the time that a search has left.
 
     Args:
-        steps: The run's number of steps, as agreed by all ranks. None if it isn't known, in which
+        steps: The run's number of steps, identical on all ranks. None if it isn't known, in which
             case there's no limit.
         run_on_all_ranks: Runs work that communicates.
 
     Attributes:
-        limit_s: Seconds that the search may take; infinite until `set`.
+        limit_s: Seconds that the search may take. Infinite until `set` is called.
     """
 
     def __init__(self, steps: int | None, run_on_all_ranks: RunOnAllRanks) -> None:
-        self.steps, self._run_on_all_ranks = steps, run_on_all_ranks
-        self.limit_s, self._marked_s = math.inf, time.perf_counter()
+        self.steps = steps
+        self._run_on_all_ranks = run_on_all_ranks
+        self.limit_s = math.inf
+        self._marked_s = time.perf_counter()
         self._spent_s: float | None = None  # on cuts, without the uncut step, which runs anyway
 
     def set(self, uncut_s: float) -> None:
-        """Sets the limit, given the seconds that an uncut step takes."""
+        """Sets the limit from the time of an uncut step, `uncut_s`."""
         if self.steps is not None:
             self.limit_s = SHARE * self.steps * uncut_s
 
     def allows_another(self) -> bool:
-        """Whether there's time to try one more cut.
+        """Whether there's time to try another cut.
 
-        Trying it is assumed to take at least as long as trying the one since the previous call. The
-        answer is the same on every rank, because the slowest rank's time counts. Waits for all
-        ranks, unless there's no limit.
+        We assume that the next cut takes at least as long to compile and time as the one that was
+        tried since the previous call. The slowest rank's time counts, so all ranks get the same
+        answer. Waits for all ranks, unless there's no limit.
         """
         if math.isinf(self.limit_s):
             return True

@@ -1,9 +1,10 @@
-"""Finds the fastest cut of a step that runs alone under `cut="auto"`, by trying several.
+"""Finds the fastest cut of a step that runs alone under `cut="auto"`, by timing several.
 
-Cutting the backward pass lets its first gradients travel while the rest is computed (wait-free
-backpropagation), but it costs fusion, memory, and one dispatch per segment. Which effect wins
-depends on the network, so we time the cuts. That happens on copies of the arguments, so the
-training itself isn't affected.
+If we cut the backward pass, its first gradients can be exchanged while the remaining ones are still
+being computed (wait-free backpropagation). On the other hand, XLA can't fuse operations across a
+cut, more intermediate values have to stay in memory, and each segment costs a dispatch. Whether a
+cut pays off depends on the network between the ranks, so we measure it. The timed steps run on
+copies of the arguments, so they don't affect the training.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from jaxcross.world import RunOnAllRanks, World, gather
 
 _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)
-_WARM_UP_STEPS = 2  # per rival, alternating; the first steps get their memory from the kernel
+_WARM_UP_STEPS = 2  # per cut, untimed: the first steps are slower, as they get memory from the OS
 _TIMED_STEPS = 2
-_LARGEST_BYTES = 2**24  # of the cache file; a larger one isn't ours
-_SAME_STEP_RATIO = 1.25  # largest ratio of uncut step times on one network and machine
-_QUIET_S = 5.0  # between two progress messages of a search
-_WORTH = 0.99  # a finer cut must save more than the noise in measurements
+_LARGEST_BYTES = 2**24  # a larger cache file can't be ours, so we don't read it
+_SAME_STEP_RATIO = 1.25  # if uncut step times differ by more, the network or machine has changed
+_QUIET_S = 5.0  # minimum time between two progress messages of a search
+_WORTH = 0.99  # a finer cut must save at least 1%, which is more than the measurement noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutHint:
-    """What is known about a step's cut before it runs.
+    """What the ranks know about a step's cut before they run it.
 
-    All fields but `key` are the same on every rank.
+    All fields except `key` are identical across ranks.
 
     Attributes:
         key: Identifies the step on this rank.
-        resumed: The number of segments that this job used before a restart. A different cut may
-            round differently, and a resumed run must continue bit for bit. None if the number isn't
-            known, or isn't the same on all ranks.
-        in_process: The number of segments that the first run in this process used; None as for
-            `resumed`.
-        is_first: Whether nothing ran before in this process, on any rank.
-        cached: A number of segments, and the seconds of an uncut step, from JAX's folder of
-            compiled programs.
+        resumed: The number of segments that this job used before a restart. We keep it, because a
+            different cut may round differently, and a resumed run must continue bit for bit. None
+            if the number isn't known, or differs between ranks.
+        in_process: The number of segments that the first run in this process used. None if there
+            was no such run, or if the number differs between ranks.
+        is_first: Whether no rank has run this step in its process before.
+        cached: The number of segments that an earlier process found to be the fastest, and its time
+            for an uncut step in seconds. Read from JAX's folder of compiled programs.
         steps: The number of steps that the job has left, on the rank with the fewest; None if no
             rank knows it.
     """
@@ -67,7 +68,10 @@ class CutHint:
 
 
 def cut_key(program: Program, world: World) -> str:
-    """Returns a key for this rank's step, machine and neighbours that is stable across runs."""
+    """Identifies this rank's step, device kind and number of ranks, in the same way in every run.
+
+    Includes both the number of all ranks and the number of ranks on this node.
+    """
     return (
         f"{program_digest(program)} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
     )
@@ -82,23 +86,24 @@ def gather_hint(
     in_process: int | None = None,
     steps: int | None = None,
 ) -> CutHint:
-    """Combines what all ranks know, since their shapes, neighbours and files may differ.
+    """Combines what each rank knows about the step's cut into a hint that's the same on all ranks.
 
-    Waits for all ranks.
+    Ranks may know different things, because their shapes, neighbours and files may differ. Waits
+    for all ranks.
 
     Args:
         key: See `cut_key`.
         rank: The rank of this process.
         run_on_all_ranks: Runs work that communicates.
-        resumed: This rank's value; see `CutHint`.
-        in_process: Likewise.
-        steps: Likewise.
+        resumed: This rank's value for `CutHint.resumed`.
+        in_process: This rank's value for `CutHint.in_process`.
+        steps: This rank's value for `CutHint.steps`.
     """
     if resumed is not None and not 0 <= resumed <= max(SEGMENT_COUNTS):
         resumed = None
 
-    # Only rank 0 reads its file. It does so before `run_on_all_ranks`, because otherwise the
-    # exchanges of all jobs would wait for the disk.
+    # While `run_on_all_ranks` is running, no job can exchange anything, so reading from a slow disk
+    # inside of it would delay all jobs. So we read the cache file here, and only on rank 0.
     cached = CutCache(key).read() if rank == 0 else None
     own = [resumed, in_process, cached, steps]
     gathered = run_on_all_ranks("cut", lambda control: gather(control, own))
@@ -118,37 +123,37 @@ def gather_hint(
 
 
 class _UncutError(Exception):
-    """Nothing can be timed: the uncut step, or the best cut so far, fails on the copies."""
+    """The uncut step or the best cut so far fails on the copies, so there's nothing to compare."""
 
 
 @final
 class CutSearch:
-    """A search for the fastest of a few cuts, on one rank.
+    """One rank's part in a search for the fastest of a few cuts.
 
-    Each candidate is twice as fine as the previous one, until two finer cuts in a row don't pay
-    off. If the length of the run is known, the search ends before it takes more than a fraction of
-    it (`Budget`), so a short run stays uncut.
+    The search doubles the number of exchange segments until two finer cuts in a row bring no
+    speed-up. If the length of the run is known, the search may take only a fraction of that time
+    (`Budget`), so a short run stays uncut rather than spending its time on compiling cuts.
 
-    A cut isn't taken if it loses a final race against the uncut step, or if compiling or trying it
-    fails on some rank. If uncut steps can't be tried, e.g. because the copies don't fit into
-    memory, the step stays uncut.
+    The winner must also beat the uncut step in a final race; otherwise the step stays uncut. We
+    reject a cut if compiling or running it fails on any rank. If even the uncut step can't be
+    tried, e.g. because there isn't enough memory for copies of its arguments, the step stays uncut.
 
-    `run` waits for all ranks, each of which must call it with the same step. All decisions follow
-    from numbers that the ranks share: the slowest rank's times count, so all ranks choose the same
-    cut.
+    All ranks must call `run` with the same step, and `run` waits for all of them. The ranks compare
+    cuts by the slowest rank's time, which all of them receive, so they all choose the same cut.
 
-    If JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is stored alongside
-    them with the seconds of an uncut step. The network may have changed by the next run. So a
-    cached cut is raced once against the uncut step, and the search is repeated if the cut is
-    slower, or if the time of the uncut step has changed by more than a quarter.
+    If JAX keeps compiled programs (`jax_compilation_cache_dir`), we store the choice in the same
+    folder, together with the time of an uncut step. The network may have changed by the next run.
+    So that run first races the stored cut once against the uncut step. It repeats the search if the
+    cut has become slower than the uncut step, or if the uncut step's time has changed by more than
+    a quarter.
 
     Args:
         traced: The step.
-        leaves: Its flat arguments; copied if the step may overwrite them.
+        leaves: Its flat arguments, which are copied if the step may overwrite them.
         world: All ranks.
-        cut: Number of segments -> program.
-        build: Program -> executables, once all ranks have agreed on it.
-        run_on_all_ranks: As for `gather_hint`; called once for every step that is tried.
+        cut: Returns the program with the given number of segments.
+        build: Returns a program's executables, after all ranks have agreed on the program.
+        run_on_all_ranks: As for `gather_hint`. Called once for every step that is tried.
         hint: From `gather_hint`.
     """
 
@@ -163,20 +168,26 @@ class CutSearch:
         run_on_all_ranks: RunOnAllRanks,
         hint: CutHint,
     ) -> None:
-        self._traced, self._leaves, self._world = traced, leaves, world
+        self._traced = traced
+        self._leaves = leaves
+        self._world = world
         self._cut = cache(cut)
-        self._build, self._run_on_all_ranks, self._hint = build, run_on_all_ranks, hint
+        self._build = build
+        self._run_on_all_ranks = run_on_all_ranks
+        self._hint = hint
         self._budget = Budget(hint.steps, run_on_all_ranks)
-        self._compiled: dict[
-            int, Compiled | None
-        ] = {}  # by number of segments; None if it fails on some rank
+        # Executables by number of segments, or None if the cut fails on some rank.
+        self._compiled: dict[int, Compiled | None] = {}
         self._compiling_s = 0.0
-        self._uncut_s: float | None = None  # per step
+        self._uncut_s: float | None = None  # per step, once it has been timed
         self._tried = [1]
-        self._complete = True  # unless the budget ends the search
+        self._complete = True  # becomes False if the budget ends the search early
 
     def run(self) -> tuple[int, Compiled]:
-        """Returns the fastest cut's number of segments and executables. Waits for all ranks."""
+        """Searches, and returns the fastest cut's number of segments and its executables.
+
+        Waits for all ranks.
+        """
         uncut = self._compiled[1] = self._build(self._cut(1))
         try:
             return self._run(uncut)
@@ -191,16 +202,20 @@ class CutSearch:
             if self._uncut_s is None:
                 self._uncut_s, *_ = self._race(1, uncut)
             self._budget.set(self._uncut_s)
-        begin_s, self._compiling_s = time.perf_counter(), 0.0
+        begin_s = time.perf_counter()
+        self._compiling_s = 0.0
         n_segments, best = self._try_finer(uncut)
         gain = 1.0
         if best is not uncut:
-            # It has beaten coarser cuts one by one. Now it must also beat the uncut step itself.
-            # This race also measures the speed-up.
+            # Each cut was only raced against the best one before it, so we know just indirectly
+            # that the winner is faster than the uncut step. Race these two directly, and report the
+            # speed-up that this race measures.
             self._uncut_s, best_s = self._race(n_segments, uncut, best)
             gain = self._uncut_s / best_s
             if gain < 1:
-                n_segments, best, gain = 1, uncut, 1.0
+                n_segments = 1
+                best = uncut
+                gain = 1.0
         if self._uncut_s is not None:
             self._report(n_segments, self._uncut_s, gain, begin_s)
         return n_segments, best
@@ -208,7 +223,8 @@ class CutSearch:
     def _check_cached(self, uncut: Compiled) -> tuple[int, Compiled] | None:
         """Returns the cached cut if it's still at least as fast as the uncut step.
 
-        Returns None as well if the uncut step's time has changed too much since.
+        Returns None if it's slower, or if the uncut step's time has changed too much since the cut
+        was stored.
         """
         if self._hint.cached is None:
             return None
@@ -236,19 +252,20 @@ class CutSearch:
         return None
 
     def _try_finer(self, uncut: Compiled) -> tuple[int, Compiled]:
-        """Races each finer cut against the best one so far.
+        """Races each finer cut against the best cut so far, and returns the winner.
 
-        Ends when two in a row don't pay off, or the budget is used up.
+        Stops after two cuts in a row that brought no speed-up, or when the budget is used up.
         """
-        n_best, best, missed = 1, uncut, False
-        finest, logged_s, name = (
-            len(self._cut(1).collectives),
-            time.perf_counter(),
-            self._traced.name,
-        )
+        n_best = 1
+        best = uncut
+        missed = False
+        finest = len(self._cut(1).collectives)
+        logged_s = time.perf_counter()
+        name = self._traced.name
         for n in SEGMENT_COUNTS[1:]:
-            # If exchanges depend on one another, there's little to cut, so a larger number may not
-            # give more segments. All ranks count the same collectives.
+            # Exchanges that depend on one another limit how finely a step can be cut, so a larger
+            # number may give no more segments than the previous one. Then there's nothing new to
+            # time. All ranks skip the same numbers, because their programs have the same exchanges.
             n_collectives = len(self._cut(n).collectives)
             if n_collectives <= finest:
                 continue
@@ -264,7 +281,9 @@ class CutSearch:
                 _log_on_rank_0(self._world, text)
             finest = n_collectives
             self._tried.append(n)
-            rival, best_s, rival_s = self._built(n), math.nan, math.inf
+            rival = self._built(n)
+            best_s = math.nan
+            rival_s = math.inf
             if rival is not None:
                 best_s, rival_s = self._race(n, best, rival)
                 if self._uncut_s is None:  # the first race is against the uncut step
@@ -278,7 +297,9 @@ class CutSearch:
                     )
                     _log_on_rank_0(self._world, text)
             if rival is not None and rival_s <= _WORTH * best_s:
-                n_best, best, missed = n, rival, False
+                n_best = n
+                best = rival
+                missed = False
             elif missed:
                 break
             else:
@@ -286,15 +307,20 @@ class CutSearch:
         return n_best, best
 
     def _built(self, n: int) -> Compiled | None:
-        """Compiles a cut; None if that fails on some rank. Waits for all ranks the first time."""
+        """Returns a cut's executables, or None if compiling them fails on some rank.
+
+        Waits for all ranks when it's first called for this cut.
+        """
         if n in self._compiled:
             return self._compiled[n]
-        compiled, error_text, start_s = None, "", time.perf_counter()
+        compiled: Compiled | None = None
+        error_text = ""
+        start_s = time.perf_counter()
         try:
             compiled = self._build(self._cut(n))
-        except (
-            JaxRuntimeError
-        ) as error:  # an agreement's errors are raised on all ranks, and end the step
+        # Compilation may fail on just one rank, so the ranks exchange their error texts below. If
+        # the agreement in `build` fails, that's a different error, which all ranks raise.
+        except JaxRuntimeError as error:
             error_text = summary(error)
         self._compiling_s += time.perf_counter() - start_s
         failed = self._run_on_all_ranks(
@@ -321,7 +347,7 @@ class CutSearch:
     def _report(self, n_segments: int, uncut_s: float, gain: float, begin_s: float) -> None:
         if self._world.rank != 0:
             return
-        if self._complete:  # otherwise a longer run may still search
+        if self._complete:  # otherwise we store nothing, so that a longer run can search further
             CutCache(self._hint.key).write(n_segments, uncut_s)
         if self._complete or len(self._tried) > 1:
             _log.warning(
@@ -355,17 +381,18 @@ def _race(
     run_on_all_ranks: RunOnAllRanks,
     label: str,
 ) -> tuple[float, ...]:
-    """Returns the seconds per step of each rival, one or two, which take turns.
+    """Times one or two cuts, alternating between them, and returns each one's seconds per step.
 
-    A rival's time is its best step's, on the slowest rank. If the second rival fails on some rank,
-    its time is infinite; if the first one fails, both are.
+    Every rank takes the time of a cut's fastest step, and the slowest rank's time counts. If the
+    second cut fails on some rank, its time is infinite. If the first cut fails, there's nothing to
+    compare with, so both times are infinite.
 
-    Each step is a separate call of `run_on_all_ranks`, so the watchdog allows as much time for each
-    as for any other exchange.
+    Each timed step is a separate call of `run_on_all_ranks`, so the watchdog's time limit for an
+    exchange applies to one step rather than to the whole race.
     """
     running: list[Compiled | None] = [*rivals]
     times_ns: list[list[int]] = [[] for _ in rivals]
-    for turn in range(_WARM_UP_STEPS + _TIMED_STEPS):
+    for repeat in range(_WARM_UP_STEPS + _TIMED_STEPS):
         for n, compiled in enumerate(running):
             if compiled is None:
                 continue
@@ -373,7 +400,7 @@ def _race(
                 label, lambda control, its=compiled: time_step(its, traced, leaves, world, control)
             )
             if isinstance(elapsed, int):
-                if turn >= _WARM_UP_STEPS:
+                if repeat >= _WARM_UP_STEPS:
                     times_ns[n].append(elapsed)
             elif n == 0:
                 _log_on_rank_0(
@@ -386,7 +413,7 @@ def _race(
                     f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}",
                 )
                 running[1] = None
-    # The minimum of the negated times is the slowest rank's.
+    # There's only an all-reduce for the minimum, so we negate the times to get the maximum.
     best = np.array([-min(found, default=0) for found in times_ns], np.int64)
     slowest = -run_on_all_ranks(label, lambda control: control.allreduce_min(best))
     pairs = zip(running, slowest, strict=True)
@@ -401,9 +428,9 @@ def _log_on_rank_0(world: World, text: str) -> None:
 
 
 class CutCache:
-    """Cuts found by earlier runs, in a file in JAX's folder of compiled programs.
+    """The cuts that earlier runs found, in a file in JAX's folder of compiled programs.
 
-    Only rank 0 reads and writes it.
+    Only rank 0 reads and writes this file.
     """
 
     def __init__(self, key: str) -> None:
@@ -412,14 +439,14 @@ class CutCache:
         self._key = key
 
     def read(self) -> tuple[int, float] | None:
-        """Returns the number of segments, and the seconds of an uncut step at that time."""
+        """Returns the stored number of segments, and how long an uncut step took at that time."""
         match self._all().get(self._key):
             case [int(n), float(uncut_s)] if type(n) is int and n in SEGMENT_COUNTS and uncut_s > 0:
                 return n, uncut_s
         return None
 
     def write(self, n_segments: int, uncut_s: float) -> None:
-        """Stores both. Only warns if the file can't be written."""
+        """Stores a cut. If the file can't be written, only logs a warning."""
         if self._file is None:
             return
         content = json.dumps({**self._all(), self._key: [n_segments, uncut_s]}, indent=1)
@@ -437,5 +464,5 @@ class CutCache:
                 return {}
             found = json.loads(self._file.read_text())
         except (ValueError, OSError, RecursionError):
-            return {}  # no file, or a damaged or unreadable one: the search is repeated
+            return {}  # no file, or a damaged or unreadable one: then the search is repeated
         return found if isinstance(found, dict) else {}

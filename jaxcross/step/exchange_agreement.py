@@ -1,10 +1,14 @@
 """Makes sure, before a program runs, that all ranks are about to make the same exchanges.
 
-MPI matches exchanges by their order alone. If ranks exchanged different things, they'd deadlock or
-silently mix their values.
+MPI matches collectives by their order alone. If one rank's third exchange is a gradient and another
+rank's third exchange is a loss, they deadlock, or silently mix the two values if these happen to
+have the same shape. So the ranks first compare signatures, which list the kind, shape and type of
+each exchange.
 
-Equal signatures don't guarantee the same order: two exchanges of the same kind, shape and type look
-alike. Their labels (`jaxcross.program.exchange_labels`) distinguish them.
+Equal signatures aren't enough: if a step averages two arrays of the same shape and type, ranks that
+exchange them in different orders still have equal signatures. To tell such exchanges apart, we also
+compare labels that are computed from each exchange's operand and from what uses its result
+(`jaxcross.program.exchange_labels`).
 """
 
 from __future__ import annotations
@@ -40,19 +44,20 @@ if TYPE_CHECKING:
 def agree_once(
     variant: Variant, host: StepHost, program: Program, *, candidate: bool = False
 ) -> None:
-    """Makes sure that all ranks are about to run `program`, unless the host knows that already.
+    """Makes sure that all ranks are about to run `program`, unless they've already agreed on it.
 
-    Waits for all ranks.
+    Waits for all ranks if they still have to agree.
 
     Args:
         variant: The variant.
-        host: The code that runs it.
+        host: The job or standalone step that runs the variant.
         program: One of the variant's programs.
-        candidate: Whether the program is only tried, in a search for the fastest cut.
+        candidate: Whether the program is only being timed in a search for the fastest cut.
 
     Raises:
-        ExchangeError: The ranks differ; raised on every rank.
-        CutError: On all ranks, the profiles are of a different step or number of ranks.
+        ExchangeError: The ranks' exchanges differ; raised on every rank.
+        CutError: The profiles given as `cut` are of a different step or number of ranks; raised on
+            every rank.
     """
     if program.exchanges and host.first_use(program, variant.record, candidate=candidate):
         host.agree(ExchangeAgreement.on(variant, program))
@@ -66,14 +71,15 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
     Waits for all ranks.
 
     Raises:
-        ExchangeError: The ranks differ; raised on every rank.
+        ExchangeError: The ranks' exchanges differ; raised on every rank.
     """
-    program, world = variant.default, variant.world
+    program = variant.default
+    world = variant.world
     if variant.is_unit:
         variant.record.units.agree(host, world, program, variant.cache_key)
     elif program.exchanges:
-        # If the host decides branches, ranks may be at different calls of the step although their
-        # exchanges are equal.
+        # If the host decides which branch of a `cond` runs, the ranks make an agreement on every
+        # call. In that case they must also be at the same call, even if their exchanges are equal.
         by_call = bool(variant.traced.choices)
         function = host.function
         host.agree(
@@ -85,22 +91,25 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
 
 
 def comparison_of_calls(variant: Variant, host: Standalone) -> Callable[[], None] | None:
-    """Returns a check that all ranks call the same step, to be made before a call exchanges.
+    """Returns a check that all ranks are calling the same step, to be run before the exchanges.
 
-    Returns None for a step that calls mpi4jax, which isn't checked. Ranks that have agreed on two
-    steps with equal exchanges might call them in different orders, and outside a runner nothing
-    else would detect that. The check waits for all ranks, and raises `ExchangeError` on every rank.
+    Once ranks have agreed on two steps whose exchanges look alike, they might call these steps in
+    different orders, and outside a runner nothing else would detect that. The check waits for all
+    ranks. If they're calling different steps, it raises `ExchangeError` on every rank. A step that
+    calls mpi4jax isn't checked, so we return None for it.
     """
-    # mpi4jax calls may involve only some of the ranks, so the others wouldn't take part.
+    # mpi4jax calls may involve only some of the ranks, and the others wouldn't run the check.
     return None if variant.is_unit else partial(_compare_calls, variant, host)
 
 
 def _compare_calls(variant: Variant, host: Standalone) -> None:
-    program, world = variant.default, variant.world
+    program = variant.default
+    world = variant.world
     if not world.exchange_owner.check_due():
         return
-    # As long as an agreement's vector, because another rank may be in an agreement instead. The two
-    # all-reduces then match up.
+    # Another rank may be in a full agreement at this point (`ExchangeAgreement.standalone`). We
+    # send a vector of the same length as it does, so that its all-reduce matches up with ours, and
+    # the ranks find out that they differ.
     numbers = [host.number, 0]
     with world.monitor(job=program.name, step=host.calls, segment=-1, what="agreement"):
         if not which_equal(world.control, numbers)[0]:
@@ -115,7 +124,7 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
 
 
 def is_current(variant: Variant) -> bool:
-    """Whether the latest agreement still holds, given that the exchanges' signature hasn't changed.
+    """Whether the ranks' latest agreement covers this variant, whose signature hasn't changed.
 
     Always true unless the step calls mpi4jax.
     """
@@ -133,10 +142,10 @@ class ExchangeAgreement:
     Attributes:
         program: The program that this rank is about to run.
         world: All ranks.
-        order: Hash of its exchanges' labels. It takes time to compute, so it's computed up front
-            rather than while the exchange lane waits.
-        function: Name and number of the step, which must be equal on all ranks outside a run; see
-            `Standalone.function`.
+        order: Hash of the labels of the program's exchanges. Computing it takes time, so we do that
+            in advance rather than while the exchange lane waits for it.
+        function: Name and number of the step (`Standalone.function`). Outside a run, these must be
+            the same on all ranks.
         call: Number of the step's call.
         by_call: Whether all ranks must be in the same call.
         cut_note: See `Variant.cut_note`.
@@ -160,8 +169,9 @@ class ExchangeAgreement:
         call: int = 0,
         by_call: bool = False,
     ) -> Self:
-        """Returns the agreement on a program of a variant."""
-        world, note = variant.world, variant.cut_note
+        """Returns an agreement on one of a variant's programs."""
+        world = variant.world
+        note = variant.cut_note
         order = order_hash(program) if world.size > 1 else 0
         return cls(
             program=program,
@@ -175,28 +185,32 @@ class ExchangeAgreement:
 
     @property
     def label(self) -> str:
-        # The lines after the first one contain everything that the ranks must have in common.
+        # All lines but the first must be the same on all ranks.
         return f"first call of `{self.program.name}`\n{self._signature}"
 
     @property
     def _signature(self) -> str:
-        # The note is at the end of the line about segments, which is compared last.
+        # The signature ends with the line about segments, which is compared last. We append the
+        # note to this line.
         return self.program.exchange_signature() + self.cut_note
 
     def in_run(self, control: Control) -> None:
         program = self.program
         agree_on_order(control, program, self.order)
-        # Here rather than during compilation, because a rank that fails to compile wouldn't take
-        # part.
+        # Creating a communicator is a collective call. We make it here rather than during
+        # compilation, because a rank that fails to compile would leave the others waiting.
         self.world.wire().create_communicators(program.exchanges, dict(program.axes))
 
     def standalone(self) -> None:
-        """Compares all ranks by one small all-reduce. Texts are gathered only if hashes differ.
+        """Compares hashes on all ranks by one small all-reduce. Gathers texts only if they differ.
+
+        Waits for all ranks.
 
         Raises:
-            ExchangeError: The ranks differ; raised on every rank.
+            ExchangeError: The ranks' exchanges differ; raised on every rank.
         """
-        program, control = self.program, self.world.control
+        program = self.program
+        control = self.world.control
         exchanges = (
             hash_62(f"{self.function}\n{self._signature}") + self.call * self.by_call
         ) % 2**62
@@ -208,11 +222,11 @@ class ExchangeAgreement:
                 check_order(control, program)
 
     def resolve(self) -> None:
-        """Gathers what every rank calls, once a comparison has shown that the ranks differ.
+        """Gathers what each rank is about to run, after a comparison has shown a difference.
 
-        Returns if the ranks turn out to call the same step. That happens if a rank's call failed
-        before its first exchange: the rank agrees again in its next call, while the other ranks are
-        still waiting for it in theirs.
+        Returns normally if all ranks turn out to call the same step after all. This can happen if a
+        call fails on one rank before its first exchange. That rank starts a new agreement in its
+        next call, while the other ranks are still waiting for it in the failed call.
 
         Raises:
             ExchangeError: The ranks differ; raised on every rank.
@@ -221,8 +235,9 @@ class ExchangeAgreement:
         self.world.exchange_owner.unchecked = 0  # ranks may differ after a failed call
         mine = f"{self.call}\n{self.by_call:d}\n{self.function}\n{self._signature}"
         parts = [text.split("\n", 3) for text in self.world.control.allgather_text(mine)]
-        if others := [rank for rank, each in enumerate(parts) if len(each) < 4]:
-            # A list of mpi4jax calls doesn't start with a call number.
+        others = [rank for rank, each in enumerate(parts) if len(each) < 4]
+        if others:
+            # These ranks sent a list of mpi4jax calls, which doesn't consist of four lines.
             raise ExchangeError(without_calls(name, others))
         calls, by_call, functions, signatures = zip(*parts, strict=True)
         at = [f"call {number}" for number in calls]
@@ -239,8 +254,9 @@ class ExchangeAgreement:
 def order_hash(program: Program) -> int:
     """Returns a 62-bit hash of the labels of a program's exchanges, in their order.
 
-    It may differ between ranks that fit together, because a short batch may change labels. Does not
-    wait or communicate. See `jaxcross.program.exchange_labels`.
+    Different hashes aren't necessarily an error. If the batch on one rank is shorter than on the
+    others, that rank's labels may differ even though the exchanges match. So if hashes differ,
+    `check_order` compares the labels themselves. Does not wait or communicate.
     """
     return hash_62(label_text(order_of(program)))
 
@@ -251,24 +267,24 @@ def agree_on_order(control: Control, program: Program, own: int) -> None:
     Waits for all ranks.
 
     Args:
-        control: Reaches all ranks.
+        control: Communicates with all ranks.
         program: The program that this rank is about to run.
-        own: Its `order_hash`, which takes time to compute.
+        own: The program's `order_hash`, which the caller computes in advance because it takes time.
 
     Raises:
-        ExchangeError: The ranks don't; raised on every rank.
+        ExchangeError: The orders differ; raised on every rank.
     """
     if not all_equal(control, own):
         check_order(control, program)
 
 
 def check_order(control: Control, program: Program) -> None:
-    """Does the work of `agree_on_order` if some ranks' labels differ. Waits for all ranks.
+    """Compares the labels themselves, after `agree_on_order` has found that their hashes differ.
 
-    Gathers 192 bytes per exchanged array from each rank.
+    Gathers 192 bytes per exchanged array from each rank. Waits for all ranks.
 
     Raises:
-        ExchangeError: The ranks make the same exchange in different places; raised on every rank.
+        ExchangeError: Two ranks make the same exchange in different places; raised on every rank.
     """
     order = order_of(program)
 
@@ -284,5 +300,5 @@ def check_order(control: Control, program: Program) -> None:
     if found is not None:
         (one, here), (other, there) = found
         mine = [describe(program.traced, order[place]) for place in sorted((here, there))]
-        words = control.allgather_text("\n        ".join(mine))
-        raise ExchangeError(order_mismatch(program.name, (one, other), words))
+        descriptions = control.allgather_text("\n        ".join(mine))
+        raise ExchangeError(order_mismatch(program.name, (one, other), descriptions))

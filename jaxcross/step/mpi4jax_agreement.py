@@ -1,8 +1,12 @@
 """An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
 
-Each rank's list of calls is simulated against the other ranks' lists (`mpi4jax_lists`). Outside a
-runner, only ranks that exchange with one another take part. In a job, all ranks do, and the calls
-get the job's own communicators.
+With mpi4jax, one rank may send what another rank receives, so we can't require that all ranks make
+the same calls. Instead, the ranks gather one another's lists of calls and simulate them, which
+finds messages that nobody receives, and deadlocks (`mpi4jax_lists`).
+
+In a job, all ranks take part in this agreement, and the job gets communicators of its own, so that
+its messages can't be mistaken for another job's. Outside a runner, only ranks that exchange with
+one another take part, because the remaining ranks may not call the step at all.
 """
 
 from __future__ import annotations
@@ -33,18 +37,19 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 
 @dataclass(slots=True)
 class Units:
-    """Agreements on a step's programs that call mpi4jax; shared by all variants of the step.
+    """The agreements on a step's programs that call mpi4jax. All variants of the step share them.
 
-    A rank agrees again if its own list of calls changes, or if anything that the step was called
-    with changes, except for shapes. Other changes, e.g. of a static argument, happen on all ranks.
-    Shapes alone are no reason to agree again, because a batch may be shorter on one rank only. If
-    messages change their shapes, they do so at both ends, so all ranks that exchange with one
-    another take part.
+    A new agreement needs all ranks that exchange with one another, so a rank may only start one
+    when the others do, too. That's the case if a static argument, the structure of the arguments or
+    JAX's configuration changes, since these change on all ranks. New shapes of the arguments alone
+    don't start an agreement, because the batch may be shorter on just one rank. If the shape of a
+    message changes, however, so does this rank's list of calls. The list at the other end of the
+    message changes with it, so both ranks start a new agreement.
 
     Attributes:
-        latest: The latest agreement outside a runner: what distinguishes the step's variants except
-            for types, and this rank's list.
-        of_host: For each job, the hash of all ranks' lists, by the same pair.
+        latest: The latest agreement outside a runner, as a pair: what distinguishes the step's
+            variants except for types, and this rank's list of calls as text.
+        of_host: For each job, maps such pairs to the hash of all ranks' lists.
     """
 
     latest: tuple[object, str] | None = None
@@ -60,13 +65,13 @@ class Units:
         )
 
     def agree(self, host: StepHost, world: World, program: Program, cache_key: object) -> str:
-        """Makes sure that the calls fit together, unless the job has already done so.
+        """Makes sure that the ranks' calls match up, unless the job has already checked that.
 
-        In a job, waits for all ranks and returns a hash of all lists. Outside a runner, waits for
-        the ranks that exchange with this one.
+        In a job, waits for all ranks, and returns a hash of all ranks' lists of calls. Outside a
+        runner, waits only for the ranks that exchange with this one, and returns "".
 
         Raises:
-            ExchangeError: The calls don't fit together; raised on each of those ranks.
+            ExchangeError: The calls don't match up; raised on every rank that took part.
         """
         calls = world.wire().calls(program)
         known = self.of_host.setdefault(host, {}) if host.in_run else {}
@@ -96,7 +101,7 @@ class Units:
     def agree_in_run(
         self, host: StepHost, world: World, program: Program, cache_key: object
     ) -> Program:
-        """Returns the program over the job's own communicators, once all ranks have agreed.
+        """Lets the ranks agree, and returns the program over the job's own communicators.
 
         Waits for all ranks.
 
@@ -119,12 +124,11 @@ class UnitAgreement:
         world: All ranks.
         program: The program that this rank is about to run.
         calls: This rank's list.
-        mine: What distinguishes the step's variants except for types, and this rank's list as a
-            text.
-        label: Text that all ranks must have in common.
-        order: Hash of its exchanges' labels. It takes time to compute, so it's computed up front
-            rather than while the exchange lane waits.
-        digest: Hash of all ranks' lists, once they have agreed in a job.
+        mine: What distinguishes the step's variants except for types, and this rank's list as text.
+        label: Text that must be the same on all ranks.
+        order: Hash of the labels of the program's exchanges. Computing it takes time, so we do that
+            in advance rather than while the exchange lane waits for it.
+        digest: Hash of all ranks' lists. Set once the ranks have agreed in a job, "" otherwise.
     """
 
     units: Units
@@ -141,7 +145,7 @@ class UnitAgreement:
         """Compares all ranks' lists, and creates the communicators that the job lacks.
 
         Raises:
-            ExchangeError: The lists don't fit together; raised on every rank.
+            ExchangeError: The lists don't match up; raised on every rank.
         """
         comms = self.world.job_comms
         gathered = gather(control, [mpi4jax_lists.encode(self.calls), comms.in_use()])
@@ -153,8 +157,8 @@ class UnitAgreement:
             (rank, x) for rank, calls in lists.items() for x in calls if mpi4jax_lists.is_call(x)
         ]
         self._check_names(named)
-        # Every rank in a communicator must choose the same free number for it, so each needs to
-        # know the numbers in use on all ranks.
+        # All members of a communicator must pick the same number for it, and a number that's free
+        # on one rank may be in use on another. So the ranks have gathered all numbers in use.
         taken = {(_key(key), number) for _, busy in gathered for key, number in busy}
         own_comms = comms.for_job(self.host)
         for key in sorted({comm_key_of(x) for _, x in named} - set(own_comms)):
@@ -173,7 +177,7 @@ class UnitAgreement:
         """Compares the lists of the ranks that exchange with this one, outside a runner.
 
         Raises:
-            ExchangeError: The lists don't fit together; raised on each of those ranks.
+            ExchangeError: The lists don't match up; raised on each of those ranks.
         """
         lists = _gathered(self.world, self.program, self.calls)
         self.units.latest = self.mine
@@ -193,7 +197,7 @@ class UnitAgreement:
 
 
 def list_hash(world: World, program: Program) -> int:
-    """Returns this rank's list of calls as a 62-bit hash."""
+    """Returns a 62-bit hash of this rank's list of calls."""
     return hash_62(mpi4jax_lists.comparison_text(world.wire().calls(program)))
 
 
@@ -203,22 +207,27 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     Waits for these ranks.
 
     Raises:
-        ExchangeError: All ranks have the same list, but with the same exchange in different places.
+        ExchangeError: All ranks have equal lists, but make the same exchange in different places.
     """
-    rank, text, name = world.rank, mpi4jax_lists.encode(calls), program.name
+    rank = world.rank
+    text = mpi4jax_lists.encode(calls)
+    name = program.name
     everyone = list(range(world.size))
-    # A collective over all ranks guarantees that all of them take part. Without one, we can only
-    # rely on the ranks that the calls connect.
+    # If the step makes a collective over all ranks, all ranks must be calling it, so we can gather
+    # by a collective, too. Otherwise we can only count on the ranks that our calls name as partners
+    # and on their partners, so we gather from neighbour to neighbour.
     if not any(_over_ranks(x, everyone) for x in calls):
         accepts = partial(_accepts, rank) if mpi4jax_lists.expects_unknown(calls) else None
         texts = world.gather_connected(
             name, text, mpi4jax_lists.partners(calls, rank), accepts=accepts
         )
         return {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
-    number, order = hash_62(mpi4jax_lists.comparison_text(calls)), order_hash(program)
+    number = hash_62(mpi4jax_lists.comparison_text(calls))
+    order = order_hash(program)
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
-        # As long as the vector of `ExchangeAgreement.standalone`, because a rank without calls may
-        # be in that one. The two all-reduces then match up.
+        # A rank whose program doesn't call mpi4jax calls `ExchangeAgreement.standalone` instead of
+        # this function. We send a vector of the same length as that rank does, so that the two
+        # all-reduces match up, and the ranks find out that they differ.
         same_calls, same_order = which_equal(world.control, [number, order])
         if same_calls and not same_order:
             check_order(world.control, program)
@@ -228,13 +237,16 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
 
 
 def _over_ranks(call: Exchange, ranks: list[int]) -> bool:
-    """Whether a call is a collective over exactly these ranks, rather than a message."""
+    """Whether a call is a collective over exactly these ranks."""
     params = dict(call.params)
     return sorted(params["ranks"]) == ranks and "dest" not in params and "source" not in params
 
 
 def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
-    """Whether to continue gathering from `other`; see `jaxcross.world.neighbours`."""
+    """Whether to accept the list of the rank that sent `other`; see `jaxcross.world.neighbours`.
+
+    If `other` is None, whether we still have to wait for a sender that we don't know yet.
+    """
     lists = {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
     if other is None:
         return not mpi4jax_lists.all_senders_known(lists, rank)
@@ -242,7 +254,8 @@ def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
 
 
 def _decoded(name: str, texts: list[str]) -> Lists:
-    if others := [rank for rank, text in enumerate(texts) if not text.startswith("[")]:
+    others = [rank for rank, text in enumerate(texts) if not text.startswith("[")]
+    if others:
         raise ExchangeError(without_calls(name, others))
     return {rank: mpi4jax_lists.decode(text) for rank, text in enumerate(texts)}
 

@@ -1,10 +1,13 @@
 """Steps that change Flax NNX objects in place, as `nnx.jit` allows.
 
-Before the step, each object is split into its graph and state. The step runs on these, and its
-results are written back to the objects. Only objects are split; every other argument keeps its
-position and its type. All objects of a call are split together, so shared variables stay shared.
-State that the step adds to an object, and objects that it returns, come back as well. The `Step` is
-also the tag by which `nnx` finds the same objects again.
+JAX can't trace a function that modifies its arguments. So before the step, we split each NNX object
+into its graph and its state, run the step on these, and write the new state back to the objects.
+All objects of a call are split together, so that variables that they share stay shared. State that
+the step adds to an object, and objects that it returns, come back as well. Arguments that aren't
+objects keep their positions and types.
+
+While a call is in progress, `nnx` has to remember which object each graph belongs to. It does so
+under a tag, for which we use the `Step` itself.
 """
 
 from __future__ import annotations
@@ -24,17 +27,20 @@ if TYPE_CHECKING:
 
 
 def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
-    """Whether any argument contains an NNX object (module, optimizer, metric, `Rngs` or variable).
+    """Whether any argument is or contains an NNX object: a module, optimizer, metric, or variable.
 
-    An argument may also be such an object itself. State that was split from its object doesn't
-    count. Does not wait or communicate, and costs nothing unless Flax has been imported.
+    Random streams (`nnx.Rngs`) are objects as well. State that has already been split from its
+    object (`nnx.State`) isn't. Does not wait or communicate, and takes no time unless Flax has been
+    imported.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    is_object, split = nnx.graph.is_graph_node, (nnx.State, nnx.statelib.FlatState)
+    is_object = nnx.graph.is_graph_node
+    split = (nnx.State, nnx.statelib.FlatState)
     found: list[object] = []
-    # One query per type, because this runs before every step, and NNX takes microseconds per query.
+    # NNX takes microseconds to tell whether something is an object, and we'd ask for every leaf of
+    # every new kind of call. So we ask only once per type.
     stops_at: dict[type, bool] = {}
 
     def stop(x: object) -> bool:
@@ -52,8 +58,8 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
 def call(step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
     """Runs `step` on the state of the objects among its arguments, then updates the objects.
 
-    Waits and communicates as `step` does. If the step fails, the objects keep the state they had,
-    except for what was donated.
+    Waits and communicates as a call of `step` does. If the step fails, the objects keep their
+    previous state, except for arrays that were donated to the step, which are lost.
 
     Raises:
         ValueError: A static argument holds NNX objects.
@@ -72,8 +78,8 @@ def bind(
 ) -> tuple[Traced, list[PyTree]]:
     """Traces `step` on the state of the objects among its arguments, without changing the objects.
 
-    Returns the traced step and the flat arguments, with the objects' state. Does not compile, wait
-    or communicate.
+    Returns the traced step and the flat arguments, in which the objects are replaced by their
+    state. Does not compile, wait or communicate.
     """
     from flax import nnx
 
@@ -83,9 +89,9 @@ def bind(
 
 
 def pure_function(step: Step[..., Any]) -> Callable[..., PyTree]:
-    """Returns the function of `step` over graphs and states instead of objects.
+    """Returns a function that does what `step` does, but takes and returns graphs and states.
 
-    It returns the changed objects and the results, also as graphs and states.
+    Its results contain the changed objects in addition to the results of the step.
     """
     from flax import nnx
 
@@ -126,7 +132,8 @@ def _split(
 def _without(
     args: Sequence[PyTree], kwargs: Mapping[str, PyTree], static: Sequence[int | str]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    # A static argument may be any object, even one that JAX takes for a pytree but can't flatten.
+    # Static arguments may be any Python objects, including ones that JAX takes for a pytree but
+    # can't flatten. So we replace them by None before we split the objects.
     return (
         tuple(None if n in static else a for n, a in enumerate(args)),
         {name: None if name in static else a for name, a in kwargs.items()},
@@ -147,7 +154,10 @@ def _with_named(
 
 
 def _only_objects(tree: PyTree) -> PyTree:
-    """Returns `tree` with all other leaves replaced by None, because the caller still has them."""
+    """Returns `tree` with every leaf that isn't an NNX object replaced by None.
+
+    Such leaves can't have changed, and the caller still has them.
+    """
     from flax import nnx
 
     is_object = nnx.graph.is_graph_node

@@ -1,4 +1,7 @@
-"""Makes a variant's executables for the host that runs it: agreed by all ranks, cut, compiled."""
+"""Gets a variant's executables for the host that runs it.
+
+The ranks agree on the exchanges, the step is cut, and then compiled, in this order.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,21 @@ from jaxcross.step.variant import ChosenCut, Variant
 
 
 def prepare(variant: Variant, host: StepHost) -> Compiled:
-    """Returns the executables for a host. A job's ranks agree on the exchanges at its first use.
+    """Returns a variant's executables for a host, compiled at the first call.
 
-    The ranks always agree before anything is compiled: for a standalone step before this call, for
-    a job in it. Each job makes an agreement of its own, and its communicators are created then. It
-    can't rely on another job with the same step, because which of two equal jobs compiles first may
-    differ between ranks.
+    All ranks must agree on the step's exchanges before anything is compiled. A standalone step has
+    done that before it calls this function; a job does it here, when it first runs the variant.
+
+    Each job makes its own agreement, which also creates its communicators. It can't rely on the
+    agreement of another job that runs the same step. Which of the two jobs gets here first may
+    differ between ranks, so on some ranks one job would wait in the agreement, and on other ranks
+    the other job.
     """
     if variant.tunes_cut or (variant.is_unit and host.in_run):
         compiled = variant.of_host.get(host)
         if compiled is None:
-            # Once per host, because a job keeps its cut and its communicators until it ends.
+            # We do this only once per host, because a job must keep its cut and its communicators
+            # until it ends.
             compiled = (
                 _choose_cut(variant, host)
                 if variant.tunes_cut
@@ -35,7 +42,7 @@ def prepare(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
-    """Compiles a program that calls mpi4jax, over the job's own communicators."""
+    """Compiles a program that calls mpi4jax so that it uses the job's own communicators."""
     program = variant.record.units.agree_in_run(
         host, variant.world, variant.default, variant.cache_key
     )
@@ -44,17 +51,19 @@ def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
-    """Returns the executables that `host` runs until it ends, in the same cut on every rank.
+    """Chooses the cut that `host` uses until it ends, and returns the executables for it.
 
-    Waits for all ranks, unless they remember the cut.
+    The cut is the same on every rank. Waits for all ranks, unless they remember an earlier choice.
     """
-    record, world = variant.record, variant.world
+    record = variant.record
+    world = variant.world
     agree_once(variant, host, variant.default)
-    # Read before the ranks synchronize again. A job that joins there may be in this function, and
-    # drop the arguments, before this thread continues.
+    # Read the trial arguments before the ranks synchronize again. At that point another job with
+    # the same step may join the run, and it may reset `variant.trial_args` in this function before
+    # our thread continues.
     trial_args = variant.trial_args
     chosen = record.chosen_cuts.get(variant.signature)
-    # Outside a run, every rank has made the same calls, so all ranks remember the same.
+    # Outside a run, all ranks have made the same calls, so they remember the same choice.
     if not host.in_run:
         known = _known_program(variant, chosen)
         if known is None and trial_args is None:
@@ -72,9 +81,10 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         in_process=None if chosen is None else chosen.n_segments,
         steps=host.steps_left,
     )
-    is_only_job = host.is_only_job  # as of that moment, so it's the same on all ranks
-    # The cut from before a restart takes precedence, because it keeps the results bitwise
-    # identical. Alongside other jobs, exchanges are hidden anyway, so the default cut will do.
+    is_only_job = host.is_only_job  # read right after all ranks synchronized, so they're all equal
+    # A job that was restarted keeps its previous cut, because a different cut may round
+    # differently, and its results are supposed to be bitwise identical. A new job gets the default
+    # cut if it runs alongside other jobs, because their computation hides its exchanges anyway.
     n_segments = hint.resumed
     if n_segments is None:
         n_segments = hint.in_process if is_only_job else 0
@@ -85,8 +95,8 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         program = variant.program_in(n_segments)
         agree_once(variant, host, program)
         compiled = _compile(variant, host, n_segments, program)
-    # At most one job of a run is both the only one and the first one. So what is remembered here is
-    # the same on all ranks, even if jobs come in different orders on them.
+    # Only one job of a run can be both the only job and the first job. So all ranks remember the
+    # cut of the same job, even if their job threads get here in different orders.
     if is_only_job and hint.is_first:
         record.chosen_cuts[variant.signature] = ChosenCut(
             n_segments, compiled.program.exchange_hash()
@@ -99,9 +109,10 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Program] | None:
-    """Returns the cut that was chosen before, unless the exchanges in that cut have changed.
+    """Returns the number of segments that was chosen before, and the program in that cut.
 
-    It may have been chosen for other shapes.
+    Returns None if there's no earlier choice, or if it doesn't apply to these shapes: it may have
+    been made for other shapes, for which that number of segments gives different exchanges.
     """
     if chosen is None:
         return None
@@ -112,9 +123,10 @@ def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Pro
 def _search(
     variant: Variant, host: StepHost, trial_args: tuple[object, ...], hint: CutHint
 ) -> tuple[int, Compiled]:
-    """Measures which cut is the fastest.
+    """Times several cuts, and returns the fastest one's number of segments and executables.
 
-    When the search begins, nothing else runs alongside this step.
+    Called only when no other job is running as the search begins, because another job would distort
+    the measurement.
     """
 
     def build(program: Program) -> Compiled:
@@ -135,7 +147,7 @@ def _search(
 
 
 def _compile(variant: Variant, host: StepHost, n_segments: int, program: Program) -> Compiled:
-    # The lock makes jobs that share the step compile each cut only once.
+    # Jobs may share the step. The lock makes sure that each cut is compiled only once.
     with host.compiling(program.name), variant.lock:
         compiled = variant.compiled.get(n_segments)
         if compiled is None:

@@ -22,27 +22,30 @@ FORMAT = 1
 MAX_FILE_BYTES = 10_000_000
 MIN_STEPS = 3
 MOST = 0.9
-"""Share of a job's steps that must have run the same program, so that its times are that
-program's.
+"""At least this fraction of a job's steps must have run the same program.
+
+Otherwise, the mean times would be a mixture of several programs' times.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The cost of a job's step, measured while the job ran alone on some ranks and link.
+    """What one step of a job costs, measured while the job ran alone.
+
+    The times hold for the ranks and the link on which they were measured.
 
     Attributes:
-        name: The job.
-        graph: Kinds and dependencies of the step's segments, and the bytes that each of them
+        name: Name of the job.
+        graph: The kinds of the step's segments, their dependencies, and the bytes that each of them
             exchanges.
-        seconds: Seconds of each segment: device time for a computation, link time for an exchange,
-            without waiting for other ranks.
+        seconds: Seconds that each segment takes: device time for a computation, and link time,
+            without waiting for slower ranks, for an exchange.
         host_s: Seconds between a step's return and the job's next call, in which the job's thread
-            works, e.g. on input or logging.
-        ranks: Number of ranks that it was measured on.
-        link: The link between them, in words.
-        mbps: The rate of that link, in Mbit/s; None if unknown.
-        memory: The memory of the job on a rank; None if unknown.
+            does something else, e.g. loads data or writes a log.
+        ranks: Number of ranks on which the step was measured.
+        link: Description of the link between these ranks.
+        mbps: The rate of the link, in Mbit/s; None if unknown.
+        memory: The memory that the job takes on a rank; None if unknown.
         platform: JAX's name for the devices, such as `cpu`; "" if unknown.
 
     Raises:
@@ -96,7 +99,7 @@ class Profile:
     def whole(
         cls, name: str, *, compute_s: float, exchange_s: float, nbytes: int = 0, ranks: int = 1
     ) -> Self:
-        """Returns the profile of an uncut step: computation, one exchange, an update of 0 s.
+        """Returns the profile of an uncut step: computation, one exchange, and an update of 0 s.
 
         Raises:
             ValueError: A time is negative or not finite.
@@ -113,12 +116,13 @@ class Profile:
     def of(cls, report: Report, name: str, *, mbps: float | None = None) -> Self:
         """Returns the profile of a job that ran alone, or in turn with other jobs.
 
-        Its times are means over the job's steps without the first. Compute seconds are those of the
-        slowest rank. Exchange seconds count from the moment at which the last rank has arrived.
+        The times are means over all of the job's steps except the first one. For a computation, the
+        slowest rank's time counts. An exchange is timed from the moment when the last rank has
+        reached it, so the time that other ranks spend waiting for a slow rank isn't included.
 
         Args:
             report: The report of the run, which may have been loaded from a file.
-            name: The job.
+            name: Name of the job.
             mbps: The rate of the link, in Mbit/s, if you know it.
 
         Raises:
@@ -133,8 +137,8 @@ class Profile:
             )
         if len(report.jobs) > 1 and not report.rounds.in_turn:
             raise ValueError(
-                f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or "
-                "in turn."
+                f"`{name}` ran alongside other jobs, but a profile must be of a job that runs "
+                "alone. Run it alone, or in turn."
             )
         if facts.program is None:
             raise ValueError(f"the report has no program of `{name}`")
@@ -162,11 +166,14 @@ class Profile:
         )
 
     def cut_evenly(self, pieces: int) -> Self:
-        """Returns an estimate of the same step with its backward pass cut into equal pieces.
+        """Estimates the profile of the same step with its backward pass cut into equal segments.
 
-        We assume that the forward pass takes a third of the computation before the exchange, and
-        the backward pass two thirds, which are divided equally. A profile of the cut step itself is
-        more accurate.
+        We assume that the backward pass takes twice as long as the forward pass, i.e. two thirds of
+        the computation before the exchange, and that it can be cut into segments that all take the
+        same time. If you can run the cut step, a profile of that is more accurate.
+
+        Args:
+            pieces: Number of exchange segments.
 
         Raises:
             ValueError: `pieces` is below 1, or the step doesn't have exactly one exchange.
@@ -205,12 +212,12 @@ class Profile:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of device time per step: c."""
+        """Seconds of device time per step, called c in the formulas."""
         return self._sum("compute")
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of link time per step: m."""
+        """Seconds of link time per step, called m in the formulas."""
         return self._sum("collective")
 
     def _sum(self, kind: str) -> float:
@@ -219,11 +226,11 @@ class Profile:
         )
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes the profile; `load` reads it back without loss."""
+        """Writes the profile to a file, which `load` reads back without loss. Returns its path."""
         return _schema.save(path, self.as_data())
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the profile as plain data, as in its file."""
+        """Returns the profile as plain data, in the form in which `to_json` writes it."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -242,7 +249,7 @@ class Profile:
         """Reads a file that `to_json` wrote.
 
         Raises:
-            ValueError: The file holds something else, or is larger than a profile can be.
+            ValueError: The file contains something else, or is larger than a profile can be.
             OSError: The file can't be read.
         """
         what = "a profile of jaxcross"
@@ -250,10 +257,10 @@ class Profile:
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Reads what `as_data` returned.
+        """Makes a profile from what `as_data` returned.
 
         Raises:
-            ValueError: `data` is something else.
+            ValueError: `data` isn't a profile.
         """
         _schema.check_format(data, FORMAT, "profiles")
         for each in fields(cls):
@@ -272,16 +279,16 @@ def segment_times(
 ) -> tuple[tuple[float, ...], float]:
     """Returns the mean seconds of each segment, and the median seconds between steps.
 
-    The latter count from a step's return to the job's next call. A segment takes as long as on the
-    slowest rank. Both leave out each rank's first step.
+    For each segment, the slowest rank's mean counts. The time between steps is the time from a
+    step's return to the job's next call. Neither of them includes the first step on each rank.
 
     Args:
         spans: The spans of a run.
-        name: The job.
-        graph: The segments of its step.
+        name: Name of the job.
+        graph: The segments of the job's step.
 
     Raises:
-        ValueError: A rank has fewer than three whole steps.
+        ValueError: A rank has fewer than three complete steps.
     """
     spans = in_lane_order(span for span in spans if span.job == name and span.in_step)
     arrived = shortest_exchanges(spans)
@@ -301,9 +308,9 @@ def segment_times(
     for index, kind in enumerate(graph.kinds):
         of_ranks = []
         for found in on_rank.values():
-            of_steps = [
-                step[index] for step in found[1:]
-            ]  # leave out the first step, which compiles and touches each page
+            # The first step takes longer, because it's compiled and touches every page of memory
+            # for the first time.
+            of_steps = [step[index] for step in found[1:]]
             if kind == "compute":
                 of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps))
             else:
@@ -323,21 +330,23 @@ def segment_times(
 
 
 def _returned_ns(span: Span) -> int:
-    """Returns when the job's thread no longer waits for this segment. Computations are dispatched
-    asynchronously, so for them that is before they run.
+    """Returns when the job's thread could continue after this segment.
+
+    For a computation, that's when it was dispatched, because JAX runs computations asynchronously.
     """
     return span.ready_ns if span.kind == "compute" else span.end_ns
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCut:
-    """The cut with which a step is fastest alone, for `crossover(cut=...)`.
+    """The cut with which a step that runs alone is fastest, to be passed as `crossover(cut=...)`.
 
     `jaxcross.plan.cut` chooses it.
 
     Attributes:
         pieces: Number of exchange segments.
-        profiles: The profiles that it was chosen from. They must be profiles of the step to cut.
+        profiles: The profiles from which the cut was chosen. They must be profiles of the step that
+            you pass to `crossover`.
     """
 
     pieces: int

@@ -1,8 +1,9 @@
 """`crossover`: turns an ordinary train step into one that is cut and runs segment by segment.
 
-`crossover` itself only checks its arguments. The work happens in `Step.__call__`: it binds static
-arguments, looks up the `Variant` for the argument types, and traces the step if they're new. It
-then hands the variant to the job that called the step, or runs it standalone if there's no job.
+`crossover` itself only checks its arguments and returns a `Step`. The work happens when this step
+is called: it binds the static arguments and looks up the `Variant` that was traced for these
+argument types, or traces a new one. If the caller is a job, the job runs the variant. Otherwise the
+step runs it on its own ("standalone").
 """
 
 from __future__ import annotations
@@ -106,51 +107,55 @@ def crossover(
 ) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
     """Makes a train step run over MPI, with its exchanges separated from its computation.
 
-    If you call the result outside a job, it behaves like `jax.jit(step)` on every rank. The call
-    waits for the step's exchanges, which a second thread makes while this one computes what it can,
-    and returns arrays that may still be being computed. If a job of a `Runner` calls it, its
-    segments take turns with other jobs' segments. Every rank must call it the same number of times
-    with equal shapes. Results that the step obtains by exchanges are identical on all ranks.
+    If you call the result outside a job, it behaves like `jax.jit(step)` on every rank. A second
+    thread makes the step's exchanges while the calling thread computes whatever doesn't depend on
+    them. The call returns when all exchanges are done; like all JAX arrays, the results may still
+    be being computed then. If a job of a `Runner` calls it, its segments are interleaved with other
+    jobs' segments. Every rank must call the step the same number of times with equal shapes.
+    Results that the step obtains by exchanges are identical on all ranks.
 
     Args:
         step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or
             for `shard_map(check_vma=False)` (`psum` transposes to `psum`), or a `jax.shard_map`
             itself over a mesh of the same axes. Its arguments are the rank's own shards. If
             omitted, a decorator is returned.
-        axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may
-            be -1.
-        cut: `"whole"` computes, makes all exchanges, and computes the rest. A number also cuts the
-            computation where gradients become ready, into about that many exchange segments, so
-            that a step which runs alone keeps computing while its first gradients travel. `"auto"`
-            finds the fastest number by trying several on copies of the arguments at the first call,
-            and logs it. Alongside other jobs, which hide the exchange anyway, it uses one segment
-            per 25 MB, at most 8. A job keeps its cut until it ends. The cut affects the last bits
-            of results, so to reproduce a run, pass the number that was found. A number saved by an
-            earlier run (in `jax_compilation_cache_dir`) is timed again, and dropped if it's slower.
-            `plan.cut(profiles)` uses the number with which the step is fastest alone according to
-            its profiles, without a trial.
-        bucket_bytes: Exchanges smaller than this share buffers of up to this size. With 0, no
-            exchanges share a buffer.
+        axes: The name of a single axis over all ranks, or a mapping from axis names to sizes. With
+            several axes, ranks are numbered in row-major order. One of the sizes may be -1.
+        cut: Where to cut the step. `"whole"` computes everything that comes before the exchanges,
+            then makes all exchanges, and then computes the rest. A number also cuts the computation
+            where gradients become ready, into about that many exchange segments, so a step that
+            runs alone can exchange its first gradients while it computes the others. `"auto"` finds
+            the fastest number at the first call, by timing several on copies of the arguments, and
+            logs it. Alongside other jobs, which hide the exchanges anyway, it uses one segment per
+            25 MB instead, at most 8. A job keeps its cut until it ends. The cut affects the last
+            bits of results, so to reproduce a run, pass the number that was found. A number saved
+            by an earlier run (in `jax_compilation_cache_dir`) is timed again, and dropped if it's
+            slower than the uncut step. `plan.cut(profiles)` uses the number with which the step is
+            fastest alone according to its profiles, without timing it again.
+        bucket_bytes: Exchanges smaller than this are packed into buffers of up to this size. With
+            0, no exchanges share a buffer.
         donate_argnums: Numbers of positional arguments whose arrays the step may overwrite, so you
             can't use these arrays again. Negative numbers count from the last positional argument
             of a call.
-        donate_argnames: Names of such arguments. As for `jax.jit`, if you give only numbers or only
-            names, the others are inferred from the step's signature. If you give both, numbers
-            apply to arguments passed by position, and names to arguments passed by name.
+        donate_argnames: Names of arguments whose arrays the step may overwrite. As for `jax.jit`,
+            if you give only numbers or only names, the others are inferred from the step's
+            signature. If you give both, numbers apply to arguments passed by position, and names to
+            arguments passed by name.
         static_argnums: Numbers of positional arguments that are hashable values rather than arrays.
-            The step is compiled for each value.
-        static_argnames: Names of such arguments, as for `donate_argnames`.
+            The step is compiled again for each new value.
+        static_argnames: Names of such static arguments. Numbers and names are combined as for
+            `donate_argnames`.
 
     Raises:
         TypeError: `step`, `axes`, or the numbers or names of arguments have the wrong type, or
             `step` is a `jax.pmap`.
-        ValueError: A size, `cut` or `bucket_bytes` is out of range, the step has no argument of
-            some number or name, or an argument is both donated and static.
+        ValueError: A size, `cut` or `bucket_bytes` is out of range, the step has no argument with
+            a number or name that you gave, or an argument is both donated and static.
         CutError: (when called) The step can't be traced or cut, or a profile is of a different step
             or number of ranks.
-        ExchangeError: (when called) The ranks disagree about the step's exchanges, or an earlier
-            step failed halfway.
-        JobError: (when called) Two threads call steps at once, outside a runner.
+        ExchangeError: (when called) The step's exchanges differ between ranks, or an earlier step
+            failed after some of its exchanges.
+        JobError: (when called) Two threads call steps at the same time, outside a runner.
 
     Example:
         >>> @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -178,7 +183,8 @@ def crossover(
     check_step(step, name)
     profiles: tuple[Profile, ...] = ()
     if isinstance(cut, ProfiledCut):
-        cut, profiles = cut.pieces, cut.profiles
+        profiles = cut.profiles
+        cut = cut.pieces
     given = cut if isinstance(cut, list | tuple) else (cut,)
     if any(isinstance(each, Profile) for each in given):
         raise ValueError(
@@ -205,7 +211,7 @@ _Call = tuple[_CacheKey, list[ArgType], Variant]
 
 
 class Step(Generic[P, R]):
-    """A step under `crossover`; see there."""
+    """A train step that can be called on every rank, as returned by `crossover`."""
 
     cut: Cut
 
@@ -221,16 +227,20 @@ class Step(Generic[P, R]):
     ) -> None:
         update_wrapper(self, step, updated=())
         self.__name__ = step_name(step)
-        self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
-        self.donate, self.static = donate, static
-        self._roots = SingleFlightCache()  # (structure, types) of the arguments -> Variant
+        self.step = step
+        self.axes = axes
+        self.cut = cut
+        self.bucket_bytes = bucket_bytes
+        self.donate = donate
+        self.static = static
+        self._roots = SingleFlightCache()  # maps the arguments' structure and types to a Variant
         self._last: _Call | None = None
         self._noticed = False  # a retrace has been logged
         self.may_change = False  # new argument types are expected, so they aren't logged
         self._standalone: Standalone | None = None  # the host outside a runner, once needed
         self._host_lock = threading.Lock()
-        self._agreed: Variant | None = None  # the latest one that all ranks ran, outside a runner
-        self._signature: int | None = None  # of its exchanges
+        self._agreed: Variant | None = None  # the variant that all ranks ran last, without a runner
+        self._signature: int | None = None  # hash of that variant's exchanges
         self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes, profiles=profiles)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -257,8 +267,8 @@ class Step(Generic[P, R]):
                     "values inside by `jax.debug.print`; without exchanges the function itself can "
                     "run under `disable_jit`."
                 )
-            # Looking for objects takes longer than flattening. A structure that ran before
-            # contained none.
+            # Searching the arguments for NNX objects takes longer than flattening them, so we only
+            # do it for a new structure. A structure that got past this point before had no objects.
             if (last is None or last[0][0] != tree) and nnx.holds_objects(args, kwargs):
                 if skips:
                     raise CutError(
@@ -271,7 +281,8 @@ class Step(Generic[P, R]):
             with nullcontext() if job is None else job.preparing():
                 variant = self._variant(world, function, arrays, named, leaves, cache_key)
         if world.estimate_request:
-            # The only import of the outer ring: `jaxcross estimate` measures a script's own step.
+            # The command `jaxcross estimate` runs the user's script, and measures the step that the
+            # script calls. This is the only place in this folder that imports from an outer layer.
             from jaxcross.gains import estimate_in_script
 
             estimate_in_script(variant, leaves, job)
@@ -282,16 +293,20 @@ class Step(Generic[P, R]):
         return self._run_standalone(variant, world, leaves)
 
     def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
-        """Runs one step without a runner, once it's this thread's turn."""
+        """Runs one step without a runner.
+
+        If the step exchanges something and another thread is in a step, this raises JobError. Which
+        of two threads exchanges first may differ between ranks, so one step's values would be mixed
+        with the other's.
+        """
         assert variant.program is not None
         if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
             host = self._counting_host(world)
             return host.run(prepare(variant, host), leaves, self._record)
         owner = world.exchange_owner
         with owner.step(self.__name__):
-            host = self._counting_host(
-                world
-            )  # a call that is refused here isn't counted: other ranks may not make it
+            # Count the call only now. If `owner.step` refuses it, other ranks may not make it.
+            host = self._counting_host(world)
             compare = None if self._agree(variant, host) else comparison_of_calls(variant, host)
             try:
                 compiled = prepare(variant, host)
@@ -304,10 +319,10 @@ class Step(Generic[P, R]):
 
     def _counting_host(self, world: World) -> Standalone:
         """Returns the host for calls outside a runner, with this call counted."""
-        # Under a lock, because a call that exchanges nothing doesn't wait for its turn. Otherwise
-        # two threads could each make a host. If the thread whose host the ranks have numbered
-        # stored its host first, the other host would replace it, and from then on this rank would
-        # call the step by a different number than the other ranks.
+        # A call without exchanges doesn't go through `owner.step`, so two threads may get here at
+        # once. Without the lock, each of them could create a host, and the second host would
+        # replace the first one. If the ranks had already numbered the first host, this rank would
+        # call the step by a different number than the other ranks from then on.
         with self._host_lock:
             host = self._standalone
             if host is None or host.world is not world:
@@ -316,7 +331,10 @@ class Step(Generic[P, R]):
             return host
 
     def pure_step(self) -> Step[..., PyTree]:
-        """Returns the step over NNX graphs and states. Made once, so it's compiled only once."""
+        """Returns the step that takes NNX graphs and states instead of objects.
+
+        Always returns the same `Step`, so that it's compiled only once.
+        """
         return self.derived(
             "_pure", lambda: nnx.pure_function(self), profiles=self._record.profiles
         )
@@ -328,16 +346,16 @@ class Step(Generic[P, R]):
         *,
         profiles: tuple[Profile, ...] = (),
     ) -> Step[..., PyTree]:
-        """Returns a step with this step's settings for another function.
+        """Returns a step that runs another function with this step's settings.
 
-        Made only once per name.
+        Creates it only once per name, so that all jobs share its executables.
         """
         known = self.__dict__.get(name)
         if known is None:
             settings = (self.axes, self.cut, self.bucket_bytes, self.donate, self.static, profiles)
             made = Step(make_function(), *settings)
-            # Jobs share steps. Since `setdefault` is a single operation of the interpreter, the
-            # step of the first thread stays.
+            # Several jobs' threads may get here at once. `setdefault` is atomic, so they all get
+            # the step that the first thread made.
             known = self.__dict__.setdefault(name, made)
         return known
 
@@ -350,14 +368,15 @@ class Step(Generic[P, R]):
     ) -> Callable[Q, R]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
-        """Binds the step to an instance if it's looked up as a method."""
+        """Binds the step to an instance, so that a method can be decorated with `crossover`."""
         return self if instance is None else partial(cast("Callable[..., R]", self), instance)
 
     @property
     def latest_program(self) -> Program | None:
-        """The latest call's program, in the cut that was chosen.
+        """The program that the latest call ran, in the cut that was chosen.
 
-        None before the first call, and if the host decides a `cond`.
+        It's None before the first call. It's also None if the host decides which branch of a `cond`
+        runs, because each branch has a program of its own.
         """
         return None if self._last is None else self._last[2].program
 
@@ -366,7 +385,7 @@ class Step(Generic[P, R]):
         return self.bind(*args, **kwargs)[0]
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Traced, list[Any]]:
-        """Returns the step traced for these arguments, and the flat arguments.
+        """Returns the step traced for these arguments, and the arguments as a flat list.
 
         Does not compile, wait or communicate.
         """
@@ -382,12 +401,12 @@ class Step(Generic[P, R]):
     def _agree(self, variant: Variant, host: Standalone) -> bool:
         """Makes sure that the ranks agree on the exchanges.
 
-        Returns whether they did so in this call.
+        Returns whether they made a new agreement in this call.
         """
-        # If the host decides a branch, ranks with different values may take different branches, so
-        # they agree in every call. Otherwise they agree only if the exchanges have changed. New
-        # shapes alone are no reason, because shapes may change on a single rank: as long as its
-        # exchanges stay the same, the other ranks continue, and wouldn't take part in an agreement.
+        # If the host decides which branch of a `cond` runs, ranks with different values may take
+        # different branches, so the ranks agree again on every call. Otherwise they agree only when
+        # the exchanges change. We must not start an agreement just because shapes are new: they may
+        # be new on this rank only, and then the other ranks wouldn't take part.
         signature = None if variant.traced.choices else variant.signature
         owner = host.world.exchange_owner
         always = signature is None or owner.must_agree
@@ -395,17 +414,19 @@ class Step(Generic[P, R]):
             return False
         due = always or signature != self._signature or not is_current(variant)
         if due:
-            owner.must_agree = True  # in case this is interrupted
+            owner.must_agree = True  # remains set if the agreement is interrupted
             try:
                 agree_standalone(variant, host)
-            except ExchangeError:  # on every rank
-                # This rank's next step may be one that other ranks have agreed on before, so all
-                # ranks agree on it again. Steps that call mpi4jax are exempt, because they may
-                # involve only some of the ranks.
+            except ExchangeError:  # raised on every rank
+                # If the script continues, the next step may be known to some ranks and new to
+                # others, and only the latter would start an agreement. So every rank starts one
+                # with its next step. We can't require that after a step that calls mpi4jax, since
+                # it may involve only some of the ranks.
                 owner.must_agree = not variant.is_unit
                 raise
             owner.must_agree = False
-        self._agreed, self._signature = variant, signature
+        self._agreed = variant
+        self._signature = signature
         return due
 
     def _trace(
@@ -421,7 +442,7 @@ class Step(Generic[P, R]):
         count = len(args) + sum(isinstance(place, int) for place in static) - flagged
         donated = self.donate.places(count, kwargs)
         for place in donated:
-            if place in static:  # via a negative number
+            if place in static:  # possible if one of them was given as a negative number
                 raise both_donated_and_static(self.__name__, place)
         return stages.trace(
             function,
@@ -463,15 +484,16 @@ class Step(Generic[P, R]):
         leaves: list[Any],
         cache_key: _CacheKey,
     ) -> Variant:
-        """Returns the variant for these arguments, traced if it's new.
+        """Returns the variant for these arguments. Traces the step if they're new.
 
-        With a thread-local x64 setting, converts the leaves to arrays in place, because the
-        dispatching thread would convert them to other types.
+        If x64 is set for this thread only, also replaces the NumPy leaves by JAX arrays, in place.
+        They may be dispatched by a different thread, which would convert them to different types
+        because it doesn't have this thread's setting.
         """
         try:
             arg_types = arg_types_of(leaves)
         except TypeError:
-            check_arrays(self.step, args, kwargs)  # says which leaf
+            check_arrays(self.step, args, kwargs)  # its error says which leaf isn't an array
             raise
         if x64_is_local():
             leaves[:] = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
@@ -504,17 +526,17 @@ class Step(Generic[P, R]):
         args: PyTree,
         kwargs: PyTree,
     ) -> None:
-        """Logs why the step is traced again, the first time that this happens."""
+        """Logs why the step has to be traced again, but only the first time."""
         if self._noticed or self.may_change:
             return
         self._noticed = True
         old_key, old_types, _ = last
         if old_key[0] != cache_key[0]:
-            # Often only the static part of an argument is new. Then the executables are still
-            # found, because they're looked up by what they compute.
+            # Often just a static part of an argument is new. The step is then traced again, but not
+            # compiled again, because executables are cached by what they compute.
             change = describe_structures(old_key[0], cache_key[0])
             text = (
-                "`%s` is traced again, and compiled where its program is new: %s. This notice "
+                "`%s` is traced again, and compiled again if its program is new: %s. This notice "
                 "comes once."
             )
         else:
@@ -529,6 +551,6 @@ class Step(Generic[P, R]):
 
 
 def _without_static(places: Sequence[int | str], static: Sequence[int | str]) -> list[int]:
-    """Returns the numbers among `places`, renumbered without the static arguments."""
+    """Returns the numbers in `places`, counted as if there were no static arguments."""
     numbers = {place for place in static if isinstance(place, int)}
     return [n - sum(s < n for s in numbers) for n in places if isinstance(n, int)]

@@ -1,6 +1,7 @@
 """Runs one step on copies of its arguments, to time it.
 
-If a copy or a computation fails on one rank, all ranks abandon the trial together.
+If copying or computing fails on one rank, e.g. because it's out of memory, all ranks give up the
+trial together. Otherwise the other ranks would wait for the failed rank's exchanges.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from jaxcross.world import Control, World, any_rank
 def time_step(
     compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control
 ) -> int | str:
-    """Returns the nanoseconds of one step on copies of its arguments.
+    """Returns how many nanoseconds one step on copies of its arguments takes.
 
-    If it fails on some rank, all ranks return a text about the failure instead. Waits for all
+    If the step fails on some rank, all ranks return the same error text instead. Waits for all
     ranks.
     """
     copies = _copied(traced, leaves, control)
@@ -42,17 +43,21 @@ def time_step(
 def time_segments(
     compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control
 ) -> list[int] | str:
-    """Returns the nanoseconds of each segment of one step on copies, or a text as `time_step` does.
+    """Returns how many nanoseconds each segment of a step takes, or an error text (`time_step`).
 
-    Segments run one at a time, and an exchange is timed from the moment when all ranks have reached
-    it, so no segment is hidden behind another one. Waits for all ranks.
+    Runs the segments one after another, so that none of them overlaps with another one. An exchange
+    is timed from the moment when all ranks have reached it, so its time doesn't include waiting for
+    a slow rank. Waits for all ranks.
     """
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
         return copies
-    trial, times_ns, name = _Trial(compiled, copies), [], compiled.program.name
+    trial = _Trial(compiled, copies)
+    times_ns: list[int] = []
+    name = compiled.program.name
     for runnable in compiled.runnables:
-        index, exchanges = runnable.segment.index, runnable.segment.exchanges
+        index = runnable.segment.index
+        exchanges = runnable.segment.exchanges
         if exchanges and not runnable.is_single_rank:
             with world.monitor(job=name, step=0, segment=index, what=exchanges[0].op):
                 control.allreduce_min(np.zeros(1, np.int64))
@@ -71,24 +76,25 @@ def _timed(trial: _Trial, index: int) -> int:
 
 
 def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any] | str:
-    """Returns the arguments, copied if the step may overwrite them.
+    """Returns the arguments, with copies of those that the step may overwrite.
 
-    If a copy fails, returns a text about it on all ranks.
+    If copying fails on some rank, all ranks return an error text instead.
     """
-    error_text, copies = "", []
+    error_text = ""
+    copies: list[Any] = []
     try:
         copies = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
         jax.block_until_ready(copies)
     except JaxRuntimeError as error:
         error_text = summary(error)
-    # All ranks must learn of a failure before anything is exchanged.
+    # Tell all ranks about a failure before the step exchanges anything, or they'd wait for it.
     return gather_failures(control, error_text) or copies
 
 
 def gather_failures(control: Control, error_text: str) -> str:
-    """Returns all ranks' errors as one text, or "" if there are none. Waits for all ranks.
+    """Returns all ranks' errors as one text, or "" if no rank has failed.
 
-    The text is the same on every rank.
+    The text is the same on every rank. Waits for all ranks.
     """
     if not any_rank(control, error_text):
         return ""
@@ -103,13 +109,14 @@ def summary(error: Exception) -> str:
 
 @final
 class _Trial:
-    """A step in flight that continues after XLA has failed, since the other ranks wait for it.
+    """A step in flight that keeps exchanging after an XLA failure, so that no other rank hangs.
 
-    After a failure it computes nothing more, and exchanges zeros. It raises only if an exchange
-    itself fails, or if the number of exchanges depends on data.
+    After the first failure, the step computes nothing more, but still makes its remaining
+    exchanges, with zeros. It raises only if an exchange itself fails, or if the number of exchanges
+    depends on data, because then this rank can't know how many the other ranks are waiting for.
 
     Attributes:
-        error_text: The first failure; empty if there was none.
+        error_text: Describes the first failure; empty if there was none.
     """
 
     __slots__ = ("_compiled", "_execution", "error_text", "forget", "wait_outputs")
@@ -138,7 +145,7 @@ class _Trial:
         self._attempt(partial(self._execution.wait_outputs, index))
 
     def branch_mismatch(self, index: int) -> None:
-        """Ignores the mismatch, because the real step, which follows, will raise it."""
+        """Ignores the mismatch here, because the real step will run into it as well and raise."""
 
     def outputs(self) -> None:
         """Waits for the results, and discards them."""

@@ -37,8 +37,8 @@ class ChosenCut(NamedTuple):
     """The cut that `cut="auto"` chose.
 
     Attributes:
-        n_segments: Its number of segments; 0 for the default cut.
-        signature: Hash of the exchanges of the program in that cut.
+        n_segments: Number of segments of the cut; 0 for the default cut.
+        signature: Hash of the exchanges that the program makes in this cut.
     """
 
     n_segments: int
@@ -52,11 +52,12 @@ class StepRecord:
     Attributes:
         cut, bucket_bytes: As given to `crossover`.
         profiles: The profiles that determined the cut, if any. They must be of this step.
-        warned: What a warning was logged about, such as loops and `optax.MultiSteps`.
-        chosen_cuts: The cut that `cut="auto"` chose first in this process, by the default program's
-            signature. It's stored here rather than in a variant, because shapes may change on one
-            rank only, and the other ranks wouldn't take part in a new search.
-        units: Agreements on programs that call mpi4jax.
+        warned: The warnings that were logged, e.g. about loops or `optax.MultiSteps`.
+        chosen_cuts: The cut that `cut="auto"` first chose in this process, for each signature of
+            the default program. It's stored here rather than in a variant, because shapes may
+            change on one rank only. If this rank then started a new search for its new variant, the
+            other ranks wouldn't take part.
+        units: The agreements on programs that call mpi4jax.
     """
 
     cut: Cut
@@ -71,33 +72,36 @@ class StepRecord:
 class Variant:
     """A traced step, its programs and their executables.
 
-    If the host decides a `cond`, a variant has a child for each branch instead of programs.
+    If the host decides which branch of a `cond` runs, the variant has no programs of its own, but a
+    child variant for each branch.
 
-    Under `cut="auto"`, jobs may run the same variant in different cuts, but each job keeps its cut
-    until it ends. The order in which job threads get here may differ between ranks. So a job's cut
-    follows from what all ranks report about that job, never from what another job stored here.
+    With `cut="auto"`, several jobs may run the same variant in different cuts, but each job keeps
+    its cut until it ends. Job threads may get here in a different order on each rank. If a job
+    adopted a cut that another job had stored here, the same job could end up with different cuts on
+    different ranks. So a job's cut depends only on what all ranks report about that job.
 
     Attributes:
         traced: The step for one set of argument types.
         record: State that all variants of the step share.
         world: Communicators and executables.
-        cache_key: What distinguishes the step's variants except for types: structure, static
-            arguments and configuration.
-        trial_args: Flat arguments to try cuts on; dropped once a cut has been chosen.
-        children: Variants by branch, if the host decides a `cond`.
-        branch_of: Function that returns the branch that flat arguments take. None if there's
-            nothing to decide.
-        default: The program in the given `cut`. Under `"auto"`, the program that runs alongside
+        cache_key: What distinguishes the step's variants apart from the argument types: structure,
+            static arguments and JAX's configuration.
+        trial_args: Flat arguments on which to try cuts; dropped once a cut has been chosen.
+        children: The child variant for each branch, if the host decides which branch of a `cond`
+            runs.
+        branch_of: Function that takes the flat arguments and returns the number of the branch to
+            run. None if the host has nothing to decide.
+        default: The program in the given `cut`. With `"auto"`, the program that runs alongside
             other jobs.
         signature: Hash of the exchanges of `default`.
-        program: The program of the latest call; `default` before the first one.
-        arg_types: Types to compile for.
+        program: The program that the latest call ran; `default` before the first call.
+        arg_types: The argument types to compile for.
         is_unit: Whether `default` calls mpi4jax.
         tunes_cut: Whether there's a cut to choose.
-        refusal: Why a profile given as `cut` doesn't fit this step, or None. It becomes an error
-            once the ranks have compared it.
-        compiled: Executables by number of segments; 0 for `default`.
-        of_host: Executables of each job or standalone step, if these may differ.
+        refusal: Why a profile given as `cut` doesn't fit this step, or None if it fits. Raised as
+            an error after the ranks have compared it.
+        compiled: Executables by number of segments, with 0 for `default`.
+        of_host: Executables of each job or standalone step, if these may differ between hosts.
     """
 
     traced: Traced
@@ -121,11 +125,12 @@ class Variant:
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # A variant lives as long as its step, so it must not keep its first call's arrays alive.
+        # A variant lives as long as its step. It must not keep the first call's arrays alive for
+        # that long, unless it still needs them to try cuts on.
         leaves = self.trial_args or ()
         self.trial_args = None
         if self.traced.undecided is not None:
-            # Nothing can be cut before the branch is known, so each branch has its own variant.
+            # We can't cut the step before we know the branch, so each branch gets its own variant.
             self.branch_of = _on_host(self.traced.undecided)
             return
         program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
@@ -135,16 +140,17 @@ class Variant:
             except CutError as error:
                 if program.is_unit:
                     raise
-                # Perhaps only this rank has such a profile. If it raised now, the other ranks would
-                # wait for it in their agreement.
+                # Don't raise yet. If only this rank was given such a profile, the other ranks
+                # would wait for it in their agreement. So we add the text to what the ranks
+                # compare, and raise after that.
                 self.refusal = str(error)
         self.program = self.default = program
-        # Stored, because every call needs it.
+        # Computing these takes time and every call needs them, so they're attributes.
         self.is_unit = program.is_unit
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.arg_types = _without_values(self.traced, leaves)
-        # Exchanges that stay on this rank take the same time in any cut, and a unit of mpi4jax
-        # calls has only one cut.
+        # We don't search for a cut if it can't make a difference: exchanges that stay on this rank
+        # take the same time in any cut, and a step that calls mpi4jax can only be cut in one way.
         exchanges = any(not program.is_single_rank(s) for s in program.collectives)
         self.tunes_cut = self.record.cut == "auto" and not self.is_unit and exchanges
         if self.tunes_cut:
@@ -153,16 +159,20 @@ class Variant:
 
     @property
     def cut_note(self) -> str:
-        """Text about the cut, in which ranks with equal exchanges must not differ.
+        """Text about the cut, which the ranks compare in addition to their exchanges.
 
-        Empty for a number that fits.
+        It says whether a profile doesn't fit, or whether the ranks search for a cut. Otherwise it's
+        empty.
         """
-        return f" ({self.refusal})" if self.refusal else ' (`cut="auto"`)' if self.tunes_cut else ""
+        if self.refusal:
+            return f" ({self.refusal})"
+        return ' (`cut="auto"`)' if self.tunes_cut else ""
 
     def choose(self, leaves: Sequence[object]) -> Variant:
-        """Returns the variant whose program these arguments run.
+        """Returns the variant to run for these arguments.
 
-        That's this variant, or the one for the branch that the arguments take.
+        That's this variant, unless the host decides which branch of a `cond` runs; then it's the
+        variant for that branch.
         """
         if self.branch_of is None:
             return self
@@ -177,7 +187,7 @@ class Variant:
         return self.children.get(index, make).choose(leaves)
 
     def program_in(self, n_segments: int) -> Program:
-        """Returns the step's program in `n_segments` exchange segments; `default` for 0."""
+        """Returns the step's program, cut into `n_segments` exchange segments; `default` for 0."""
         if n_segments == 0:
             return self.default
         known = self.compiled.get(n_segments)
@@ -189,23 +199,27 @@ class Variant:
 
 
 def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
-    """Returns a `cond`'s predicate as a function of the flat arguments, run on the host's CPU."""
+    """Returns a function that evaluates a `cond`'s predicate on the host's CPU.
+
+    The function takes the step's flat arguments and returns the number of the branch.
+    """
     cpu = jax.local_devices(backend="cpu")[0]
     evaluate = jax.jit(jaxpr_as_fun(undecided.jaxpr))
 
     def branch_of(leaves: Sequence[object]) -> int:
         with jax.default_device(cpu):
             (index,) = evaluate(*(np.asarray(leaves[p]) for p in undecided.inputs))
-        # Clamped, as in `lax.switch`.
+        # An index that's out of range is clamped, as `lax.switch` does.
         return min(max(int(index), 0), undecided.branches - 1)
 
     return branch_of
 
 
 def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the types of the arguments.
+    """Returns the types of the arguments, including their shardings.
 
-    We may still compile for them long after the arrays themselves were donated.
+    We store the types, because we may compile the step in another cut much later, when the arrays
+    themselves have long been donated.
     """
     places = [x.sharding if isinstance(x, jax.Array) and x.committed else None for x in leaves]
     return tuple(
@@ -214,15 +228,16 @@ def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.Shape
     )
 
 
-_ALIKE_BYTES = 64  # plus 1%: one more metric doesn't make it a different step
+_ALIKE_BYTES = 64  # tolerance, plus 1%: with one more metric it's still the same step
 
 
 def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) -> None:
     """Makes sure that profiles are of this step on this number of ranks. Does not communicate.
 
-    Batch sizes aren't compared, because a profile says nothing about arguments. Bytes aren't
-    compared if the host decides between branches with different exchanges, e.g. one on every eighth
-    step, because the profile is of only one branch.
+    A profile is taken to be of this step if both exchange about the same number of bytes. We can't
+    compare batch sizes, because a profile contains nothing about the arguments. If the host decides
+    between branches with different exchanges (e.g. a step that exchanges something only on every
+    eighth call), we don't compare the bytes either, because a profile covers only one branch.
 
     Raises:
         CutError: A profile is of a different number of ranks, or of a step that exchanges a

@@ -1,11 +1,14 @@
 """Tensor parallelism as Flax layers: Megatron-LM's 1-D, Optimus' 2-D, and SUMMA2.5-LM's 2.5-D.
 
-The 2.5-D layout is also Tesseract's. You write a model once, with a field `mesh`; `Mesh()` gives
-the serial model. See `docs/reference/tensor-layouts.md`.
+You write a model just once, with a field `mesh`, and choose the layout by the mesh that you pass.
+With `Mesh()`, you get the serial model. The 2.5-D layout is also Tesseract's. For the layouts, see
+`docs/reference/tensor-layouts.md`.
 
 mesh          axes and layouts: which rank holds which part of a tensor
-layers        dense, normalisation, embedding; `transformer` combines them, `normalise` and `loss`
-              compute
+layers        dense layer, normalisation, embedding
+transformer   a Transformer made of these layers
+normalise     normalisation over features that are cut over ranks
+loss          cross-entropy over a vocabulary that is cut over ranks
 summa         products of matrices that are cut into q x q blocks
 copy_reduce   the two collectives of 1-D parallelism, with their derivatives
 shards        converts between the serial model's parameters and each rank's: partition,

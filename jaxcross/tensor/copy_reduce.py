@@ -1,10 +1,10 @@
-"""The two halves of tensor parallelism, as collectives with derivatives of their own.
+"""The two collectives of 1-D tensor parallelism, with derivatives of their own.
 
-If axes are bound by `vmap`, by `crossover`, or by `shard_map(check_vma=False)`, JAX transposes
-`psum` to `psum`. That isn't the derivative we need, so in these cases we define both directions
-ourselves. Under `check_vma=True`, JAX's own transposes are the right ones. As a result, gradients
-are the same everywhere: a rank's gradient is that of the one global loss, of which every rank holds
-a copy.
+Every rank computes a copy of the same global loss, and we want the gradient of that single loss.
+JAX computes something else if the axes are bound by `vmap`, by `crossover`, or by
+`shard_map(check_vma=False)`: there, it transposes `psum` to `psum`, as if the ranks' copies were
+separate losses to be added up. So in these cases we define the forward and the backward pass
+ourselves. Under `check_vma=True`, JAX's own transposes are right, and we use them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ Arrays = TypeVar("Arrays")
 def copy_to(x: Arrays, axes: Axes) -> Arrays:
     """Returns `x`, which is equal on all ranks of `axes`. Sums its gradient over these ranks.
 
-    Use it at the start of a computation that differs between ranks. It sends nothing in the forward
-    pass, and makes one all-reduce in the backward pass. This is Megatron-LM's operator f (arXiv
-    1909.08053, section 3).
+    Use it before a computation that's divided among the ranks, e.g. a dense layer of which each
+    rank computes a part of the output. The forward pass sends nothing. In the backward pass, each
+    rank only has the contribution of its own part to the gradient of `x`, so an all-reduce adds up
+    the contributions. This is Megatron-LM's operator f (arXiv 1909.08053, section 3).
 
     Args:
         x: A tree of arrays.
@@ -38,9 +39,10 @@ def copy_to(x: Arrays, axes: Axes) -> Arrays:
 def reduce_from(x: Arrays, axes: Axes) -> Arrays:
     """Returns the sum of `x` over the ranks of `axes`. Each rank receives the whole gradient.
 
-    Use it at the end of a computation that differs between ranks: the result is the same on every
-    rank of `axes`, and all of them continue alike. It makes one all-reduce in the forward pass, and
-    sends nothing in the backward pass. This is Megatron-LM's operator g.
+    Use it after a computation that's divided among the ranks, to add up their partial results. This
+    takes one all-reduce in the forward pass, after which all ranks of `axes` continue with the same
+    sum. The backward pass sends nothing, because every rank already has the sum's gradient. This is
+    Megatron-LM's operator g.
 
     Args:
         x: A tree of arrays.

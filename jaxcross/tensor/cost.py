@@ -4,12 +4,14 @@ It also estimates the step's time with an alpha-beta model:
 
     seconds = alpha_s * messages + received_bytes / bytes_per_s + operations / operations_per_s
 
-This is pure arithmetic over shapes: nothing runs, and nothing is sent. The bytes are exactly those
-of the layers' own exchanges; a test compares them with the traced step. The time is a model. It
-assumes that exchanges and computation don't overlap, that all links are equally fast, and that
-collectives receive no more than they must. With P ranks and n bytes per rank, an all-reduce (a
-ring) has 2(P-1) messages and 2(P-1)/P n bytes, an all-gather P-1 messages and (P-1) n bytes, and a
-reduce-scatter P-1 messages and (P-1)/P n bytes.
+All of this is computed from shapes, without running or sending anything. The numbers of bytes are
+exact: a test compares them with the layers' exchanges in a traced step. The time is only an
+estimate. It assumes that exchanges and computation don't overlap, that all links are equally fast,
+and that each collective receives the minimum number of bytes.
+
+If each of P ranks contributes n bytes, a rank receives 2(P-1)/P n bytes in 2(P-1) messages in an
+all-reduce (as a ring), (P-1) n bytes in P-1 messages in an all-gather, and (P-1)/P n bytes in P-1
+messages in a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ from jaxcross.tensor.shards import partition
 from jaxcross.tensor.transformer import Transformer
 
 ITEM_BYTES = 4  # float32
-Shapes = list[tuple[tuple[int, ...], Role]]  # global
+Shapes = list[tuple[tuple[int, ...], Role]]  # global shapes of parameters, with their roles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Measured constants of the ranks and of the network between them. All ranks are assumed equal.
+    """Constants of the ranks and of the network between them, which you measure yourself.
+
+    All ranks are assumed to be equally fast.
 
     Attributes:
         alpha_s: Seconds that each message takes in addition to the time for its bytes.
         bytes_per_s: Bytes per second that a rank receives.
-        operations_per_s: Floating-point operations per second of one rank, in this model's
-            products.
+        operations_per_s: Floating-point operations per second of one rank, in matrix products of
+            the model's shapes.
     """
 
     alpha_s: float
@@ -50,11 +54,11 @@ class Cost:
 
     Attributes:
         messages: Number of messages that the rank waits for, one after another.
-        received_bytes: Number of bytes received over the network.
-        operations: Floating-point operations of the matrix products. A multiplication and an
-            addition count as two.
-        weights_bytes: Size of the rank's parameters, counted once. With Adam, memory holds three
-            times as much, and gradients temporarily add to that.
+        received_bytes: Number of bytes that the rank receives over the network.
+        operations: Number of floating-point operations in the matrix products. A multiplication
+            followed by an addition counts as two.
+        weights_bytes: Size of the rank's parameters alone. With Adam, the optimizer state adds
+            twice as much, and gradients temporarily take further memory.
     """
 
     messages: int = 0
@@ -79,22 +83,22 @@ class Cost:
         )
 
     def exchange_s(self, machine: Machine) -> float:
-        """Returns the modelled seconds spent on the network."""
+        """Estimates the seconds that a rank spends on the network."""
         return machine.alpha_s * self.messages + self.received_bytes / machine.bytes_per_s
 
     def compute_s(self, machine: Machine) -> float:
-        """Returns the modelled seconds of computation."""
+        """Estimates the seconds that a rank spends computing."""
         return self.operations / machine.operations_per_s
 
     def seconds(self, machine: Machine) -> float:
-        """Returns the modelled seconds of the step, without any overlap."""
+        """Estimates the seconds that a step takes, if exchanges and computation don't overlap."""
         return self.exchange_s(machine) + self.compute_s(machine)
 
 
 def step_cost(model: Transformer, batch: int, length: int) -> Cost:
-    """Returns one rank's cost of the loss and its gradients.
+    """Returns what it costs one rank to compute the loss and its gradients.
 
-    It includes `cross_entropy`, but not the optimizer's own exchanges.
+    This includes `cross_entropy`, but no exchanges of the optimizer.
 
     ```python
     model = tensor.Transformer(50304, 4096, 32, 64, 512, tensor.Mesh(side=4, depth=4))
@@ -107,7 +111,8 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
         length: Number of tokens per sequence.
 
     Raises:
-        ValueError: The model would refuse such a batch (chunks, length, heads), or isn't float32.
+        ValueError: The model isn't float32, or it can't compute such a batch, because the sequences
+            are too long, or because the batch or the heads can't be cut into equal parts.
     """
     if any(jnp.dtype(kind) != jnp.float32 for kind in (model.dtype, model.param_dtype)):
         raise ValueError(
@@ -119,7 +124,7 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
         raise ValueError(
             f"A step of {batch} sequences of {length} tokens computes nothing: both count from 1."
         )
-    # The model raises its own errors here.
+    # Trace the model's initialisation, only to let the model raise its own errors.
     partition(model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32))
     mesh = model.mesh
     h = model.features
@@ -144,7 +149,10 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
 
 
 def _block(model: Transformer, tokens: int, length: int) -> Cost:
-    """Returns both passes of a block, plus a second forward pass if it's rematerialised."""
+    """Returns the cost of both passes of a block.
+
+    If the block is rematerialised, this includes a second forward pass.
+    """
     mesh = model.mesh
     h = model.features
     work = Cost(operations=4 * tokens * length * (h // mesh.size(mesh.inner)))  # scores and context
@@ -159,7 +167,8 @@ def _block(model: Transformer, tokens: int, length: int) -> Cost:
         _normalisation(mesh, tokens), _normalisation(mesh, tokens), *attention, up, strict=True
     )
     forward, backward = (sum(costs, start=Cost()) for costs in passes)
-    # The backward pass doesn't need the result of the last product.
+    # A rematerialised block repeats its forward pass, except for the last product, whose result
+    # the backward pass doesn't need.
     return forward * (2 if model.remat else 1) + backward + down[0] + down[1]
 
 
@@ -176,7 +185,10 @@ def _block_shapes(h: int) -> Shapes:
 
 
 def _dense(mesh: Mesh, tokens: int, k: int, n: int, cut: str) -> tuple[Cost, Cost]:
-    """Returns both passes of a product of M x K and K x N: SUMMA on a grid, otherwise 1-D."""
+    """Returns the costs of the forward and the backward pass of a dense layer.
+
+    The layer multiplies a matrix of tokens x k by one of k x n, on a grid with SUMMA.
+    """
     work = Cost(operations=2 * tokens * k * n // mesh.size(mesh.inner))
     if mesh.col:
         q = mesh.side
@@ -194,7 +206,8 @@ def _normalisation(mesh: Mesh, tokens: int) -> tuple[Cost, Cost]:
 
 def _embedding(mesh: Mesh, tokens: int, v: int, h: int) -> Cost:
     if mesh.col:
-        return _gather(mesh.side, v * h // mesh.side**2) * 2  # and the gradient's reduce-scatter
+        # Twice: the gradient's reduce-scatter costs as much as the all-gather.
+        return _gather(mesh.side, v * h // mesh.side**2) * 2
     return _all_reduce(mesh.size(mesh.inner), tokens * h)
 
 
@@ -216,9 +229,9 @@ def _loss(mesh: Mesh, tokens: int) -> Cost:
 
 
 def _parameters(mesh: Mesh, shapes: Shapes) -> Cost:
-    """Returns the cost of a rank's parameters.
+    """Returns the memory of a rank's parameters, and the cost of summing their gradients.
 
-    That's their memory, and the sums of their gradients over ranks with different data.
+    The gradients are summed over ranks that have different data.
     """
     cost = Cost()
     for shape, role in shapes:
@@ -231,7 +244,7 @@ def _parameters(mesh: Mesh, shapes: Shapes) -> Cost:
 
 
 def _gather(ranks: int, elements: int) -> Cost:
-    """Returns the cost of an all-gather of `elements` per rank, or of the reverse."""
+    """Returns the cost of an all-gather of `elements` per rank, or of a reduce-scatter to them."""
     return Cost(messages=ranks - 1, received_bytes=(ranks - 1) * elements * ITEM_BYTES)
 
 

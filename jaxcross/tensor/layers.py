@@ -1,11 +1,12 @@
 """Flax layers over a mesh: dense, layer and RMS normalisation, token and position embedding.
 
-Each layer is written once. On `Mesh()` it's the ordinary layer. On a larger mesh, each rank's
-parameters are its own blocks of the same global parameters, drawn from the same key, and the layer
-exchanges data with named-axis collectives in both passes. The features that a layer takes and
-returns are cut over `mesh.hidden` between blocks, and over `mesh.inner` inside a block. If several
-ranks hold the same parameter, its gradient is summed over them in the backward pass, so it's equal
-on all of them.
+There's only one implementation of each layer for all meshes. On `Mesh()` it's the ordinary layer.
+On a larger mesh, each rank holds its own blocks of the same global parameters, which are drawn from
+the same key, and the ranks exchange data with named-axis collectives in both passes.
+
+The features of a layer's input and output are cut over `mesh.hidden` between the blocks of a model,
+and over `mesh.inner` inside a block. If several ranks hold the same part of a parameter, the
+backward pass sums its gradient over these ranks, so that their copies stay equal.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ def parameter(
 ) -> jax.Array:
     """Returns this rank's part of a parameter of `module`.
 
-    The gradient is summed over the ranks that hold the same part and have different data. This
-    takes one all-reduce in the backward pass and none in the forward pass, and the sum is the same
-    on all these ranks. The global array is drawn from the key that the serial model would use, and
-    then cut, so at its peak memory holds the whole array once.
+    If several ranks hold the same part but have different data, the backward pass sums its gradient
+    over these ranks with one all-reduce, so all of them get the same gradient. The forward pass
+    sends nothing.
+
+    To initialise the parameter, we draw the whole array from the key that the serial model would
+    use, and cut this rank's part out of it. So during initialisation, memory temporarily holds the
+    whole array.
 
     Args:
         module: A module with the fields `mesh` and `param_dtype`.
         name: The parameter's name.
-        init: `(key, shape, dtype) -> array`.
-        shape: The global shape.
+        init: Function that takes a key, a shape and a type, and returns the initial array.
+        shape: The parameter's global shape.
         role: Determines how the parameter is cut.
 
     Raises:
@@ -58,24 +62,27 @@ def parameter(
 
 
 class Dense(nn.Module):
-    """`y = x W + b`: column- or row-parallel on a line of ranks, SUMMA on a grid.
+    """Computes `y = x W + b`: column- or row-parallel on a line of ranks, with SUMMA on a grid.
 
-    A block's first layer is a `"column"` layer (`[..., hidden]` in, `[..., inner]` out), its last a
-    `"row"` layer (the reverse). In 1-D (Megatron-LM, section 3) a column layer all-reduces its
-    input's gradient in the backward pass, and a row layer its output in the forward pass. In 2-D
-    and 2.5-D both are `summa.ab`, and the weights' gradients are summed over `depth`.
+    Use a `"column"` layer as the first layer of a block; it turns `[..., hidden]` into `[...,
+    inner]`. Use a `"row"` layer as the last one, which does the reverse.
+
+    In 1-D (Megatron-LM, section 3), a column layer all-reduces the gradient of its input in the
+    backward pass, and a row layer all-reduces its output in the forward pass. In 2-D and 2.5-D,
+    both kinds use `summa.ab`, and the gradients of the weights are summed over `depth`.
 
     Attributes:
         features: Global length of the output's last dimension.
         mesh: The ranks.
         cut: `"column"` or `"row"`.
-        use_bias: Whether b is added.
-        dtype: Type of the computation and of the data exchanged.
-        param_dtype: Type of the parameters, and of the sums of their gradients.
-        kernel_init, bias_init: `(key, shape, dtype) -> array`, called with global shapes.
+        use_bias: Whether to add the bias b.
+        dtype: Type in which the layer computes and exchanges data.
+        param_dtype: Type of the parameters, in which their gradients are summed.
+        kernel_init, bias_init: Functions that take a key, a global shape and a type, and return
+            the initial array.
 
     Raises:
-        ValueError: The shape can't be cut into equal parts, or `cut` has another value.
+        ValueError: The shape can't be cut into equal parts, or `cut` isn't one of these values.
     """
 
     features: int
@@ -119,15 +126,17 @@ class Dense(nn.Module):
 class LayerNorm(nn.Module):
     """Layer normalisation of `[..., hidden]`.
 
-    In 2-D, the forward pass makes two all-reduces of one number per token, and the backward pass
-    one all-reduce of two. In 1-D nothing is sent. The variance is computed in a second pass, and at
+    In 2-D, a token's features are cut over ranks, so the ranks have to sum over them. The forward
+    pass makes two all-reduces of one number per token, for the mean and for the variance. The
+    backward pass makes one all-reduce of two numbers per token. In 1-D, every rank holds all
+    features, and nothing is sent. The variance is computed after the mean has been subtracted, at
     least in float32.
 
     Attributes:
         mesh: The ranks.
-        epsilon: Added to the variance.
+        epsilon: Constant that's added to the variance.
         dtype: Type of the result.
-        param_dtype: Type of `scale` and `bias`.
+        param_dtype: Type of the parameters `scale` and `bias`.
     """
 
     mesh: Mesh = Mesh()
@@ -147,13 +156,14 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """RMS normalisation of `[..., hidden]`.
 
-    In 2-D, each pass makes one all-reduce of one number per token. In 1-D nothing is sent.
+    In 2-D, the forward and the backward pass each make one all-reduce of one number per token. In
+    1-D nothing is sent.
 
     Attributes:
         mesh: The ranks.
-        epsilon: Added to the mean of squares.
+        epsilon: Constant that's added to the mean of squares.
         dtype: Type of the result.
-        param_dtype: Type of `scale`.
+        param_dtype: Type of the parameter `scale`.
     """
 
     mesh: Mesh = Mesh()
@@ -169,20 +179,22 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Turns tokens `[batch, length]` into vectors `[batch, length, hidden]`, and back.
 
-    A vector is the sum of the token's and the position's vectors. In 1-D the token table is cut
-    over the vocabulary, and the result is all-reduced in the forward pass (Megatron-LM, section 3).
-    In 2-D the table is cut into blocks: a rank gathers its column in the forward pass, and
-    reduce-scatters the gradient in the backward pass.
+    The result is the sum of a vector for the token and a vector for its position. In 1-D, each rank
+    holds the vectors of a part of the vocabulary. It looks up the tokens that are in its part, and
+    an all-reduce in the forward pass combines the ranks' results (Megatron-LM, section 3). In 2-D,
+    the token table is cut into blocks. A rank gathers its column of blocks in the forward pass, and
+    the backward pass reduce-scatters the column's gradient.
 
     Attributes:
         vocabulary: Number of rows of the token table. A token outside 0 to `vocabulary - 1` gets a
             vector of NaN.
-        features: Global width.
-        positions: Number of rows of the position table, or 0 for none.
+        features: Global number of features.
+        positions: Number of rows of the position table, or 0 for no position table.
         mesh: The ranks.
         dtype: Type of the result.
         param_dtype: Type of the tables.
-        table_init: `(key, shape, dtype) -> array`, called with global shapes.
+        table_init: Function that takes a key, a global shape and a type, and returns the initial
+            table.
 
     Raises:
         ValueError: A table can't be cut into equal parts, or `length` exceeds `positions`.
@@ -227,10 +239,10 @@ class Embedding(nn.Module):
         return x + self.places[:length].astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Returns logits `[..., vocabulary]`, cut over `mesh.inner`, for `[..., hidden]`.
+        """Turns `[..., hidden]` into logits `[..., vocabulary]`, which are cut over `mesh.inner`.
 
-        This is a head that shares the token table. In 2-D it's `summa.abt`; in 1-D the input's
-        gradient is all-reduced.
+        Use it as a head that shares the token table with the embedding. In 2-D it's the product
+        `summa.abt`. In 1-D, the backward pass all-reduces the gradient of the input.
         """
         mesh = self.mesh
         table = self.table.astype(self.dtype)
@@ -239,7 +251,10 @@ class Embedding(nn.Module):
 
 
 def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Returns each label's row among this rank's `rows`, and whether it's there. Sends nothing."""
+    """Returns each label's row among this rank's `rows`, and whether this rank has that row.
+
+    Sends nothing.
+    """
     first = jax.lax.axis_index(mesh.inner[0]) * rows if mesh.inner else 0
     row = labels - first
     mine = (row >= 0) & (row < rows)
@@ -247,16 +262,16 @@ def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Arra
 
 
 def in_vocabulary(labels: jax.Array, vocabulary: int) -> jax.Array:
-    """Returns whether each label is in the vocabulary. Sends nothing.
+    """Whether each label is in the vocabulary.
 
-    The result is the same on every rank that holds the labels.
+    Sends nothing. The result is the same on every rank that has these labels.
     """
     return (labels >= 0) & (labels < vocabulary)
 
 
 def _rows(table: jax.Array, mesh: Mesh) -> jax.Array:
-    # JAX's own transpose, a reduce-scatter, is right on every backend, and needs to keep only the
-    # tokens for the backward pass.
+    # We don't have to define a derivative here. JAX transposes the all-gather to a reduce-scatter,
+    # which is right on every backend, and only keeps the tokens for the backward pass.
     return jax.lax.all_gather(table, *mesh.row, axis=0, tiled=True)
 
 

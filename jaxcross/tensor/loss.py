@@ -15,24 +15,27 @@ def cross_entropy(
 ) -> jax.Array:
     """Returns the mean of `-log softmax(logits)[label]` over all ranks' tokens, as a scalar.
 
-    The result is the same on every rank. The sum is divided by the number of tokens in the *global*
-    batch (or the sum of their weights), so gradients summed over ranks are those of the serial
-    model. No rank holds all logits of a token. Per token, the ranks therefore exchange a maximum
-    and a sum of two numbers over `mesh.inner`. Then the sum over tokens (and that of the weights,
-    if given) is summed over `mesh.batch`. Computes at least in float32. Sends nothing in the
-    backward pass.
+    The result is the same on every rank. We divide by the number of tokens in the *global* batch
+    (or by the sum of their weights), so that the sum of the ranks' gradients is the gradient of the
+    serial model.
+
+    A token's logits are spread over several ranks. To compute the softmax, these ranks make two
+    all-reduces over `mesh.inner` per token, of a maximum and of two sums. Then the losses of all
+    tokens, and the weights if there are any, are summed over `mesh.batch`. The backward pass sends
+    nothing. All of this is computed at least in float32.
 
     Args:
         logits: `[..., vocabulary / ranks]`, this rank's columns for its own tokens.
-        labels: `[...]`, integers from 0 to `vocabulary - 1`, for the same tokens. Any other
-            label makes its token's loss and gradient NaN, unless the token is left out.
+        labels: `[...]`, integers from 0 to `vocabulary - 1`, for the same tokens. With any other
+            label, a token's loss and gradient are NaN, unless the token's weight is 0.
         mesh: The ranks.
-        weights: `[...]`, each token's weight. A weight of 0 leaves the token out, whatever its
-            label and logits are: infinite or NaN logits then get the gradient 0. The sum of all
-            ranks' weights must be positive.
+        weights: `[...]`, each token's weight. A token with the weight 0 is left out, whatever its
+            label and logits are. If its logits are infinite or NaN, their gradient is 0. The sum of
+            all ranks' weights must be positive.
 
     Raises:
-        ValueError: Labels or weights have a different shape from the tokens of `logits`.
+        ValueError: The shape of `labels` or `weights` isn't that of `logits` without the last
+            dimension.
 
     Source: Shoeybi et al., arXiv 1909.08053, section 3; for the grid, Xu et al., arXiv 2104.05343,
     section 3.
@@ -46,8 +49,10 @@ def cross_entropy(
             )
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if weights is not None:
-        # 0 times NaN is NaN, even in the backward pass, so the logits themselves must be replaced.
-        # Finite logits can stay, so that the derivative with respect to a zero weight is right.
+        # If the logits of a token that's left out are NaN or infinite, multiplying its loss by a
+        # weight of 0 would still give NaN, in the backward pass as well. So we replace such logits
+        # by 0. We don't replace finite logits: they're needed for the derivative with respect to
+        # the weight.
         left_out = (weights == 0) & ~jnp.all(jnp.isfinite(x), -1)
         x = jnp.where(left_out[..., None], 0, x)
     largest = jax.lax.stop_gradient(jnp.max(x, -1))

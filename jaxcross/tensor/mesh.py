@@ -1,8 +1,8 @@
 """The mesh of ranks that hold one model, and how a tensor of each role is cut over it.
 
-There are three layouts: Megatron-LM's 1-D (arXiv 1909.08053), Optimus' 2-D (arXiv 2104.05343), and
-the 2.5-D of SUMMA2.5-LM and Tesseract (arXiv 2105.14500). A mesh of one rank is the serial model.
-Pure: nothing here communicates.
+We support three layouts: Megatron-LM's 1-D layout (arXiv 1909.08053), Optimus' 2-D layout (arXiv
+2104.05343), and the 2.5-D layout of SUMMA2.5-LM and Tesseract (arXiv 2105.14500). A mesh that
+consists of a single rank gives the serial model. This module is pure, and doesn't communicate.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
-# Role -> the axis over which each dimension is cut. As far as storage is concerned, the layouts
-# differ only in these tables.
+# For each role of a parameter, the axis over which each of its dimensions is cut, or None. These
+# two tables are the only place that says how grids and lines of ranks store a model.
 _GRID: dict[Role, Spec] = {
     "column": ("row", "col"),
     "row": ("row", "col"),
@@ -49,9 +49,9 @@ class Mesh:
     """The ranks that hold one model, as a grid with named axes.
 
     `Mesh()` is the serial model, `Mesh(tensor=p)` is 1-D, `Mesh(side=q)` is 2-D on q x q ranks, and
-    `Mesh(side=q, depth=d)` is 2.5-D on q x q x d ranks. With `data=n` there are n replicas of any
-    of these. Ranks are row-major over `axes`. Layers take the mesh as an argument, and use its axes
-    by name. It must be the same on every rank.
+    `Mesh(side=q, depth=d)` is 2.5-D on q x q x d ranks. With `data=n`, there are n replicas of such
+    a mesh. Ranks are numbered in row-major order over `axes`. You pass the mesh to the layers,
+    which use its axes by name. It must be the same on every rank.
 
     ```python
     mesh = jaxcross.tensor.Mesh(side=2, depth=2)
@@ -59,12 +59,13 @@ class Mesh:
     ```
 
     Attributes:
-        data: Number of replicas of the whole mesh, which share each batch.
+        data: Number of replicas of the other axes. Each replica gets a part of the batch.
         tensor: Number of ranks along the axis `tensor` (1-D).
-        depth: Number of layers along `depth`. They hold equal weights and different data (2.5-D).
-        side: Number of ranks along `row` and along `col` (2-D, 2.5-D).
-        whole: The same cut, but held by a single rank. That's the form in which a model is saved,
-            and from which the other ranks' parts are cut.
+        depth: Number of layers of the grid along the axis `depth` (2.5-D). All layers hold the same
+            weights, but have different data.
+        side: Number of ranks along `row`, and also along `col` (2-D, 2.5-D).
+        whole: Whether all parts are held by a single rank. A model is saved in this form, and the
+            ranks' parts are cut from it.
 
     Raises:
         ValueError: A size is below 1, or both a line and a grid are requested.
@@ -92,9 +93,9 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The number of ranks along each axis, outermost first, as `crossover` takes it.
+        """The number of ranks along each axis, outermost first, as you pass it to `crossover`.
 
-        Contains only axes longer than 1, or `{"data": 1}` if there are none.
+        Contains only axes with more than one rank, or `{"data": 1}` if there are none.
         """
         return {name: size for name, size in self._sizes().items() if size > 1} or {"data": 1}
 
@@ -105,34 +106,44 @@ class Mesh:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The axis over which a matrix's rows are cut, as a tuple; empty if nothing is sent."""
+        """The axis over which the rows of a matrix are cut in 2-D and 2.5-D, otherwise empty.
+
+        Also empty on a whole mesh.
+        """
         return self._live("row")
 
     @property
     def col(self) -> tuple[str, ...]:
-        """The axis over which a matrix's columns are cut in 2-D and 2.5-D; otherwise empty."""
+        """The axis over which the columns of a matrix are cut in 2-D and 2.5-D, otherwise empty.
+
+        Also empty on a whole mesh.
+        """
         return self._live("col")
 
     @property
     def batch(self) -> tuple[str, ...]:
         """The axes over which the batch is cut.
 
-        A rank's chunk is `c = (data d + depth) q + row` (SUMMA2.5-LM, section 3).
+        The rank at position `(data, depth, row)` gets chunk `(data d + depth) q + row`, where d is
+        the number of layers and q the side of the grid (SUMMA2.5-LM, section 3).
         """
         return self._live("data", "depth", "row")
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """The axis over which features are cut between blocks. Empty in 1-D: ranks hold all."""
+        """The axis over which features are cut between blocks.
+
+        Empty in 1-D, because every rank holds all features there.
+        """
         return self.col
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """The axis over which features are cut inside a block: heads, MLP units, or logits."""
+        """The axis over which features inside a block are cut: heads, MLP units, or logits."""
         return self._live("tensor", "col")
 
     def size(self, axes: Sequence[str]) -> int:
-        """Returns the number of ranks along `axes` together; 1 on a whole mesh."""
+        """Returns the number of ranks along all of `axes` together; 1 on a whole mesh."""
         return 1 if self.whole else math.prod(self._sizes()[a] for a in axes)
 
     def spec(self, role: Role) -> Spec:
@@ -152,7 +163,8 @@ class Mesh:
     def summed(self, spec: Spec) -> tuple[str, ...]:
         """Returns the axes over which a parameter's gradient must be summed.
 
-        They're the batch's axes, except those over which the parameter itself is cut.
+        These are the axes over which the batch is cut, except those over which the parameter itself
+        is cut.
         """
         return tuple(a for a in self.batch if a not in named(spec))
 
@@ -160,7 +172,7 @@ class Mesh:
         """Returns the shape of one rank's part of a tensor of `shape`.
 
         Raises:
-            ValueError: A dimension can't be cut into equal parts, or `spec` belongs to another
+            ValueError: A dimension can't be cut into equal parts, or `spec` belongs to a different
                 mesh.
         """
         self.check_spec(spec, what)
@@ -176,7 +188,10 @@ class Mesh:
         return tuple(n // self.size(named((axes,))) for n, axes in zip(shape, padded, strict=True))
 
     def here(self, value: jax.Array, spec: Spec) -> jax.Array:
-        """Returns this rank's part of `value`, inside a step that binds the axes. Sends nothing."""
+        """Returns this rank's part of `value`. Sends nothing.
+
+        Call it inside a step that binds the mesh's axes.
+        """
         for dim, entry in enumerate(spec):
             axes = self._live(*named((entry,)))
             if axes:
@@ -189,7 +204,7 @@ class Mesh:
     def part(self, value: ArrayT, spec: Spec, rank: int) -> ArrayT:
         """Returns the part of `value` that `rank` holds. Sends nothing.
 
-        It's a static slice, so this works both on the host and in a `jit`.
+        Only takes a static slice, so this works on the host as well as inside `jit`.
         """
         where = self.coords(rank)
         sizes = self._sizes()
@@ -204,8 +219,9 @@ class Mesh:
     def local_batch(self, batch: PyTree, rank: int) -> PyTree:
         """Returns the rows of a global batch that `rank` computes. Sends nothing.
 
-        It takes the whole tree, so tokens and labels are always cut alike. Ranks that differ only
-        along `col` or `tensor` get the same rows.
+        Pass tokens and labels together in one tree, so that they're cut in the same way. Ranks that
+        only differ in their position along `col` or `tensor` compute the same rows together, so
+        they get the same rows.
 
         Raises:
             ValueError: The batch can't be cut into equal chunks, a leaf has no rows, or there's no
@@ -223,9 +239,10 @@ class Mesh:
         return jax.tree_util.tree_map_with_path(rows, batch)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Returns `rank`'s coordinate along every axis, including axes of length 1.
+        """Returns the rank's coordinate along every axis, including axes of length 1.
 
-        `rank = (data d + depth) q^2 + row q + col`.
+        On a grid of side q with d layers, the rank's number is `(data d + depth) q^2 + row q +
+        col`.
 
         Raises:
             ValueError: There's no such rank.
@@ -244,7 +261,7 @@ class Mesh:
         """Checks that a run has as many ranks as the mesh.
 
         Raises:
-            ValueError: It doesn't.
+            ValueError: The numbers differ.
         """
         if ranks != self.ranks:
             raise ValueError(
@@ -253,13 +270,13 @@ class Mesh:
             )
 
     def check_bound(self) -> None:
-        """Checks, inside a step, that the axes are bound as the mesh has them.
+        """Checks, inside a step, that the step binds the same axes as the mesh.
 
-        Every axis must have the mesh's length. Under `crossover` the axes must also be in the
-        mesh's order.
+        Every axis must be as long as in the mesh. Under `crossover`, the axes must also be in the
+        same order.
 
         Raises:
-            ValueError: A length or the order differs.
+            ValueError: The length of an axis or the order of the axes differs.
             NameError: An axis isn't bound (JAX's own error).
         """
         for axis, size in {} if self.whole else self.axes.items():
@@ -283,11 +300,10 @@ class Mesh:
             )
 
     def check_spec(self, spec: Spec, what: str) -> None:
-        """Checks that a tensor's spec fits this mesh, or another mesh of the same layout.
+        """Checks that a tensor's spec was made for this mesh's layout.
 
         Raises:
-            ValueError: The spec names an axis of the other layout (a line's on a grid, or the
-                reverse).
+            ValueError: The mesh is a grid and the spec names an axis of a line, or vice versa.
         """
         foreign: set[str] = set()
         if self.side * self.depth > 1:
@@ -303,7 +319,7 @@ class Mesh:
             )
 
     def as_whole(self) -> Mesh:
-        """Returns this mesh's cut, held by a single rank."""
+        """Returns the same mesh with `whole` set, i.e. with all parts on a single rank."""
         return replace(self, whole=True)
 
     def _sizes(self) -> dict[str, int]:

@@ -12,19 +12,21 @@ Axes = tuple[str, ...]
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def normalise(x: jax.Array, features: int, axes: Axes, epsilon: float, centred: bool) -> jax.Array:
-    """Returns `(x - mean) / sqrt(variance + epsilon)` over the last dimension.
+    """Returns this rank's part of `(x - mean) / sqrt(variance + epsilon)` over the last dimension.
 
-    If `centred` is false, the mean is neither subtracted nor computed. The variance is the mean of
-    squared differences, computed in a second pass, because E[x^2] - E[x]^2 loses it to rounding if
-    the mean is large. In the forward pass, the mean and the variance each take an all-reduce of one
-    number per row. The backward pass combines its two sums (one if not `centred`) in a single
-    all-reduce. The result is the rank's own part.
+    If `centred` is false, the mean is neither computed nor subtracted.
+
+    The forward pass makes an all-reduce of one number per row for the mean, and another one for the
+    variance. We could get both sums in a single all-reduce by computing the variance as
+    E[x^2] - E[x]^2, but if the mean is large, nothing would be left of this difference after
+    rounding. So we first subtract the mean and then average the squares. The backward pass needs
+    two sums per row (one if `centred` is false), which it gets in a single all-reduce.
 
     Args:
         x: `[..., features / ranks]`, at least float32.
-        features: Length of the whole dimension.
-        axes: The axis over which it's cut; empty if it isn't.
-        epsilon: Added to the variance.
+        features: Length of the last dimension on all ranks together.
+        axes: The axis over which the last dimension is cut; empty if it isn't cut.
+        epsilon: Constant that's added to the variance.
         centred: True for layer normalisation (Ba et al., arXiv 1607.06450), false for RMS
             normalisation (arXiv 1910.07467).
     """
@@ -56,8 +58,8 @@ def _backward(
     saved: tuple[jax.Array, jax.Array],
     g: jax.Array,
 ) -> tuple[jax.Array]:
-    # dx = r (u - mean(u) - x' mean(u x')), with r the scale, x' the normalised input, u its
-    # cotangent.
+    # dx = r (u - mean(u) - x' mean(u x')), where r is the scale, x' the normalised input, and u the
+    # cotangent of x'. Without centring, the term mean(u) is missing.
     del epsilon
     normal, scale = saved
     sums = [jnp.sum(g * normal, -1, keepdims=True)]

@@ -1,9 +1,12 @@
-"""Norms of trees that are cut over ranks.
+"""Norms of trees that are cut over ranks, and clipping by the global norm.
 
-Optimizers that work element by element need nothing else: optax's SGD, Adam, AdamW and the like can
-run on each rank's own parts unchanged. Optimizers that use whole matrices or their norms (LARS,
-LAMB, Adafactor, Shampoo) don't work with sharded parameters, because they would take a part for the
-whole.
+An optimizer that updates each element independently, such as optax's SGD, Adam or AdamW, works with
+sharded parameters as it is: each rank applies it to its own parts. Clipping, however, needs the
+norm of the whole gradient, which no rank can compute by itself, so this module does it.
+
+Optimizers that use whole matrices or their norms (LARS, LAMB, Adafactor, Shampoo) don't work with
+sharded parameters. They would compute with a rank's part as if it were the whole matrix, and give
+wrong results.
 """
 
 from __future__ import annotations
@@ -17,19 +20,20 @@ from jaxcross.tensor.mesh import Mesh, named
 
 
 def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
-    """Returns the serial tree's L2 norm, equal on every rank.
+    """Returns the L2 norm of the whole tree, which is the same on every rank.
 
-    Every element counts once, no matter how many ranks hold it. Makes one all-reduce of a scalar
-    for each set of axes over which leaves are cut, i.e. at most two. Squares are summed at least in
-    float32.
+    Each element counts only once, even if several ranks hold it. Leaves that are cut over the same
+    axes are summed together, with one all-reduce of a scalar. There are at most two such
+    all-reduces. Squares are summed at least in float32.
 
     Args:
-        tree: This rank's parts. None, and what `optax.masked` left out, are ignored.
+        tree: This rank's parts. Leaves that are None or were left out by `optax.masked` are
+            ignored.
         specs: Each leaf's spec, as returned by `partition`.
         mesh: The ranks.
 
     Raises:
-        ValueError: A spec belongs to another mesh.
+        ValueError: A spec belongs to a different mesh.
     """
     groups: dict[tuple[str, ...], list[jax.Array]] = {}
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_left_out)
@@ -49,9 +53,10 @@ def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
 def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.GradientTransformation:
     """Returns `optax.clip_by_global_norm` for gradients that are cut over ranks.
 
-    It's stateless, and exchanges what `global_norm` does. If the norm isn't finite, every element
-    becomes NaN on every rank, even on those whose own part is finite. Transformations that come
-    after it and check for that, such as `optax.apply_if_finite`, then decide alike everywhere.
+    The transformation has no state, and communicates as `global_norm` does. If the norm isn't
+    finite, it sets every element to NaN on all ranks, even on ranks whose own parts are finite. So
+    if a later transformation checks for non-finite gradients, e.g. `optax.apply_if_finite`, it
+    makes the same decision on every rank.
 
     ```python
     tx = optax.chain(jaxcross.tensor.clip_by_global_norm(1.0, specs, mesh), optax.adamw(1e-3))
@@ -81,7 +86,7 @@ def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.Gra
         del params
         norm = global_norm(updates, specs, mesh)
         norm = jnp.where(jnp.isfinite(norm), norm, jnp.nan)
-        keep = norm < max_norm  # False if it's NaN
+        keep = norm < max_norm  # False if the norm is NaN
         return jax.tree.map(
             lambda u: jnp.where(keep, u, u / norm.astype(u.dtype) * max_norm), updates
         ), state

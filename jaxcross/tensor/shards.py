@@ -1,7 +1,7 @@
 """Converts between the serial model's tree of parameters and each rank's.
 
-`shard` and `unshard` are pure and don't need the mesh's ranks to be running, so a checkpoint can
-always be the serial model's.
+`shard` and `unshard` are pure functions that a single process can call, without the other ranks of
+the mesh. So you can store each checkpoint in the serial model's form, and load it on any mesh.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ def partition(model: nn.Module, tokens: Tokens) -> PyTree:
 def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyTree:
     """Returns the parameters that `rank` holds. Sends nothing.
 
-    They're bit for bit equal to `shard` of the serial model's parameters from the same key. (If the
-    mesh is `Mesh()`, they are the serial model's parameters.) Parameters are drawn one after
-    another and cut immediately, so memory never holds more of the serial model than a few copies of
-    one parameter.
+    They're bit for bit the same as if you initialised the serial model with the same key, and
+    passed the result to `shard`. With `Mesh()`, they're the serial model's parameters.
+
+    A rank may not have enough memory for the serial model. So we draw one parameter after another,
+    and cut each of them immediately. At any time, memory holds at most a few copies of a single
+    uncut parameter.
 
     Args:
         model: A model with a field `mesh`.
@@ -73,10 +75,10 @@ def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyT
 def shard(tree: PyTree, specs: PyTree, mesh: Mesh, rank: int) -> PyTree:
     """Returns the part of a serial tree that `rank` holds. Sends nothing.
 
-    Works both on the host and in a `jit`.
+    Works on the host as well as inside `jit`.
 
     Args:
-        tree: Global arrays: either parameters, or an optimizer state with its `state_specs`.
+        tree: Global arrays. They may be parameters, or an optimizer state with its `state_specs`.
         specs: Each leaf's spec.
         mesh: The ranks.
         rank: The rank whose part to return.
@@ -91,8 +93,8 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
     """Returns the serial tree as NumPy arrays, given all ranks' trees in order. Sends nothing.
 
     Raises:
-        ValueError: The numbers of trees and ranks differ, or ranks that should hold equal parts
-            don't.
+        ValueError: There aren't as many trees as ranks, or ranks that should hold equal parts hold
+            different ones.
     """
     mesh.check_ranks(len(trees))
 
@@ -129,14 +131,15 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
 def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     """Gathers the serial tree on every rank, inside a step.
 
-    Makes one all-gather for each dimension that is cut. Each rank receives everything that it
-    doesn't hold, so use this for saving and sampling rather than on every step.
+    Makes one all-gather for each dimension that is cut. Every rank then holds the whole model, most
+    of which it has to receive. So use this for saving or sampling rather than on every step.
     """
     to = "invarying" if checks_varying() else "varying"
 
     def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         for dim, entry in enumerate(spec):
-            for axis in reversed(named((entry,))):  # adjacent ranks differ in the last axis
+            # Start with the last axis: ranks that are adjacent along it hold adjacent parts.
+            for axis in reversed(named((entry,))):
                 if mesh.size((axis,)) > 1:
                     leaf = jax.lax.all_gather(leaf, axis, axis=dim, tiled=True, to=to)
         return leaf
@@ -145,10 +148,11 @@ def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: PyTree) -> PyTree:
-    """Returns the specs of `tx`'s state. Computes nothing.
+    """Returns the specs of an optimizer's state. Computes nothing.
 
-    Anything shaped like a parameter has that parameter's spec; counters have an empty one. What
-    `optax.masked` leaves out of the state has no spec either.
+    The state contains arrays that belong to parameters, such as Adam's moments. They get the specs
+    of these parameters. Everything else, such as counters, gets an empty spec, because every rank
+    holds all of it. If `optax.masked` leaves a parameter out of the state, there's no spec for it.
     """
     state = jax.eval_shape(tx.init, params)
     replicated = PartitionSpec()
@@ -169,13 +173,16 @@ def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: P
 def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     """Returns, for each leaf and rank, how far the rank's copy is from the first rank's copy.
 
-    Call it inside a step. Copies are leaves, or parts of leaves, that should be the same on several
-    ranks. A distance is 0 if the two are equal, and inf if one of them isn't finite. Makes two
-    all-reduces for each leaf, one of the leaf and one of a number per rank. The result is a tree of
-    vectors `[ranks]`, the same on every rank; pass it to `check_replicas` before the first step.
+    If several ranks are supposed to hold the same leaf, or the same part of a leaf, this compares
+    what they hold. The distance is the largest absolute difference between two copies: 0 if they're
+    equal, and infinite if one of them isn't finite. The result is a tree of vectors `[ranks]`,
+    which is the same on every rank. Pass it to `check_replicas` before the first step.
+
+    Call this inside a step. It makes two all-reduces for each leaf, one of the leaf itself and one
+    of a number per rank.
 
     Args:
-        tree: What this rank holds: either parameters, or a batch, whose specs are all
+        tree: What this rank holds. This may be parameters, or a batch, whose specs are all
             `PartitionSpec(mesh.batch or None)`.
         specs: Each leaf's spec.
         mesh: The ranks.
@@ -196,11 +203,12 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
         apart = jnp.abs(
             wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32)
         )
-        # Two different large integers may round to the same number.
+        # Two different large integers may become equal when they're rounded to float32. So if two
+        # elements differ, their distance is at least the smallest positive number.
         apart = jnp.max(
             jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0
         )
-        # XLA's maximum may lose a NaN on a CPU.
+        # On a CPU, XLA's maximum may ignore NaN, so we check for it separately.
         apart = jnp.where(jnp.all(jnp.isfinite(wide) & jnp.isfinite(first)), apart, jnp.inf)
         here = jnp.arange(mesh.ranks) == jax.lax.axis_index(every)
         return jax.lax.psum(jnp.where(here, apart, 0), every)
@@ -209,11 +217,11 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
-    """Raises if a leaf's copies differ between ranks, as `replica_spread` found. Sends nothing.
+    """Raises an error if ranks hold different copies, according to `replica_spread`. Sends nothing.
 
     Args:
-        spread: The spread of parameters, or of a batch.
-        batch: Whether it's the spread of a batch.
+        spread: The result of `replica_spread` for parameters or for a batch.
+        batch: Whether it's the result for a batch.
 
     Raises:
         ValueError: A leaf's copies differ. The error says which leaf, on which ranks, and by how

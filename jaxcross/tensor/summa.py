@@ -1,17 +1,28 @@
 """SUMMA's three products A B, A B^T and A^T B, for matrices that are cut into q x q blocks.
 
-Rank (i, j) of a grid over the axes (row, col) holds block (i, j) of each matrix. The three products
-are closed under differentiation: the derivative of each consists of the other two.
+**Problem.** On a grid of q x q ranks, the rank in row i and column j holds block (i, j) of each
+matrix. Block (i, j) of C = A B is the sum of A_it B_tj over all t. So a rank needs all blocks in
+row i of A and in column j of B, but holds only one of each.
+
+**Algorithm.** The original SUMMA is a loop over t. In each iteration, the owners of A_it and B_tj
+broadcast these blocks along their row and column, and each rank adds the blocks' product to its
+part of C. We gather row i of A and column j of B at once instead, and multiply them in a single
+product. A rank receives the same elements in q times fewer messages, and a single float32
+accumulator is enough, so we round only once. The price is memory: while the product is computed,
+its operands take q times as much. So that this concerns only one product at a time, we don't keep
+the gathered operands for the backward pass, but gather them again.
+
+**Derivatives.** If G is the cotangent of C = A B, the cotangents of A and B are G B^T and A^T G.
+These are again products of matrices that are cut into the same blocks. In the same way, the
+derivative of each of the three products consists of the other two, so we need no further products.
+
+**2.5-D.** A mesh [q, q, d] consists of d layers, each of which is such a grid. Every layer holds
+all weights, and works on its own part of the batch. So the layers don't communicate with each other
+in these products, and `depth` doesn't occur in this module. The gradients of the weights are summed
+over `depth` in `layers.parameter`.
 
 Sources: van de Geijn and Watts, SUMMA (1997); Xu et al., Optimus, arXiv 2104.05343, algorithms 1 to
-3; Wang et al., arXiv 2105.14500, for the 2.5-D mesh, whose depth layers don't communicate with each
-other in these products.
-
-The original algorithm is a loop over t that broadcasts one block per iteration. Here, a rank
-gathers its row of A and its column of B, and contracts over all t at once. It receives the same
-elements in q times fewer messages, and accumulates at least in float32. The price is q times the
-memory for the operands while the product is being computed. We don't keep the gathered operands for
-the backward pass, but gather them again.
+3; Wang et al., arXiv 2105.14500, for the 2.5-D mesh.
 """
 
 from __future__ import annotations
@@ -28,46 +39,54 @@ Axes = tuple[str, ...]  # one axis, or none on a grid of side 1
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def ab(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
-    """Computes C = A B: `[..., K/q]`, `[K/q, N/q]` -> `[..., N/q]`.
+    """Computes this rank's block of C = A B: `[..., K/q]`, `[K/q, N/q]` -> `[..., N/q]`.
 
-    Makes two all-gathers: for A of M x K, a rank receives (q-1)/q (M K / q + K N / q) elements. The
-    backward pass receives twice as many. The result is the rank's own block. Accumulates at least
-    in float32, and rounds once.
+    If A is an M x K matrix and B a K x N matrix, a rank receives (q-1)/q (M K / q + K N / q)
+    elements in two all-gathers, and twice as many elements in the backward pass. Accumulates at
+    least in float32, and rounds once.
 
     Args:
-        a: Block of A. Its leading dimensions together are the rows. Same type as `b`.
-        b: Block of B.
-        row: The axis along which `i` varies.
-        col: The axis along which `j` varies.
+        a: This rank's block of A. Its leading dimensions together are the rows. It must have the
+            same type as `b`.
+        b: This rank's block of B.
+        row: The axis along which the number i of the grid's row varies.
+        col: The axis along which the number j of the grid's column varies.
     """
+    # The blocks in one row of A differ in j, so they're gathered along `col`. Those in one column
+    # of B differ in i.
     return _dot(_gather(a, col, a.ndim - 1), _gather(b, row, 0), ((a.ndim - 1,), (0,)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def abt(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
-    """Computes C = A B^T: `[..., N/q]`, `[K/q, N/q]` -> `[..., K/q]`.
+    """Computes this rank's block of C = A B^T: `[..., N/q]`, `[K/q, N/q]` -> `[..., K/q]`.
 
-    Makes an all-gather and a reduce-scatter: for C of M x K, a rank receives (q-1)/q (K N / q + M K
-    / q) elements. The partial products are sent in the operands' type.
+    If B is a K x N matrix and C an M x K matrix, a rank receives (q-1)/q (K N / q + M K / q)
+    elements in an all-gather and a reduce-scatter. The partial products are sent in the operands'
+    type.
     """
+    # The product is a sum over N. This rank only has N/q columns of A and of B, so `part` is just
+    # one term of that sum, but for all K columns of C. The reduce-scatter adds up the terms.
     part = _dot(a, _gather(b, row, 0), ((a.ndim - 1,), (1,)))
     return _sum_scatter(part, col, part.ndim - 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def atb(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
-    """Computes C = A^T B: `[..., K/q]`, `[..., N/q]` -> `[K/q, N/q]`, summed over `...`.
+    """Computes this rank's block of C = A^T B: `[..., K/q]`, `[..., N/q]` -> `[K/q, N/q]`.
 
-    Makes an all-gather and a reduce-scatter: for A of M x K, a rank receives (q-1)/q (M K / q + K N
-    / q) elements.
+    If A is an M x K matrix and B an M x N matrix, a rank receives (q-1)/q (M K / q + K N / q)
+    elements in an all-gather and a reduce-scatter.
     """
+    # The product is a sum over M. This rank only has M/q rows of A and of B, so `part` is just one
+    # term of that sum, but for all K rows of C. The reduce-scatter adds up the terms.
     rows = tuple(range(a.ndim - 1))
     part = _dot(_gather(a, col, a.ndim - 1), b, (rows, rows))
     return _sum_scatter(part, row, 0)
 
 
 def _differentiable(product: Any, backward: Callable[..., tuple[jax.Array, jax.Array]]) -> None:
-    """Sets `product`'s derivative to `backward(a, b, g, row, col)`; g is the cotangent."""
+    """Sets a product's derivative to `backward(a, b, g, row, col)`, where g is the cotangent."""
     product.defvjp(
         lambda a, b, row, col: (product(a, b, row, col), (a, b)),
         lambda row, col, saved, g: backward(*saved, g, row, col),

@@ -1,7 +1,8 @@
 """A decoder-only Transformer over a mesh: attention, MLP, block, and the whole model.
 
-The model is the same on every mesh. It's pre-normalised like GPT-2, and has no dropout. It
-exchanges only what its dense layers, normalisations and embedding exchange.
+The model computes the same function on every mesh. Like GPT-2, it normalises the input of each
+attention layer and MLP, and it has no dropout. All of its exchanges are made by the dense layers,
+the normalisations and the embedding.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from jaxcross.tensor.mesh import Mesh
 class Attention(nn.Module):
     """Self-attention, `[batch, length, hidden]` to the same. Each rank computes its own heads.
 
-    A rank's heads attend over whole sequences, so scores, softmax and context need no exchange. The
-    columns of the query-key-value layer are head-major, `[heads, 3, width]`, so that a rank's
-    columns are whole heads on every mesh. Source: Vaswani et al., arXiv 1706.03762.
+    A rank computes its heads for whole sequences, so scores, softmax and context need no exchange.
+    For this, a rank's columns of the matrix for query, key and value must belong to whole heads.
+    So we order the columns by head first, as `[heads, 3, width]`. With any other order, cutting the
+    matrix would give a different model. Source: Vaswani et al., arXiv 1706.03762.
 
     Attributes:
         heads: Number of heads on all ranks together.
         mesh: The ranks.
-        causal: Whether a token is prevented from attending to later ones.
+        causal: Whether tokens are prevented from attending to later tokens.
         dtype: Type of the products. The softmax is computed at least in float32.
         param_dtype: Type of the parameters.
 
@@ -90,17 +92,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP of four times the features, both pre-normalised and residual.
+    """Attention and an MLP with four times as many units as features.
 
-    For b sequences of s tokens and h features, a rank receives the following numbers of float32
-    elements, not counting normalisations and biases:
+    Each of the two has a normalisation before it and a residual connection around it.
 
-    - 1-D on p ranks: 4(p-1)/p bsh in the forward pass, and as many in the backward pass.
-    - [q, q, d]: (q-1)/q (7bsh/(dq) + 12h^2/q) in the forward pass, twice that in the backward pass,
-      and 2(d-1)/d 12h^2/q^2 for the weights' gradients.
+    How much does a rank receive? Let b be the number of sequences, s the number of tokens in each
+    of them, and h the number of features. The following formulas count float32 elements. They don't
+    include normalisations and biases.
 
-    With a 16-bit type it's half the bytes, except for sums of less than 64 KiB on all ranks
-    together.
+    - In 1-D on p ranks, a rank receives 4(p-1)/p bsh elements in the forward pass, and as many in
+      the backward pass.
+    - On a mesh [q, q, d], a rank receives (q-1)/q (7bsh/(dq) + 12h^2/q) elements in the forward
+      pass, and twice as many in the backward pass. Summing the weights' gradients over the d layers
+      adds 2(d-1)/d 12h^2/q^2.
+
+    With a 16-bit type, a rank receives half as many bytes, except in sums that are smaller than
+    64 KiB on all ranks together.
 
     Attributes:
         heads: Number of attention heads on all ranks together.
@@ -128,12 +135,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Turns tokens `[batch, length]` into logits `[batch, length, vocabulary]`.
 
-    Logits are cut over `mesh.inner`, so no rank has all the logits of a token. Use `cross_entropy`
-    for the loss.
+    The logits are cut over `mesh.inner`, so no rank has all the logits of a token. To compute the
+    loss from them, use `cross_entropy`.
 
     Attributes:
-        vocabulary: Number of tokens. Pad it to a multiple of the number of ranks that share it.
-        features: Global width.
+        vocabulary: Number of tokens. Pad it to a multiple of the number of ranks over which it's
+            cut.
+        features: Global number of features.
         layers: Number of blocks.
         heads: Number of attention heads on all ranks together.
         positions: Length of the longest sequence.

@@ -1,15 +1,17 @@
 """Exchanges on the wire: JAX's named-axis collectives over MPI, through mpi4jax or mpi4py.
 
-recognition      which equations are exchanges
-lower            turns a jaxpr with exchanges into one with messages; `coalesce` joins small ones
-mpi_collectives  sums, gathers etc. built from messages; 16-bit floats are summed in float32
-mpi_messages     the five calls, for any element type and any number of elements
-primitive        messages through mpi4jax: calls inside one executable
-host_program     messages through mpi4py, sent by the host between executables; `host_calls`, and
-                 `arena` for their memory
-mpi_wire         `Wire` of program/ir.py over MPI: `World.wire` returns it
-rank_grid        axes over ranks: names, sizes, coordinates, groups
-mpi4jax_calls    a program's own mpi4jax calls, and the communicators that a job has for them
+recognition      finds the equations of a jaxpr that are exchanges
+lower            turns a jaxpr with exchanges into one with messages
+coalesce         joins small sums into one message
+mpi_collectives  JAX's collectives built from messages; narrow floats are summed in float32
+mpi_messages     the five MPI calls, for any element type and any number of elements
+primitive        makes messages through mpi4jax, as calls inside one executable
+host_program     makes messages through mpi4py, by the host between executables
+host_calls       these messages as equations of a jaxpr
+arena            the memory into which the host receives
+mpi_wire         implements `Wire` of program/ir.py over MPI; `World.wire` returns it
+rank_grid        the ranks as a grid with named axes: sizes, coordinates, groups
+mpi4jax_calls    a program's own mpi4jax calls, and a job's communicators for them
 bytes            how many bytes a rank receives in an exchange
 """
 

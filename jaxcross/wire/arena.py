@@ -1,13 +1,15 @@
 """Page-aligned memory that exchanges receive into, recycled as soon as nothing refers to it.
 
-Writing to a fresh page for the first time costs a page fault, which adds up to 25 ms per 100 MB.
-Reusing the same pages costs nothing. JAX also takes an aligned NumPy array without copying it, so a
-JAX array that holds the result of an exchange is backed by a part of an arena.
+The first write to a fresh page of memory causes a page fault. For a receive buffer of 100 MB, these
+faults take up to 25 ms, whereas pages that were used before cost nothing. So we keep the memory of
+receive buffers and use it again for later exchanges.
 
-We therefore have to find out when that memory is free, and we do it without analysing the program.
-Each array that `take` returns is a new NumPy object over its slot. All views of this object and all
-JAX arrays made from it keep it alive, and once the object has been collected, the slot is free. If
-the user keeps a result forever, its slot simply stays occupied.
+JAX turns an aligned NumPy array into a JAX array without copying it. So the result of an exchange,
+which the user may keep, still lives in our buffer, and we must not reuse the buffer before the
+result is gone. To find out when that is, each array that `take` returns is a new NumPy object over
+the buffer's memory, its slot. All views of this object and all JAX arrays made from it keep it
+alive, so once Python has collected it, the slot is free. If the user keeps a result forever, the
+slot stays occupied.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ import numpy as np
 
 from jaxcross._jax_compat import collect_garbage
 
-# Below this size, NumPy's own allocator is at least as fast, and most of the page would be wasted.
+# Below this size, NumPy's own allocator is at least as fast, and much of a page would be wasted.
 SMALLEST_BYTES = 64 * 1024
-# How long an idle slot is kept. Jobs of one run alternate within seconds, so their slots survive,
-# but the slots of a finished job should be released.
+# How long we keep a slot that nobody uses. A running job takes its slots again within seconds, even
+# if it alternates with other jobs, so only the slots of finished jobs are released.
 IDLE_S = 60.0
 
 
@@ -64,8 +66,8 @@ class Arena:
             slots = self._slots.setdefault(size, [])
             slot = _free(slots)
             if slot is None:
-                # When a JAX array is collected, JAX only releases the underlying NumPy array on its
-                # next call, so we trigger that here before we allocate a new slot.
+                # When a JAX array is garbage-collected, JAX doesn't release the NumPy array under
+                # it until JAX is called the next time. Trigger that here, as it may free a slot.
                 collect_garbage()
                 slot = _free(slots)
             if slot is None:
@@ -78,7 +80,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, whether in use or free."""
+        """Bytes of all slots, whether they're in use or free."""
         with self._lock:
             return sum(size * len(slots) for size, slots in self._slots.items())
 
@@ -94,9 +96,9 @@ def _free(slots: list[_ArenaSlot]) -> _ArenaSlot | None:
 
 
 def _memory(size: int) -> mmap.mmap:
-    # The mapping is private, so that a forked process keeps its view of a slot even when this
-    # process recycles the slot.
+    # We make the mapping private. If this process is forked, the child then keeps seeing the data
+    # that a slot had at that time, even when this process reuses the slot.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # raised by a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,7 +1,8 @@
-"""Bytes that a rank receives in an exchange, both predicted by a formula and counted from messages.
+"""Computes how many bytes a rank receives in an exchange, in two independent ways.
 
-`wire_bytes` predicts them for an exchange before lowering; `issued_bytes` counts them in the
-lowered jaxpr. The tests check that both give the same number.
+`wire_bytes` predicts the number with a formula, before the exchange is lowered to messages.
+`issued_bytes` adds up the messages of the lowered jaxpr. The tests check that both functions return
+the same number.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ _BLOCKS = ("all_to_all", "reduce_scatter", "mpi.alltoall")
 
 
 def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes received by the rank that receives most, from a formula per algorithm.
+    """Predicts how many bytes a rank receives in an exchange, on the rank that receives most.
 
-    Does not communicate. An exchange inside a loop counts once per iteration if the number of
-    iterations is known, and once if it's inside a `while`.
+    Suppose that each of P ranks contributes n bytes. Then a rank receives 2(P-1)/P n bytes in an
+    all-reduce (whether MPI uses a ring or recursive halving), (P-1) n bytes in an all-gather,
+    (P-1)/P n bytes in an all-to-all or a reduce-scatter, and n bytes in a permutation or a
+    broadcast.
 
-    For P ranks with n bytes per rank, the formulas are: all-reduce 2(P-1)/P n (ring and recursive
-    halving alike), all-gather (P-1) n, all-to-all and reduce-scatter (P-1)/P n, permutation and
-    broadcast n.
+    If the exchange is inside a loop, the result is multiplied by the number of iterations. We can't
+    predict that number for a `while` loop, so there we assume a single iteration. Does not
+    communicate.
 
     Args:
         exchange: The exchange to predict.
@@ -69,7 +72,7 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     ):
         return (size - 1) * count * item
     if exchange.op in ("pmax", "pmin") and exchange.dtype.endswith("fnuz"):
-        # They are sent as float32.
+        # These 8-bit floats are sent as float32; see `mpi_collectives._extreme`.
         item = _itemsize("float32")
     if exchange.op == "ppermute":
         moved = any(source != dest for source, dest in params["perm"])
@@ -78,9 +81,9 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
 
 
 def issued_bytes(jaxpr: compat.Jaxpr, size: int) -> int:
-    """Returns the bytes that this rank receives in one run of a lowered jaxpr.
+    """Returns the bytes that this rank receives when a lowered jaxpr runs once.
 
-    Assumes that every message goes over `size` ranks.
+    Assumes that every message is between `size` ranks.
     """
     return math.ceil(sum((_messages(jaxpr, size)), Fraction(0)))
 
@@ -100,9 +103,9 @@ def _messages(jaxpr: compat.Jaxpr, size: int) -> list[Fraction]:
 
 
 def call_of(eqn: compat.Equation) -> str | None:
-    """Returns the call that an equation of a lowered jaxpr makes, e.g. `allreduce`, or None.
+    """Returns the MPI call that an equation of a lowered jaxpr makes, e.g. `allreduce`, or None.
 
-    It doesn't matter whether mpi4jax or the host makes the call.
+    The name is the same whether mpi4jax or the host makes the call.
     """
     name = eqn.primitive.name
     if host_calls.is_message(eqn):

@@ -1,9 +1,10 @@
 """mpi4jax's five calls as equations that the host carries out between executables, using mpi4py.
 
-If a trace calls `allreduce` of this module instead of mpi4jax's, the jaxpr gets one equation per
-message. No executable ever contains these equations: `HostProgram` splits the program at them and
-makes the calls. Signatures and results are the same as in mpi4jax. The buffers are NumPy arrays, so
-mpi4py sends and receives in place, without a copy on either side.
+The functions here have the same signatures and results as mpi4jax's, so the rest of the wire works
+with either. When a function such as `allreduce` is traced, it adds an equation for the message to
+the jaxpr. XLA never compiles this equation: `HostProgram` splits the program there, and calls
+mpi4py between the two executables. The buffers are NumPy arrays, from which mpi4py sends and into
+which it receives without a copy on either side.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Receive = Callable[[tuple[int, ...], Any], np.ndarray]
 
 
 def allreduce(x: jax.Array, op: Any, *, comm: Any) -> jax.Array:
-    """Reduces elementwise with an MPI operator."""
+    """Reduces `x` elementwise over the ranks, with an MPI operator."""
     return _bind("allreduce", x, x.shape, comm, op=op)
 
 
@@ -70,8 +71,8 @@ def _alltoall(x: np.ndarray, receive: Receive, *, comm: Any, **_: Any) -> np.nda
 
 
 def _bcast(x: np.ndarray, receive: Receive, *, comm: Any, root: int, **_: Any) -> np.ndarray:
-    # Even the root gets a copy, because a later segment may overwrite the result, and `x` may
-    # belong to the user.
+    # We make a copy even on the root. A later segment may overwrite the result, whereas `x` may be
+    # an array of the user.
     result = receive(x.shape, x.dtype)
     if comm.Get_rank() == root:
         result[...] = x
@@ -94,8 +95,8 @@ def _sendrecv(
     return result
 
 
-# The prefix keeps these primitives apart from mpi4jax's, by whose names we recognise the user's own
-# calls.
+# We recognise the user's own mpi4jax calls by the names of mpi4jax's primitives, so ours need a
+# prefix to have different names.
 _MAKE: dict[str, Callable[..., np.ndarray]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
@@ -111,9 +112,9 @@ for _primitive in _PRIMITIVES.values():
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """Wraps an MPI object that is a parameter of an equation.
+    """Wraps an MPI object so that it can be a parameter of an equation.
 
-    JAX requires parameters to be hashable, which mpi4py's objects aren't.
+    JAX requires parameters to be hashable, and mpi4py's objects aren't.
     """
 
     wrapped: Any
@@ -130,10 +131,10 @@ def is_message(eqn: Any) -> bool:
 
 
 def maker(eqn: Any, receive: Receive) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that carries out an equation's exchange on a NumPy operand.
+    """Returns a function that makes an equation's exchange, given its operand as a NumPy array.
 
-    The function waits for the other ranks of the exchange. Its operand must be contiguous, and is
-    only read.
+    The function waits for the other ranks of the exchange. The operand must be contiguous, and
+    isn't modified.
 
     Args:
         eqn: An equation for which `is_message` holds.

@@ -1,17 +1,22 @@
 """Runs a collective segment as a list of executables and host exchanges, on the exchange lane.
 
-XLA can't call Python from the middle of an executable without giving up one of its threads for
-that, so we split the segment. Casts, concatenations and small arithmetic stay compiled, and each
-message between them is a single mpi4py call on NumPy views of the arrays. If a loop or a
-conditional contains an exchange, the host carries it out as well: its body is again such a list.
-This costs a few dispatches per iteration, but needs no callback.
+**Problem.** An executable that makes MPI calls through Python would need a callback, which occupies
+one of XLA's threads for as long as the call takes.
 
-The segment is split into as few executables as the order of the exchanges allows. An executable
-computes everything that the next message needs, together with what later messages need if that can
-be computed already. Whatever no message depends on is computed after the last message.
+**Idea.** We split the segment at its messages instead. Casts, concatenations and small arithmetic
+are compiled into executables. Between two executables, the host makes each message with a single
+mpi4py call on NumPy views of the arrays. If a loop or a conditional contains an exchange, the host
+runs the loop, and its body is again a list of executables and messages. That costs a few dispatches
+per iteration.
 
-A large result becomes a JAX array in place, without a copy. Making a JAX array takes 15 us whatever
-its size, so a small result stays a NumPy array until an executable reads it, which takes 5 us.
+**As few executables as possible.** If a message needs values that haven't been computed, we compute
+them in an executable directly before it. The same executable also computes whatever later messages
+need, as far as that's possible without waiting for another message. Everything that no message
+depends on is computed in the last executable, after all messages.
+
+**Small results.** A large result becomes a JAX array without a copy. Creating a JAX array takes 15
+us, whatever its size. So a small result remains a NumPy array, since passing a NumPy array to an
+executable only takes 5 us.
 """
 
 from __future__ import annotations
@@ -47,8 +52,8 @@ class HostLowered:
     Attributes:
         jaxpr: The jaxpr.
         receive: Returns memory for a result.
-        abort: Terminates all ranks with the given message. It's called if MPI fails, because the
-            other ranks of the exchange would wait forever.
+        abort: Terminates all ranks with the given error text. Called if MPI fails, because the
+            other ranks of the exchange would otherwise wait forever.
     """
 
     jaxpr: Any
@@ -57,9 +62,9 @@ class HostLowered:
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results that may be receive buffers.
+        """Positions of the results whose memory may be a receive buffer.
 
-        These are the large results of messages and all results of loops.
+        These are all large results of messages, and all results of loops.
         """
         inner, _ = compat.open_jaxpr(self.jaxpr)
         own, _ = _own_results(inner)
@@ -69,7 +74,7 @@ class HostLowered:
     def compile(
         self, _structs: Sequence[Any], /, *, name: str, host: Any, place: Sharding | None
     ) -> HostProgram:
-        """Compiles the parts between the messages. Waits for XLA."""
+        """Compiles the executables between the messages. Waits for XLA."""
         site = _Site(name, host, place, self.receive, self.abort)
         with site.default():
             return HostProgram(self.jaxpr, site)
@@ -77,7 +82,7 @@ class HostLowered:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a program runs; see `HostLowered` and `Lowered.compile` for the fields."""
+    """Where a program runs. The fields are described in `HostLowered` and `Lowered.compile`."""
 
     name: str
     host: Any
@@ -92,7 +97,7 @@ class _Site:
     def put(self, x: np.ndarray) -> jax.Array:
         """Returns a NumPy array as a JAX array on the host.
 
-        The array is committed to the host only if the program's arguments are.
+        Commits the JAX array to the host only if the program's arguments are committed.
         """
         return compat.put_on_host(x, self.host, committed=self.place is not None)
 
@@ -110,9 +115,9 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What a run needs besides its arguments and results.
+    """The memory that a run takes, with the same fields as an executable's `memory_analysis`.
 
-    Has the fields of an executable's `memory_analysis` that we use.
+    Only has the fields that we use.
     """
 
     temp_size_in_bytes: int
@@ -129,7 +134,7 @@ class _Stage:
         outputs: The variables of its results.
         run: Computes the results.
         temp_nbytes: Returns the bytes of temporary memory that the stage needs while it runs.
-        kind: `loop` stands for a conditional, too. Messages and loops communicate.
+        kind: A conditional has the kind `loop`, too. Messages and loops communicate.
     """
 
     inputs: Sequence[Any]
@@ -161,11 +166,15 @@ class HostProgram:
         self._done = _last_uses(self._stages, _vars(self._outvars))
 
     def __call__(self, *args: Any) -> list[Any]:
-        # JAX's check for invalid values could stop this rank between two messages, while its peers
-        # wait in the second one. So we turn the check off while messages are sent, and `_check`
-        # inspects the results afterwards. This thread doesn't inherit the step's contexts, and
-        # without `enable_x64`, JAX would turn NumPy's 64-bit arrays into 32-bit ones. The user's
-        # guard against implicit transfers isn't meant for our transfers, so we allow them here.
+        # Turn off JAX's check for NaN and infinity: it could raise on this rank between two
+        # messages, and the other ranks would then wait in the second message forever. `_check`
+        # makes up for it at the end.
+        #
+        # Turn on `enable_x64`, because this thread doesn't inherit the settings of the thread that
+        # called the step. Otherwise JAX would convert 64-bit NumPy arrays to 32 bits.
+        #
+        # Allow transfers from the host: if the user forbids implicit transfers, that's meant for
+        # the user's own code rather than for ours.
         with (
             self._site.default(),
             jax.enable_x64(True),
@@ -178,9 +187,9 @@ class HostProgram:
         return results
 
     def run(self, *args: Any) -> list[Any]:
-        """Like a call, but without those contexts: for a program that runs inside another one."""
+        """Runs the program without setting these contexts, because an outer program has done so."""
         values: Values = {**self._consts}
-        # An argument may be a Python number.
+        # Arguments may also be Python numbers, which we convert to the type that was compiled.
         for var, arg in zip(self._invars, args, strict=True):
             values[var] = arg if isinstance(arg, jax.Array) else np.asarray(arg, var.aval.dtype)
         for n, (stage, done) in enumerate(zip(self._stages, self._done, strict=True)):
@@ -197,10 +206,11 @@ class HostProgram:
     def _give_up(self, n: int, error: Exception) -> None:
         """Terminates all ranks if stage `n` failed between two messages.
 
-        The other ranks would wait forever in the later message. A failure before the first message
-        or after the last one only fails the step. Dispatch is asynchronous, so the failure of a
-        computation may only surface in the message that waits for its result. A loop that fails may
-        already have sent some of its messages.
+        The other ranks would wait forever in the second message, because this rank never sends it.
+        If a stage fails before the first message or after the last one, only the step fails. We
+        can't tell how many messages a failing loop has already sent, so in that case we always
+        terminate. Since computations are dispatched asynchronously, one that fails may not raise
+        until a message waits for its result, so then `n` is the number of that message.
         """
         kinds = [stage.kind for stage in self._stages]
         sends = [kind != "executable" for kind in kinds]
@@ -209,10 +219,10 @@ class HostProgram:
             self._site.abort(f"`{self._site.name}` failed between two of its exchanges: {what}")
 
     def memory_analysis(self) -> _Memory:
-        """Returns the bytes that a run needs besides its arguments and results.
+        """Returns how much memory a run takes, without its arguments.
 
-        These are the values passed from one stage to another, plus the largest temporary memory of
-        any stage.
+        The temporary memory consists of all values that are passed from one stage to another, and
+        of the temporary memory of the stage that needs most.
         """
         between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(
             self._outvars
@@ -222,9 +232,9 @@ class HostProgram:
 
 
 def _check(results: Sequence[Any]) -> None:
-    """Raises JAX's error for an invalid value if the user has turned that check on.
+    """Raises JAX's error if a result is NaN or infinite and the user has turned that check on.
 
-    In that case it waits for the results.
+    Waits for the results only if the check is on.
     """
     for name in compat.invalid_values_to_find():
         found = {"nan": np.isnan, "inf": np.isinf}[name]
@@ -235,7 +245,7 @@ def _check(results: Sequence[Any]) -> None:
 
 
 def holds_message(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or one nested inside it, has a message that the host sends."""
+    """Whether a jaxpr, or a jaxpr nested inside it, contains a message that the host sends."""
     return holds(jaxpr, host_calls.is_message)
 
 
@@ -252,7 +262,7 @@ def _stages(
         inner: The jaxpr.
         site: Where the stages run.
         results: The variables that the program returns.
-        copies: Results that the last executable has to copy, mapped to the originals.
+        copies: Maps each result that the last executable has to copy to its original.
         donated: Arguments that may be overwritten.
     """
     groups = _groups(inner.eqns)
@@ -269,14 +279,16 @@ def _stages(
 
 
 def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Returns the equations of each stage: a message, loop or conditional, or an executable.
+    """Divides the equations into stages: a single message, loop or conditional, or an executable.
 
-    Messages keep their order. An executable is placed directly before the message that needs it.
-    The last executable may be empty.
+    Messages keep their order. An executable comes directly before the first message that needs it.
+    The last list contains the equations after all messages, and may be empty.
     """
     needs = _dependences(eqns)
     by_host = [_by_host(eqn) for eqn in eqns]
-    sent: set[int] = set()  # equations that messages depend on
+    # The equations on which any message depends, directly or indirectly. We go backwards, so an
+    # equation is in the set before we look at what it depends on itself.
+    sent: set[int] = set()
     for i in reversed(range(len(eqns))):
         if by_host[i] or i in sent:
             sent |= needs[i]
@@ -285,6 +297,8 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
     for i, eqn in enumerate(eqns):
         if not by_host[i]:
             continue
+        # The message needs something that hasn't been computed. The executable that computes it
+        # also computes what later messages need, unless that has to wait for a message itself.
         if not needs[i] <= placed:
             ready: list[int] = []
             for j in sorted(sent - placed):
@@ -298,10 +312,11 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
 
 
 def _dependences(eqns: Sequence[Any]) -> list[set[int]]:
-    """Returns, for each equation, the earlier equations that must run before it.
+    """Returns, for each equation, the numbers of the equations that must run before it.
 
-    Messages keep their order, which is identical across ranks. So do equations with effects, e.g.
-    callbacks.
+    An equation depends on those whose results it reads. In addition, each message depends on the
+    previous one, because all ranks must send them in the same order. The same goes for equations
+    with effects, e.g. callbacks.
     """
     maker: dict[Any, int] = {}
     found: list[set[int]] = []
@@ -324,7 +339,7 @@ def _executable(
     donated: set[Any],
     site: _Site,
 ) -> _Stage:
-    """Compiles equations into a stage; `later` are the values that are needed after the stage."""
+    """Compiles equations into a stage. `later` contains the values that are needed after it."""
     made = [var for eqn in eqns for var in eqn.outvars]
     inputs = sorted(
         _vars([*(a for eqn in eqns for a in eqn.invars), *copies.values()]) - {*made},
@@ -332,6 +347,8 @@ def _executable(
     )
     outputs = [var for var in made if var in later]
     jaxpr = compat.make_jaxpr_of(inputs, [*outputs, *copies.values()], eqns, inner)
+    # XLA can reuse a donated input only for an output with the same shape and type, so we donate no
+    # more inputs than there are such outputs.
     free = Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     overwritten = []
     for n, var in enumerate(inputs):
@@ -350,7 +367,8 @@ def _carried_out(eqn: Any, site: _Site) -> _Stage:
     run, programs = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, site)
 
     def owned(*operands: Any) -> list[Any]:
-        # A loop with zero iterations returns its operands, which may belong to the user.
+        # A loop with zero iterations returns its operands. These may be arrays of the user, which a
+        # later segment must not overwrite, so we copy them.
         taken = set(map(id, operands))
         return [jnp.array(x) if id(x) in taken else x for x in run(*operands)]
 
@@ -367,7 +385,7 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
     is_small = _is_small(eqn)
 
     def run(operand: Any) -> Sequence[Any]:
-        x = np.asarray(operand, order="C")  # waits for the operand, but doesn't copy it
+        x = np.asarray(operand, order="C")  # waits until it has been computed; doesn't copy it
         try:
             result = send(x)
         except MPI.Exception as error:
@@ -379,10 +397,11 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
 
 
 def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """The host starts the iterations one by one.
+    """Returns a function that runs a `scan` on the host, and the program of its body.
 
-    The compiled body takes its slices of the stacked operands, and writes its results into the
-    stacked results.
+    The host runs one iteration after the other. To keep slicing out of Python, the compiled body
+    gets the number of the iteration and the stacked operands, takes its slices itself, and writes
+    its results into the stacked results in place.
     """
     n_consts, n_carry = compat.scan_counts(eqn)
     length = eqn.params["length"]
@@ -407,7 +426,7 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
     types = [*avals[:n_consts], *avals[n_consts + n_carry :], *avals[n_consts:][:n_carry], *stacked]
     empty = site.compile(lambda: [lax.full(aval.shape, 0, aval.dtype) for aval in stacked], [])
-    if length == 0:  # there is no slice that `body` could take
+    if length == 0:  # `body` can't be traced, because the stacked operands have no slices
         return lambda *operands: [*operands[n_consts:][:n_carry], *empty()], []
     traced = jax.make_jaxpr(body)(jax.ShapeDtypeStruct((), np.int32), *map(struct_of, types))
     program = HostProgram(traced, site, donate=range(1 + len(avals), 1 + len(types)))
@@ -423,10 +442,12 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
 
 def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """The host reads the condition before each iteration.
+    """Returns a function that runs a `while` on the host, and its condition and body as programs.
 
-    Under `vmap`, every batch element has its own condition. The loop continues as long as any of
-    them holds, and an element whose condition no longer holds keeps its values.
+    The host reads the condition before each iteration. If the loop is inside `vmap`, the elements
+    of the batch may need different numbers of iterations. The host then continues until the
+    condition is false for all elements. An element that has finished earlier keeps its values
+    during the remaining iterations.
     """
     n_condition = eqn.params["cond_nconsts"]
     n_body = eqn.params["body_nconsts"]
@@ -460,22 +481,23 @@ def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequenc
 
 
 def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """The host reads the index of the branch and runs that branch."""
+    """Returns a function that reads a `cond`'s index on the host and runs that branch's program."""
     branches = [HostProgram(branch, site) for branch in eqn.params["branches"]]
 
     def run(index: Any, *operands: Any) -> Sequence[Any]:
         n = int(np.asarray(index))
-        return branches[n if 0 <= n < len(branches) else -1].run(*operands)  # as in XLA
+        # XLA runs the last branch if the index is out of range.
+        return branches[n if 0 <= n < len(branches) else -1].run(*operands)
 
     return run, branches
 
 
 def _own_results(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
-    """Returns a variable for each result, and maps those that are copies to their originals.
+    """Returns a variable for each result, and maps results that have to be copied to the originals.
 
-    A later segment may overwrite a result, so a result must not share its array with an argument or
-    with another result. The small results of messages are copied as well, because they are NumPy
-    arrays.
+    A later segment may overwrite a result in place. So if a result is the same array as an argument
+    or another result, it needs memory of its own, and we copy it. We also copy small results of
+    messages, because these are still NumPy arrays.
     """
     small = (
         var
@@ -501,7 +523,7 @@ def _is_small(message: Any) -> bool:
 
 
 def _last_uses(stages: Sequence[_Stage], results: set[Any]) -> list[set[Any]]:
-    """Returns, for each stage, the values that no later stage needs."""
+    """Returns, for each stage, the values that aren't needed any more once it has run."""
     needed = set(results)
     done = []
     for stage in reversed(stages):
@@ -522,9 +544,10 @@ def _value(atom: Any, values: Values) -> Any:
 
 
 def _order(inner: Any) -> Callable[[Any], int]:
-    """Returns a function that gives a variable's position in a jaxpr.
+    """Returns a function that returns a variable's position in a jaxpr.
 
-    Executables take their arguments in this order, which is identical across ranks.
+    Executables take their arguments in the order of these positions, which is identical across
+    ranks.
     """
     every = [*inner.constvars, *inner.invars, *(var for eqn in inner.eqns for var in eqn.outvars)]
     return {var: n for n, var in enumerate(every)}.__getitem__

@@ -1,8 +1,9 @@
 """Turns a jaxpr with exchanges into one with messages.
 
-A message is either an mpi4jax call or an equation that the host carries out. We retrace the jaxpr:
-each equation is evaluated as it is, except that exchanges are replaced by the functions of
-`mpi_collectives`, and loops and conditionals that contain exchanges are retraced with new bodies.
+We evaluate the jaxpr equation by equation under a new trace. Most equations are bound again as they
+are. For an exchange, we call the matching function of `mpi_collectives`, which adds the messages to
+the trace, either as mpi4jax calls or as equations that the host carries out. A loop or a
+conditional that contains exchanges is bound again with a body that we've retraced in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jaxcross.wire.recognition import (
     recognise,
 )
 
-# Returns the channel on which the exchanges of these axes and groups are sent.
+# Takes axes and groups, and returns the channel for exchanges over them.
 Connect = Callable[[Sequence[str], Any], Channel]
 
 _LOOPS = ("scan", "while", "cond")
@@ -42,13 +43,15 @@ def lower(
     connect: Connect,
     comms: Mapping[CommKey, Any] | None = None,
 ) -> Any:
-    """Returns a closed jaxpr in which every exchange has become one or several messages.
+    """Returns a closed jaxpr in which every exchange has been replaced by one or several messages.
 
-    Arguments and results stay the same. Messages are sent in equation order, with one exception:
-    sums with no other exchange between them may be joined into a single message, which is sent in
-    the place of the last sum. This function makes the communicators that are missing, so all
-    members of a group must lower the jaxpr. If `comms` has a replacement for the communicator of an
-    mpi4jax call, the call uses the replacement.
+    The jaxpr's arguments and results stay the same. The messages are sent in the order of the
+    equations, with one exception: if there are only sums between two exchanges, several sums may be
+    joined into a single message, which is sent in the place of the last of them.
+
+    If a group has no communicator yet, this function creates it, and waits for the group's other
+    members, which must lower the same jaxpr. `comms` maps the communicators of the user's own
+    mpi4jax calls to replacements. A call whose communicator isn't in `comms` stays as it is.
     """
     if comms:
         jaxpr = compat.close(with_communicators(compat.open_jaxpr(jaxpr)[0], comms))
@@ -94,8 +97,8 @@ def _equation(
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
         results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
-        # JAX's type of a result may contain more than ours (that it's weakly typed), but the
-        # element type is always the same.
+        # JAX may have inferred a weak type for the original result, which ours doesn't have. That
+        # makes no difference to the equations that read it, because the element type is the same.
         return [
             jnp.asarray(r, dtype=compat.array_type(o).dtype)
             for r, o in zip(results, eqn.outvars, strict=True)
@@ -132,13 +135,14 @@ def _sums(
     ranks = connect(*group_of(exchange, mesh)).size
     if ranks == 1:
         return values
-    # A sum of narrow floats is cut into one block per rank. We fill these blocks one after the
-    # other, and pad each value to a multiple of the number of ranks, so that a joined message takes
-    # as many bytes as its values would take separately.
+    # A sum of 8- or 16-bit floats is sent as one block per rank, so its length must be a multiple
+    # of the number of ranks. If it were sent separately, each value would be padded to such a
+    # multiple. We pad each value of a joint message as well, so that the message takes exactly as
+    # many bytes as `wire_bytes` predicts for the separate sums.
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
-    # The barriers make XLA treat the message like a call, and compile what is around it separately.
-    # Otherwise one executable of a whole step and the step's segments would differ in their last
-    # bits.
+    # The barriers keep XLA from fusing the packing with what comes before and after it. If the step
+    # is cut into segments, XLA can't do that anyway. If it did when the step is one executable, the
+    # results would differ in their last bits between the two.
     flat = jax.lax.optimization_barrier(
         coalesce.packed(jax.lax.optimization_barrier(values), blocks)
     )
@@ -157,8 +161,8 @@ def _exchange(exchange: Exchange, x: Any, mesh: RankGrid, connect: Connect) -> A
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
-        # We compare the exact type: the named tuples of loops hold no jaxprs, and their
-        # constructors take separate arguments.
+        # Loops have named tuples among their parameters, which contain no jaxprs and can't be
+        # constructed from an iterator. We compare the exact type, so as to leave them alone.
         if type(value) in (tuple, list):
             return type(value)(convert(v) for v in value)
         return function(value) if compat.is_closed_jaxpr(value) else value

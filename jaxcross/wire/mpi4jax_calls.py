@@ -1,10 +1,12 @@
 """A program's own mpi4jax calls: how ranks compare them, and which communicators they use.
 
-Each job has communicators of its own, which replace the user's communicators in its calls. Without
-them, the user's communicator could be used at the same time by another job, or outside of any step,
-and those messages could match a step's messages. A job's communicators are kept when the job
-leaves, and the next job on the same ranks reuses them: MPI only has a few thousand communicators,
-and compiled executables contain their handles.
+If two jobs call mpi4jax on the same communicator, or if the script also uses that communicator
+outside of its steps, MPI may match a message with the wrong receive. So each job gets its own
+communicators, and we replace the user's communicators by these in the job's calls.
+
+When a job leaves, we keep its communicators for the next job on the same ranks. We can't create new
+ones for every job, because MPI only has a few thousand of them, and we can't free them, because
+compiled executables contain their handles.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from jaxcross.program import Exchange, Program
 from jaxcross.wire.recognition import recognise, unwrap
 
 CommKey = tuple[tuple[int, ...], str]
-"""Members in order, and the name of the user's communicator."""
+"""A communicator's members in order, and the name that the user gave it."""
 
 
 @dataclass(slots=True)
@@ -32,17 +34,17 @@ class _Lent:
 class JobComms:
     """The communicators of each job on this rank.
 
-    Only the exchange lane writes. The jobs' threads read.
+    Only the exchange lane adds communicators. The jobs' threads may read at the same time.
     """
 
     _lent: dict[tuple[CommKey, int], _Lent] = field(default_factory=dict)
 
     def for_job(self, job: Any) -> dict[CommKey, Any]:
-        """Returns the communicators of a job."""
+        """Returns a job's communicators."""
         return {key: lent.comm for (key, _), lent in self._lent.copy().items() if lent.job() is job}
 
     def in_use(self) -> list[tuple[CommKey, int]]:
-        """Returns the communicators of the jobs that haven't left on this rank."""
+        """Returns the key and number of each communicator that a job on this rank still uses."""
         return [
             place
             for place, lent in self._lent.copy().items()
@@ -50,7 +52,7 @@ class JobComms:
         ]
 
     def assign(self, job: Any, key: CommKey, number: int, make: Callable[[], Any]) -> None:
-        """Gives a job communicator `number` of those with this key, made by `make` if necessary."""
+        """Gives a job the communicator with this key and number. Creates it if it doesn't exist."""
         lent = self._lent.get((key, number))
         self._lent[key, number] = _Lent(make() if lent is None else lent.comm, ref(job))
 
@@ -58,10 +60,11 @@ class JobComms:
 def calls_of(
     program: Program, members: Callable[[Exchange], tuple[int, ...]]
 ) -> tuple[Exchange, ...]:
-    """Returns all exchanges of a program in order, each with the `ranks` of its group.
+    """Returns all exchanges of a program in order, each with its group's `ranks`.
 
-    A program may use several communicators that have the same ranks and the same name. From the
-    second one on, we append a number to the name: `#1`.
+    A program may use several communicators with the same ranks and the same name. To tell them
+    apart, we append `#1` to the name of the second communicator, `#2` to that of the third one, and
+    so on.
 
     Args:
         program: The program.
@@ -90,7 +93,10 @@ def calls_of(
 
 
 def comm_key_of(exchange: Exchange) -> CommKey:
-    """Returns what ranks can compare about a call's communicator: its members and its name."""
+    """Returns the members and the name of a call's communicator.
+
+    Unlike its handle, these are the same on all ranks.
+    """
     params = dict(exchange.params)
     return params["ranks"], params.get("comm", "")
 
@@ -103,9 +109,9 @@ def handle_of(comm: Any) -> int:
 
 
 def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[CommKey, Any]) -> compat.Jaxpr:
-    """Returns the open jaxpr with mpi4jax's calls moved from the user's communicators to `comms`.
+    """Returns the open jaxpr in which mpi4jax's calls use the communicators in `comms`.
 
-    Inner jaxprs are rewritten, too. A call whose communicator isn't in `comms` stays as it is.
+    Also does so in nested jaxprs. A call whose communicator isn't in `comms` stays as it is.
     """
 
     def changed(eqn: compat.Equation) -> compat.Equation:

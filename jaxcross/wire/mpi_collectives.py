@@ -1,8 +1,9 @@
 """JAX's named-axis collectives built from messages: one function per collective.
 
-Each function takes the equation's operand and, by name, the equation's parameters, and returns a
-result of the shape that JAX expects. It is traced inside a wire region and communicates when the
-region runs. All ranks of the channel trace the same function.
+Each function takes an equation's operand and, as keyword arguments, its parameters. It returns a
+result with the shape that JAX expects of the collective. Calling a function only traces its
+messages; they're sent when the wire region that contains them runs. All ranks of the channel must
+trace the same functions in the same order.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ import numpy as np
 from jaxcross.wire import mpi_messages
 from jaxcross.wire.mpi_messages import Channel
 
-# Up to this size, latency dominates, so a 16-bit sum is a single all-gather of all operands instead
-# of an all-to-all followed by an all-gather.
+# A sum of 8- or 16-bit floats normally takes two messages, an all-to-all and an all-gather. As long
+# as all ranks' operands together aren't larger than this, latency matters more than bytes, so we
+# gather all of them with a single message instead.
 GATHER_BYTES = 64 * 1024
-# Adding the ranks one after the other fixes the order of a float sum. Beyond this many ranks, the
-# unrolled program would become too long.
+# The result of a float sum depends on the order of its additions. Up to this many ranks, we fix the
+# order by adding one rank's value after the other. With more ranks, such an unrolled program would
+# become too long.
 _UNROLLED_RANKS = 64
 
 
 def gathers(count: int, itemsize: int, size: int) -> bool:
-    """Whether a sum of 8- or 16-bit floats of this size is computed from a single all-gather."""
+    """Whether a sum of 8- or 16-bit floats of this size takes just a single all-gather."""
     return count * itemsize * size <= GATHER_BYTES
 
 
 def psum(x: jax.Array, channel: Channel) -> jax.Array:
-    """Sum over ranks. Floats of 8 and 16 bits are summed in float32 and rounded once."""
+    """Returns the sum over ranks. Sums 8- and 16-bit floats in float32, and rounds once."""
     if mpi_messages.is_narrow_float(x.dtype):
         return _sum_narrow(x, channel)
     from mpi4py import MPI
@@ -42,17 +45,20 @@ def psum(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def pmax(x: jax.Array, channel: Channel) -> jax.Array:
-    """Maximum over ranks. NaN wins, as in XLA."""
+    """Returns the maximum over ranks, or NaN if any rank's value is NaN, as XLA does."""
     return _extreme(x, channel, largest=True)
 
 
 def pmin(x: jax.Array, channel: Channel) -> jax.Array:
-    """Minimum over ranks. NaN wins, as in XLA."""
+    """Returns the minimum over ranks, or NaN if any rank's value is NaN, as XLA does."""
     return _extreme(x, channel, largest=False)
 
 
 def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
-    """Every rank's `x` along a new axis or, if `tiled`, concatenated along the existing one."""
+    """Stacks every rank's `x` along a new axis or, if `tiled`, concatenates along an existing one.
+
+    The axis is `dimension` in both cases.
+    """
     parts = jnp.moveaxis(mpi_messages.allgather(x, channel), 0, dimension)
     if not tiled:
         return parts
@@ -62,7 +68,10 @@ def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -
 
 
 def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
-    """This rank's block of the sum, by an all-to-all and a local sum in rank order."""
+    """Returns this rank's block of the sum.
+
+    Every rank receives all ranks' blocks for it in an all-to-all, and adds them in rank order.
+    """
     if tiled:
         shape = (
             *x.shape[:dimension],
@@ -75,7 +84,10 @@ def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: boo
 
 
 def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: int) -> jax.Array:
-    """Sends block `j` of `split_axis` to rank `j` and joins received blocks along `concat_axis`."""
+    """Sends block `j` of `split_axis` to rank `j`.
+
+    Joins the received blocks along `concat_axis`.
+    """
     block = x.shape[split_axis] // channel.size
     blocks = x.reshape(*x.shape[:split_axis], channel.size, block, *x.shape[split_axis + 1 :])
     received = mpi_messages.alltoall(jnp.moveaxis(blocks, split_axis, 0), channel)
@@ -108,9 +120,9 @@ def _sum_narrow(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def _sum_ranks(parts: jax.Array) -> jax.Array:
-    """Sums along the first axis, lowest rank first.
+    """Sums along the first axis, starting with the lowest rank.
 
-    Floats narrower than float32 are summed in float32 and rounded once.
+    Sums floats that are narrower than float32 in float32, and rounds once.
     """
     narrow = mpi_messages.is_narrow_float(parts.dtype)
     wide = parts.astype(jnp.float32) if narrow else parts
@@ -136,18 +148,21 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
         return functools.reduce(pick, [parts[i] for i in range(channel.size)])
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return mpi_messages.allreduce(x, op, channel)
-    # This type has no sign, so its bits are already in order, with NaN last.
+    # This type has no sign bit. If we read its bit patterns as unsigned integers, they're in the
+    # same order as the numbers, with NaN at the upper end, so MPI can compare the integers.
     if x.dtype == jnp.float8_e8m0fnu:
-        # For a minimum, adding 1 wraps NaN around to 0, so that it comes first.
+        # In a minimum, NaN must be the smallest. Adding 1 wraps NaN around to 0.
         keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)
         keys = mpi_messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
         return jax.lax.bitcast_convert_type(keys, x.dtype)
-    # In these types NaN lies among the numbers, and neither end of the range is free for it.
+    # In these types, NaN has the bit pattern of a negative zero, and all other patterns are
+    # numbers. So there's no integer at either end of the range that we could map NaN to.
     if x.dtype.name.endswith("fnuz"):
         return _extreme(x.astype(jnp.float32), channel, largest=largest).astype(x.dtype)
-    # MPI's maximum of NaN and a number depends on which of them comes first. So we map floats to
-    # integers of the same order, with NaN at the end that wins. This gives XLA's answer, bit for
-    # bit the same on every rank.
+    # MPI's maximum of NaN and a number depends on which of the two comes first, whereas XLA always
+    # returns NaN. So we let MPI compare integers: we map the floats to signed integers in the same
+    # order, and NaN to the largest integer for a maximum, or the smallest for a minimum. The result
+    # is the same as XLA's, and bit for bit the same on every rank.
     signed = np.dtype(f"int{wire.itemsize * 8}")
     bits = jax.lax.bitcast_convert_type(x, signed)
     limits = jnp.iinfo(signed)
@@ -156,14 +171,14 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
 
 
 def _flip(bits: jax.Array) -> jax.Array:
-    """Maps a float's bits to signed integers of the same order; it is its own inverse."""
+    """Maps the bits of floats to signed integers in the same order. This is its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def reduce_locally(op: str, x: jax.Array, positions: tuple[int, ...]) -> jax.Array:
-    """Does the local part of a reduction that also names positional array dimensions.
+    """Reduces over those dimensions of `x` that a reduction names in addition to axes of ranks.
 
-    A step inside `vmap` creates such reductions.
+    Such reductions appear in a step that uses `vmap`.
     """
     if not positions:
         return x

@@ -1,11 +1,22 @@
 """Messages of any JAX element type and any number of elements, sent by mpi4jax or the host.
 
-MPI doesn't have JAX's narrow floats, and mpi4jax limits a message to 2**31 - 1 elements. This
-module hides both: it bit-casts element types that MPI doesn't have, and splits long messages.
+**Problem.** MPI doesn't have JAX's 8- and 16-bit floats, and mpi4jax can't send more than 2**31 - 1
+elements at once. `mpi_collectives` shouldn't have to care, so we hide both limits here, in the five
+calls from which all collectives are built.
 
-Every function here is traced inside a wire region and communicates over `channel` when the region
-runs. All ranks of the channel must reach these calls in the same order. Nothing is copied unless a
-message has to be split.
+**Element types.** All calls except `allreduce` only move bits. If MPI lacks an array's element
+type, they send it bit-cast to unsigned integers of the same width. Converting to float32 instead
+would double the bytes on the wire, or quadruple them. `allreduce` computes with the elements, so a
+bit-cast would give a wrong sum: MPI would add up the bits as integers. `mpi_collectives` therefore
+computes sums of narrow floats itself, from calls that only move bits.
+
+**Long messages.** An array that's too long is flattened and sent as several messages, as few as
+possible and of about the same length. All ranks have the same shapes, so they split their arrays
+in the same way, and the messages match up. An array that fits into one message isn't copied.
+
+**When it communicates.** The functions are traced inside a wire region, and send their messages
+over `channel` when the region runs. All ranks of the channel must make the same calls in the same
+order.
 """
 
 from __future__ import annotations
@@ -26,10 +37,10 @@ MAX_COUNT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A communicator, this rank's position in it, and its maximum message length.
+    """A communicator, this rank's position in it, and the longest message that it can send.
 
     Attributes:
-        calls: The module that has the calls: mpi4jax or `jaxcross.wire.host_calls`.
+        calls: The module that makes the calls: mpi4jax or `jaxcross.wire.host_calls`.
         comm: The mpi4py communicator. Not used in a group of one rank, because nothing is sent
             there.
         rank: This rank's position in the group.
@@ -45,7 +56,7 @@ class Channel:
 
 
 def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
-    """Returns the lengths of the messages that carry `count` elements: as few as possible.
+    """Returns the lengths of the fewest messages that can carry `count` elements.
 
     The lengths differ by at most one element.
     """
@@ -59,19 +70,20 @@ def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
 def is_narrow_float(dtype: Any) -> bool:
     """Whether this is an 8- or 16-bit float.
 
-    MPI doesn't have these types, so they are sent bit-cast to integers, and summed in float32.
+    MPI doesn't have these types. So we send them bit-cast to integers, and sum them in float32.
     """
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits in (8, 16)
 
 
 def carrier(dtype: Any) -> np.dtype:
-    """Returns the element type with which MPI sends elements of `dtype`.
+    """Returns the element type as which MPI sends elements of `dtype`.
 
     Raises:
-        ExchangeError: MPI has no element type that could carry `dtype`.
+        ExchangeError: MPI has no suitable element type for `dtype`.
     """
     if is_narrow_float(dtype):
         return np.dtype(f"uint{jnp.finfo(dtype).bits}")
+    # JAX's extended types, such as random keys, don't have a NumPy type at all.
     plain = np.dtype(dtype) if not jnp.issubdtype(dtype, jax.dtypes.extended) else None
     if plain is None or plain.kind not in "biufc" or plain.itemsize > 16:
         raise ExchangeError(
@@ -82,7 +94,12 @@ def carrier(dtype: Any) -> np.dtype:
 
 
 def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
-    """Reduces elementwise with an MPI operator. MPI must be able to reduce the element type."""
+    """Reduces `x` elementwise over the ranks, with an MPI operator.
+
+    MPI must be able to compute with the element type.
+    """
+    # Nothing has to be sent in a group of one rank, or if the array is empty. All ranks have the
+    # same shapes, so they all skip the message.
     if channel.size == 1 or x.size == 0:
         return x
     return _in_pieces(
@@ -115,6 +132,7 @@ def alltoall(x: jax.Array, channel: Channel) -> jax.Array:
         counts = split_counts(blocks.shape[1], channel.max_count)
         if len(counts) == 1:
             return channel.calls.alltoall(bits, comm=channel.comm)
+        # Each message must again have a block for every rank, so we split within the blocks.
         pieces = jnp.split(blocks, np.cumsum(counts)[:-1], axis=1)
         received = [channel.calls.alltoall(piece, comm=channel.comm) for piece in pieces]
         return jnp.concatenate(received, axis=1).reshape(bits.shape)
@@ -135,9 +153,9 @@ def bcast(x: jax.Array, root: int, channel: Channel) -> jax.Array:
 
 
 def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Channel) -> jax.Array:
-    """Sends `x` to `dest` and returns the `x` of `source`.
+    """Sends `x` to rank `dest`, and returns the `x` of rank `source`.
 
-    If `dest` is None, nothing is sent. If `source` is None, the result is zeros.
+    If `dest` is None, sends nothing. If `source` is None, returns zeros.
     """
     if x.size == 0 or (source is None and dest is None):
         return jnp.zeros_like(x)
@@ -148,8 +166,11 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
     null = MPI.PROC_NULL
 
     def one(piece: jax.Array) -> jax.Array:
-        # A receive from PROC_NULL doesn't touch its buffer, so an empty buffer is enough.
+        # If there's no source, we receive from PROC_NULL. MPI then leaves the receive buffer as it
+        # is, so the buffer may be empty, and we return zeros instead of it.
         buffer = jnp.zeros((0,), piece.dtype) if source is None else piece
+        # If `x` is sent in several messages, they all have the same tag. They can't be mixed up,
+        # because MPI delivers messages between two ranks in the order in which they were sent.
         got = channel.calls.sendrecv(
             piece,
             buffer,
@@ -164,7 +185,7 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
 
 
 def _as_carrier(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Sends `x` bit-cast to a type that MPI has. This works because `send` only moves bits."""
+    """Sends `x` bit-cast to a type that MPI has, if necessary. `send` must only move bits."""
     wire = carrier(x.dtype)
     if wire == x.dtype:
         return send(x)
@@ -174,9 +195,10 @@ def _as_carrier(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Arr
 def _in_pieces(
     send: Callable[[jax.Array], jax.Array], x: jax.Array, channel: Channel, *, stacked: bool = False
 ) -> jax.Array:
-    """Sends `x` as one message if that is short enough, otherwise flattened and in pieces.
+    """Sends `x` as one message if it's short enough. Otherwise flattens it and sends several.
 
-    With `stacked`, the results of `send` have a leading rank axis.
+    If `stacked` is true, `send` returns an array with a leading axis over ranks. The parts are then
+    joined along the second axis, separately for each rank.
     """
     counts = split_counts(x.size, channel.max_count)
     if len(counts) == 1:

@@ -1,8 +1,8 @@
 """The exchange lane's wire: recognises exchanges and lowers them to MPI messages.
 
-There are two ways to exchange over MPI, and the world decides which one is used. With *mpi4jax*,
-exchanges are calls inside an XLA executable. With *mpi4py*, the host makes them between
-executables, on buffers of its own (`host_program`).
+We can exchange over MPI in two ways, and the world decides which one all ranks use. With *mpi4jax*,
+a segment is a single XLA executable that contains the exchanges as calls. With *mpi4py*, the host
+makes the exchanges between two executables, and receives into its own buffers (`host_program`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxcross.world import World
 
 WireLibrary = Literal["mpi4jax", "mpi4py"]
-"""The library that carries out the exchanges."""
+"""The library that makes the exchanges."""
 
 
 @final
@@ -34,9 +34,9 @@ class MpiWire:
 
     Args:
         world: The ranks and their communicators.
-        over: The library that carries out the exchanges. If None, the world decides.
+        over: The library that makes the exchanges. If None, the world decides.
         max_count: Maximum number of elements per message. Longer messages are split.
-        comms: Replacements for the communicators that mpi4jax's own calls name.
+        comms: Replacements for the communicators in the user's own mpi4jax calls.
     """
 
     __slots__ = ("_comms", "_max_count", "_over", "_world")
@@ -61,11 +61,11 @@ class MpiWire:
         return recognise(eqn, axes)
 
     def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Lowered:
-        """Returns a `Lowered` of the closed `jaxpr` whose exchanges go over MPI, in equation order.
+        """Lowers a closed jaxpr to one that makes its exchanges over MPI, in equation order.
 
-        If a group has no communicator yet, waits for the group's other members. If the jaxpr calls
-        mpi4jax itself, all its exchanges go over mpi4jax, whatever the world has chosen, because
-        only then does XLA put all of them in one order.
+        If a group has no communicator yet, waits for the group's other members. If the jaxpr itself
+        contains mpi4jax calls, we make all of its exchanges with mpi4jax, even if the world has
+        chosen mpi4py, because only then does XLA keep them all in one order.
         """
         grid = self._world.rank_grid(axes)
         if self._over == "mpi4jax" or calls_mpi4jax(jaxpr):
@@ -86,25 +86,28 @@ class MpiWire:
         lowered = lower(jaxpr, grid, connect, self._comms)
         if holds_message(lowered):
             return HostLowered(lowered, self._world.arena.take, self._world.abort)
-        # Every group has a single rank, so nothing is sent.
-        if not lowered.effects:
+        if not lowered.effects:  # nothing is sent, because every group consists of a single rank
             return Traceable(jaxpr_as_fun(lowered))
         lowered, consts = compat.constants_first(lowered)
         return Traceable(lambda *args: primitive.bind(lowered, *consts, *args))
 
     def calls(self, program: Program) -> tuple[Exchange, ...]:
-        """Returns a program's exchanges in order, each with its `ranks`. Does not communicate."""
+        """Returns a program's exchanges in order, each with its group's `ranks`.
+
+        Does not communicate.
+        """
         grid = self._world.rank_grid(dict(program.axes))
         return calls_of(program, lambda exchange: grid.group(*group_of(exchange, grid)))
 
     def create_communicators(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
-        """Makes the communicators that these exchanges need, so that `lower` doesn't have to wait.
+        """Creates the communicators that these exchanges need, so that `lower` never waits.
 
-        If a group has no communicator yet, waits for the group's other members, in the order of
-        `exchanges`.
+        Goes through the exchanges in order. If an exchange's group has no communicator yet, waits
+        for the group's other members.
         """
         grid = self._world.rank_grid(axes)
-        for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls bring their own
+        # The user's own mpi4jax calls have no axes. They already have a communicator.
+        for exchange in (x for x in exchanges if x.axes):
             self._world.communicator(grid, *group_of(exchange, grid))
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
@@ -119,9 +122,9 @@ class MpiWire:
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        """Returns everything that executables depend on.
+        """Returns everything about this wire that executables depend on.
 
-        The world is a part of it, because executables contain handles of its communicators.
+        That includes the world, because executables contain handles of its communicators.
         """
         return (
             id(self._world),

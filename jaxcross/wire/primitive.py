@@ -1,11 +1,13 @@
-"""The wire's only primitive: a region that contains exchanges, called like any other operation.
+"""The mpi4jax wire's only primitive: a region that contains exchanges, without a JAX effect.
 
-mpi4jax keeps its calls in order by a JAX effect. A jitted function with this effect costs hundreds
-of microseconds per call and can't be compiled ahead of time (`benchmarks/wire_call.py`). The region
-itself has no effect. When it is lowered, it creates an XLA token, and JAX threads this token
-through the mpi4jax calls inside, in equation order, including those in loops and branches. The
-calls are marked as having side effects, so XLA neither drops nor merges them. A call of the region
-then costs no more than a call of any small jitted function.
+mpi4jax uses a JAX effect to keep its calls in order. But each call of a jitted function with such
+an effect takes hundreds of microseconds, and the function can't be compiled ahead of time
+(`benchmarks/wire_call.py`).
+
+So we wrap the mpi4jax calls in a region that has no effect. When JAX lowers the region, we create
+an XLA token, which JAX then passes from one mpi4jax call to the next, in equation order, even
+through loops and branches. XLA neither drops nor merges the calls, because they're marked as having
+side effects. A call of the region takes no longer than that of any small jitted function.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ def _lower(ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
     )
 
 
-def _keep(*asked: Any) -> tuple[list[bool], Any]:
-    # Dead code elimination must keep the region and all of its operands: the other ranks exchange
-    # whether or not this rank reads the result. JAX 0.12 passes one argument more than earlier
-    # versions, before the equation.
-    eqn = asked[-1]
+def _keep(*args: Any) -> tuple[list[bool], Any]:
+    # Dead code elimination must keep the region and all of its operands, even if this rank doesn't
+    # use the result: the other ranks make the exchange in any case, and wait for this one. In JAX
+    # 0.12 the equation is preceded by one more argument than before, so we take the last argument.
+    eqn = args[-1]
     return [True] * len(eqn.invars), eqn
 
 

@@ -1,6 +1,6 @@
 """The ranks as a grid with named axes: sizes, coordinates, and the groups that exchange.
 
-Pure: this module doesn't use MPI.
+This module is pure and doesn't use MPI.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankGrid:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of ranks along each axis, by name: the axis environment for tracing a step."""
+        """Number of ranks along each axis, by name. We trace a step with these axis sizes."""
         return dict(zip(self.names, self.shape, strict=True))
 
     @property
@@ -49,12 +49,11 @@ class RankGrid:
         The ranks are in the order of JAX's flattened axis index.
 
         Args:
-            axes: The axes in the order in which the user wrote them; the first one varies slowest.
-            groups: `axis_index_groups`: positions within the flattened axes.
+            axes: The axes in the order in which the user wrote them. The first one varies slowest.
+            groups: JAX's `axis_index_groups`, i.e. lists of positions within the flattened axes.
 
         Raises:
-            ValueError: An axis is not in the mesh or is named twice, or no group contains this
-                rank.
+            ValueError: An axis isn't in the mesh or is named twice, or no group contains this rank.
         """
         where = [self._position(a) for a in axes]
         if len(set(where)) != len(where):
@@ -82,9 +81,10 @@ class RankGrid:
 
 
 def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
-    """Returns the size of each axis by name, with at most one -1 that isn't resolved.
+    """Returns the size of each axis by name, in which one size may still be -1.
 
-    This checks as much of `axes` as is possible before the number of ranks is known.
+    We call this before we know the number of ranks. It checks everything about `axes` that doesn't
+    depend on that number.
 
     Raises:
         TypeError: `axes` is neither a name nor a mapping.
@@ -112,12 +112,12 @@ def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
 
 
 def make_rank_grid(axes: str | Mapping[str, int], *, rank: int, size: int) -> RankGrid:
-    """Returns the mesh that `axes` describes, seen from `rank` out of `size` ranks.
+    """Returns the grid that `axes` describes, seen from one of its ranks.
 
     Args:
         axes: A single name (for an axis over all ranks), or a mapping from names to sizes,
             outermost first. One size may be -1.
-        rank: The rank whose coordinates the grid has.
+        rank: The rank whose coordinates are stored in the grid.
         size: Number of ranks.
 
     Raises:

@@ -1,7 +1,7 @@
 """Recognises exchanges: JAX's named-axis collectives over our axes, and mpi4jax's primitives.
 
-Everything here only reads equations and doesn't communicate. The result is identical across ranks,
-except for mpi4jax's point-to-point calls, whose peers differ between ranks.
+The functions here only read equations and never communicate. For the same step, they find the same
+exchanges on every rank, except for mpi4jax's point-to-point calls, whose peers depend on the rank.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program import Exchange, holds
 from jaxcross.wire.rank_grid import RankGrid
 
-# Maps JAX's primitive names to ours. The variants differ in the type that JAX gives to the result,
-# but they send the same data.
+# Maps JAX's names of collectives to ours. Some collectives have several variants in JAX, which only
+# differ in the type that JAX gives to the result. They send the same data, so we treat them alike.
 _OPS = {
     "psum": "psum",
     "psum_invariant": "psum",
@@ -45,18 +45,18 @@ _UNSUPPORTED = {
     "precv": "use `jax.lax.ppermute`",
 }
 
-# Equations that name our axes but move no data between ranks.
+# Equations that name our axes but don't send anything.
 LOCAL_PRIMITIVES = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
 
 
 def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
     """Returns an equation's exchanges, one per operand, or None if it doesn't exchange over `axes`.
 
-    An mpi4jax equation always gives exactly one exchange, even if it has no operand or several. One
-    that sends nothing (the transpose of an all-reduce) gives None.
+    For an mpi4jax call, returns exactly one exchange, no matter how many operands it has. Returns
+    None if the call is the transpose of an all-reduce, because mpi4jax sends nothing in that case.
 
     Raises:
-        ExchangeError: The equation is a collective over our axes that we can't carry out.
+        ExchangeError: The equation is a collective over our axes that we can't make over MPI.
     """
     name = eqn.primitive.name
     if name.endswith("_mpi"):
@@ -101,12 +101,12 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
 
 
 def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
-    """Returns the axes and the groups over whose ranks an exchange goes.
+    """Returns the axes and the groups of an exchange, i.e. the arguments of `RankGrid.group`.
 
-    The order of the axes determines how the exchange numbers its ranks.
+    The order of the axes determines how the ranks of a group are numbered.
     """
-    # XLA numbers the positions in the order in which the user names the axes. The exception is the
-    # permutation, which uses the order of the mesh.
+    # XLA numbers the ranks in the order in which the user names the axes. A permutation is an
+    # exception: for `ppermute`, XLA uses the order in which the mesh names the axes.
     axes = exchange.axes
     if exchange.op == "ppermute":
         axes = tuple(a for a in mesh.names if a in axes)
@@ -116,7 +116,10 @@ def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
 def _check_indices(
     op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str
 ) -> None:
-    """Checks a collective's indices like XLA does for `pmap`; MPI would terminate all ranks."""
+    """Checks a collective's indices, as XLA does for `pmap`.
+
+    If we passed wrong indices to MPI, it would terminate all ranks.
+    """
     perm = params.get("perm", ((params["source"], 0),) if op == "pbroadcast" else ())
     for what, indices in (
         ("sources", [s for s, _ in perm]),
@@ -161,9 +164,9 @@ def _axes_of(eqn: compat.Equation) -> tuple[Any, ...]:
 
 
 def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Returns all parameters that the message depends on, except for the operand and the axes.
+    """Returns all parameters that the messages depend on, except for the operand and the axes.
 
-    They are hashable and contain no handles.
+    The parameters are hashable, and don't contain any MPI handles.
     """
     found: list[tuple[str, Any]] = []
     if op == "all_gather":
@@ -183,14 +186,14 @@ def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
-    """Recognises mpi4jax's primitives on a communicator of the user.
+    """Recognises a call of mpi4jax on a communicator of the user.
 
-    The exchange contains the communicator's members, never its handle, because handles differ
-    between processes.
+    To identify the communicator, the exchange contains its members instead of its handle, because
+    ranks compare their exchanges and handles differ between processes.
     """
     params = eqn.params
     if params.get("transpose"):
-        return None  # the transpose of an all-reduce is the identity, so nothing is sent
+        return None  # mpi4jax defines the transpose of an all-reduce as the identity
     comm = unwrap(params["comm"])
     op = eqn.primitive.name.removesuffix("_mpi")
     source = compat.source_of(eqn, outside="mpi4jax/_src")
@@ -227,7 +230,10 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
 
 
 def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str) -> None:
-    """Checks an mpi4jax call's ranks and tags: for wrong ones, MPI would terminate the job."""
+    """Checks the ranks and tags of an mpi4jax call.
+
+    If they were wrong, MPI would terminate the job.
+    """
     from mpi4py import MPI
 
     others = {"dest": (MPI.PROC_NULL,), "source": (MPI.PROC_NULL, MPI.ANY_SOURCE)}
@@ -267,7 +273,8 @@ def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]
 
 def unwrap(value: Any) -> Any:
     """Returns the MPI object behind a parameter of an mpi4jax equation."""
-    # mpi4jax wraps handles in a class that defines a hash, but no equality.
+    # mpi4jax wraps handles in a class that defines a hash but no equality, so equal handles
+    # compare as different unless we unwrap them.
     return value.wrapped if type(value).__name__ == "HashableMPIType" else value
 
 

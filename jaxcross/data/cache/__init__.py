@@ -3,17 +3,17 @@
     cache.py         the cache's folder, its levels and its users
     split.py         one split, read through the levels
     feed.py          a thread that reads ahead of one stream
-    next_use.py      decides which records a level keeps, and predicts hits by simulation: pure
+    next_use.py      decides which records a level keeps, and predicts hits by simulation
     streams.py       when each record is needed next by any stream on the node
     page_store.py    one level: records in the pages of a shared file
     origin.py        where the data set is stored: a folder, or byte ranges through fsspec
     array_record.py  finds and decodes single records of a shard
     locks.py         file locks that work across processes and runs
     statistics.py    how much each level has delivered
-    info.py          the same for people, without joining the cache's users
+    info.py          what a cache contains and has delivered, for `jaxcross data info`
 
-Processes share files and file locks in a folder; they don't send each other messages. The data set
-itself is never written.
+The processes of a node share the cache through files and file locks in a common folder, rather than
+by sending each other messages. The data set itself is never written.
 """
 
 from jaxcross.data.cache.cache import Cache

@@ -1,10 +1,16 @@
 """Finds the records of an ArrayRecord shard, and decodes some of them without the rest of the file.
 
-ArrayRecord's own reader decodes and verifies a record as long as the record's bytes are in the
-right place, but it can only open a path. So we write the bytes that were fetched into a sparse file
-in memory at their original offsets, together with the footer, and let the reader open that. The
-reader doesn't tell us where a record is stored. The footer does, in Riegeli's format
-(https://github.com/google/riegeli/blob/master/doc), so we parse that ourselves.
+If a data set is behind a URL, we want to fetch just the bytes of the records that we need. This
+raises two questions.
+
+**Where is a record?** ArrayRecord's own reader doesn't tell us. The footer at the end of the shard
+does, so we fetch and parse the footer ourselves. It's in Riegeli's format
+(https://github.com/google/riegeli/blob/master/doc).
+
+**How do we decode it?** We'd rather leave decoding and verifying to ArrayRecord's reader, but that
+reader can only open a path. So we create a sparse file in memory, write the footer and the fetched
+bytes to it at their original offsets, and let the reader open this file. The reader finds
+everything that it looks at in the right place, and the gaps take no memory.
 """
 
 from __future__ import annotations
@@ -22,7 +28,8 @@ from jaxcross.errors import require_extra
 
 BLOCK_BYTES = 1 << 16
 BLOCK_HEADER_BYTES = 24
-# Hash of the header; size and hash of the data; type and number of records; decoded size.
+# A chunk's header consists of five 8-byte numbers: the header's hash, the data's size, the data's
+# hash, the chunk's type combined with its number of records, and the size of the decoded data.
 CHUNK_HEADER = struct.Struct("<QQQQQ")
 SIMPLE = ord("r")
 PLAIN = 0
@@ -49,7 +56,8 @@ class Footer:
     def chunks(self) -> tuple[np.ndarray, np.ndarray]:
         """The chunks' offsets, and the number of each chunk's first record.
 
-        Both arrays have one more element: the end of the last chunk, and the number of all records.
+        Both arrays have an additional last element: the end of the last chunk, and the number of
+        records in the shard.
 
         Raises:
             ValueError: The footer is damaged, or compressed with something other than zstd.
@@ -66,14 +74,14 @@ class Footer:
         return int(self.chunks[1][-1])
 
     def range_of(self, record: int) -> tuple[int, int]:
-        """Returns the offsets at which a record's chunk starts and ends (exclusive)."""
+        """Returns the offset at which a record's chunk starts, and the offset after its end."""
         offsets, firsts = self.chunks
         chunk = int(np.searchsorted(firsts, record, "right")) - 1
         return int(offsets[chunk]), int(offsets[chunk + 1])
 
 
 def footer_start(last_block: bytes, nbytes: int) -> int:
-    """Returns the footer's offset, read from the last 64 KiB of a shard of `nbytes`.
+    """Reads the footer's offset from the last 64 KiB of a shard that has `nbytes`.
 
     Raises:
         ValueError: The shard isn't an ArrayRecord file.
@@ -89,19 +97,21 @@ def footer_start(last_block: bytes, nbytes: int) -> int:
 def read_records(
     footer: Footer, ranges: Mapping[int, bytes], records: Sequence[int]
 ) -> list[bytes]:
-    """Decodes records of one shard from the bytes of their chunks, which are keyed by offset.
+    """Decodes records of one shard from the bytes of their chunks.
 
-    ArrayRecord verifies its own hashes.
+    Args:
+        footer: The shard's footer.
+        ranges: The bytes of the chunks that contain these records, by offset.
+        records: Numbers of the records in the shard.
 
     Raises:
-        ValueError: The bytes aren't those that were written.
+        ValueError: The bytes are damaged, according to the hashes that ArrayRecord verifies.
     """
     fd = os.memfd_create("jaxcross-shard", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, footer.nbytes)
         ends = {footer.start: footer.index, footer.nbytes - BLOCK_BYTES: footer.postscript}
         for offset, content in {**ranges, **ends}.items():
-            # The gaps read as zeros, and take no memory.
             os.pwrite(fd, content, offset)
         try:
             options = "readahead_buffer_size:0,max_parallelism:0,index_storage_option:in_memory"
@@ -118,7 +128,7 @@ def read_records(
 
 
 def _records(content: bytes, offset: int) -> list[bytes]:
-    """Decodes the records of the chunk at the start of `content`, at `offset` in the file."""
+    """Decodes the records of the first chunk in `content`, which is at `offset` in the file."""
     try:
         data = _without_block_headers(content, offset)
         *_, nbytes, _, kind, _ = CHUNK_HEADER.unpack_from(data)
@@ -134,7 +144,8 @@ def _decoded(data: bytes, kind: int) -> list[bytes]:
     sizes = _decompressed(data[0], data[place : place + nbytes])
     values = _decompressed(data[0], data[place + nbytes :])
     records = []
-    place = start = 0
+    place = 0
+    start = 0
     for _ in range(kind >> 8):
         size, place = _varint(sizes, place)
         records.append(values[start : start + size])
@@ -174,8 +185,9 @@ def _decompressed(compression: int, data: bytes) -> bytes:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Reads a number stored as 7 bits per byte. Returns the number, and the place after it."""
-    value = shift = 0
+    """Reads a number that's stored with 7 bits per byte, and returns it and the place after it."""
+    value = 0
+    shift = 0
     while True:
         byte = data[place]
         value |= (byte & 0x7F) << shift
@@ -186,7 +198,10 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> dict[int, int]:
-    """Returns the integers of a protocol buffer message, by field; for other fields, the length."""
+    """Returns the value of each integer field of a protocol buffer message, by field number.
+
+    For a field with a length, such as a string, returns its length instead.
+    """
     found = {}
     place = 0
     while place < len(message):

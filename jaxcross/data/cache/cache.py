@@ -39,33 +39,35 @@ REPORT_S = 5.0  # minimum time between two writes of the statistics
 
 @final
 class Cache:
-    """Levels between a data set and training, shared by all processes and runs of a node.
+    """A cache between a data set and training, shared by all processes and runs of a node.
 
-    The levels are decoded images in memory, encoded records in memory, and encoded records on the
-    node's disk. If no level has a record, it's read from the data set's own storage ahead of its
-    use. The order of the records follows from the seed, so each level can keep the records that any
-    job on the node needs soonest. Batches are bit for bit the same as without a cache.
+    It has three levels: decoded images in memory, encoded records in memory, and encoded records on
+    the node's disk. A record that's in none of them is read from the data set's own storage before
+    training needs it. The order of the records follows from the seed, so each level can keep the
+    records that any job on the node needs soonest. Batches are bit for bit the same as without a
+    cache.
 
-    The data set is never written or deleted. A crash doesn't damage the cache. If a level's disk or
-    memory is full, the level turns off with one warning. Linux only.
+    The data set is only read, and never modified or deleted. If a process crashes, the cache
+    remains usable. If a level can't be written because the disk or the memory is full, that level
+    turns off with one warning. Linux only.
 
     Args:
-        folder: A folder on a disk of this node, either empty, missing, or already a cache. All
+        folder: A folder on a disk of this node. It may be missing, empty, or already a cache. All
             processes of the node must name the same folder.
         disk_bytes: Budget for records on disk, for all processes together; 0 turns the level off.
         memory_bytes: Budget for records in memory, for all processes together; 0 turns the level
             off.
         images_bytes: Budget for decoded images in memory, for all processes together; 0 turns the
             level off.
-        ahead_records: Number of records that each stream of batches reads ahead. They're held in
-            the process's own memory, outside the budgets.
-        memory_folder: Folder for the levels in memory, on a file system in memory. By default it's
-            `/dev/shm`, if that exists.
-        storage_options: fsspec's options for data sets at a URL.
+        ahead_records: Number of records that each stream of batches reads ahead. They're kept in
+            the process's own memory, in addition to the budgets.
+        memory_folder: A folder on an in-memory file system, for the levels in memory. The default
+            is `/dev/shm`, if that exists.
+        storage_options: Options for fsspec, for data sets at a URL.
 
     Raises:
         OSError: The folder can't be written.
-        ValueError: An argument is out of range, or the folder holds something else, is in use on
+        ValueError: An argument is out of range, or the folder contains something else, is in use on
             another machine, or is in use with different budgets.
 
     Example:
@@ -119,7 +121,10 @@ class Cache:
         atexit.register(self.close)
 
     def _check_machine(self) -> None:
-        """Refuses another machine's folder: locks and mapped files work on one machine only."""
+        """Raises ValueError if another machine is using the folder.
+
+        Our file locks and mapped files only work between processes of the same machine.
+        """
         this = _machine()
         path = self.folder / "machine.json"
         if self._users.is_first:
@@ -153,7 +158,7 @@ class Cache:
         try:
             if folder.parent == self._memory:
                 self._memory.mkdir(mode=0o700, exist_ok=True)
-                # Anyone can create folders in `/dev/shm`.
+                # Any user can create folders in `/dev/shm`, so this one may belong to someone else.
                 if self._memory.stat().st_uid != os.getuid():
                     raise PermissionError(f"`{self._memory}` belongs to another user")
                 write_json(self._memory / MARKER, {"cache": str(self.folder)})
@@ -172,7 +177,13 @@ class Cache:
             return None
 
     def split(self, origin: Origin, name: str, parse: Callable[[bytes], Any]) -> CachedSplit:
-        """Returns `origin`'s records, read through the levels. `parse` decodes a record's bytes."""
+        """Returns the origin's records, read through this cache's levels.
+
+        Args:
+            origin: Where the records are stored.
+            name: The split's name, for messages.
+            parse: Turns a record's bytes into an example.
+        """
         levels = self._levels
         base = 0
         try:
@@ -192,7 +203,10 @@ class Cache:
         )
 
     def _base(self, origin: Origin, name: str) -> int:
-        """Returns the number of a split's first record among all splits this cache has seen."""
+        """Returns the number of a split's first record in this cache.
+
+        The cache numbers the records of all splits that were ever opened in it consecutively.
+        """
         path = self.folder / "data_sets.json"
         with self._mutex:
             known = {key: each for key, each in read_json(path).items() if _is_entry(each)}
@@ -209,12 +223,15 @@ class Cache:
     def statistics(self) -> dict[str, LevelStatistics]:
         """Returns what each level has delivered to this process so far.
 
-        The keys are `images`, `memory`, `disk` and `origin`.
+        The levels are called `images`, `memory`, `disk` and `origin`.
         """
         return self._statistics.levels()
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Returns each active level's number of records and bytes, for all processes together."""
+        """Returns how many records and bytes are in each active level.
+
+        All processes of the node share the levels, so this doesn't depend on the process.
+        """
         stores = {
             "images": self._levels.images,
             "memory": self._levels.memory,
@@ -236,9 +253,9 @@ class Cache:
             )
 
     def close(self) -> None:
-        """Stops reading ahead, and leaves the levels.
+        """Stops reading ahead, and closes this process's files of the levels.
 
-        The last user frees the memory. Records on disk stay there.
+        If no other process uses the cache, also frees its memory. Records on disk stay there.
         """
         if not self._feeds.close():
             return
@@ -278,7 +295,10 @@ def _memory_folder(folder: Path, wanted: str | Path | None) -> Path:
 
 
 def _claim_folder(folder: Path, memory: Path) -> None:
-    """Turns the folder into a cache, unless it holds other files: we only write into caches."""
+    """Turns the folder into a cache. Raises ValueError if it contains anything else.
+
+    We never write into a folder that isn't ours.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -301,14 +321,15 @@ def _claim_folder(folder: Path, memory: Path) -> None:
 
 
 def _remove_abandoned(own: Path) -> None:
-    """Frees the memory of this user's other caches if their processes were killed."""
+    """Frees the memory of this user's other caches whose processes were all killed."""
     for other in own.parent.glob(f"jaxcross-cache-{os.getuid()}-*"):
         folder = Path(str(read_json(other / MARKER).get("cache", "")))
         if other == own or not folder.is_absolute():
             continue
         if not folder.is_dir():
-            # Either the folder was removed, or the cache belongs to a container that shares this
-            # memory but has other disks. In the latter case its levels have users.
+            # Either somebody has removed the cache's folder, or it's on the disk of a container
+            # that shares this memory with us, so that we can't find the folder from here. In the
+            # second case the cache may still be in use, so check whether its levels have users.
             if not any(has_users(users) for users in other.glob("*/users")):
                 shutil.rmtree(other, ignore_errors=True)
             continue
@@ -341,5 +362,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON object, completely or not at all."""
+    """Writes a JSON object. The file is written completely or not at all."""
     write_whole(path, json.dumps(value, indent=1).encode(), shared=True)

@@ -1,4 +1,7 @@
-"""Shows people what a cache holds and what its latest run has read, without joining its users."""
+"""Reads what a cache contains and what its latest run has read, for `jaxcross data info`.
+
+This only reads the cache's files, and doesn't become one of the cache's users.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class LevelInfo:
         budget_bytes: The level's budget; None for the origin, and if the level is off.
         used_bytes: Size of the records in the level.
         records: Number of records in the level.
-        given: What it has delivered to all processes of the run.
+        given: What the level has delivered to all processes of the run.
     """
 
     name: str
@@ -33,14 +36,15 @@ class LevelInfo:
 
 
 def is_cache(folder: Path) -> bool:
-    """Returns whether `folder` is a cache."""
+    """Whether `folder` is a cache."""
     return bool(read_json(folder / MARKER))
 
 
 def cache_info(folder: Path) -> list[LevelInfo]:
     """Returns the cache's levels, the fastest first, with the statistics of its latest run.
 
-    While a run is in progress, its processes write their statistics every few seconds.
+    If a run is in progress, the statistics may be a few seconds old, because its processes only
+    write them every few seconds.
     """
     memory = Path(str(read_json(folder / MARKER).get("memory", folder)))
     runs = [

@@ -1,6 +1,6 @@
 """File locks between the threads, processes and runs of one machine.
 
-We use the kernel's locks because it releases those of a process that dies.
+We use the kernel's file locks, because the kernel releases them when a process dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Self, final
 
 POLL_S = 0.02
-# The kernel's `struct flock`: kind, origin, first byte, number of bytes, process.
+# The fields of the kernel's `struct flock`: the kind of lock, what the offset is relative to, the
+# offset of the first byte, the number of bytes, and the process.
 BYTE_LOCK = struct.Struct("hhqqi4x")
 
 
@@ -24,7 +25,7 @@ BYTE_LOCK = struct.Struct("hhqqi4x")
 class FileLock:
     """Mutual exclusion among all threads and processes that name the same file. Not reentrant.
 
-    Use it as a context manager. Once it's closed, it excludes only the threads of this process.
+    Use it as a context manager. Once it's closed, it only excludes the threads of this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,12 +58,12 @@ class FileLock:
 
 @final
 class Users:
-    """One user of something that several processes share.
+    """One user of a resource that several processes share.
 
-    Create and leave it while holding a lock that all users take.
+    Create this object, and call `leave`, while holding a lock that all users take.
 
     Attributes:
-        is_first: Whether there was no other user when this one joined.
+        is_first: Whether there was no other user when this one was created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,14 +72,14 @@ class Users:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def leave(self) -> bool:
-        """Ends the use. Returns whether there is no other user."""
+        """Stops using the resource. Returns whether there's no other user any more."""
         is_last = _is_alone(self._fd)
         os.close(self._fd)
         return is_last
 
 
 def has_users(path: Path) -> bool:
-    """Returns whether any process uses the file; False if the file doesn't exist."""
+    """Whether any process has locked this file as a user. False if the file doesn't exist."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -91,22 +92,25 @@ def has_users(path: Path) -> bool:
 
 @final
 class Claims:
-    """Claims on records that are being fetched. Only one thread of one process can hold each claim.
+    """Claims on records that are being fetched, so that each record is fetched only once.
 
-    A claim is a lock on one byte of a file, at the offset of the record's number. The lock belongs
-    to this object's open file rather than to the process, because a process may have several
-    caches. A thread must not wait for a claim while it holds claims itself: two threads that each
-    wait for the other's would deadlock.
+    On the whole node, only one thread at a time can hold the claim on a record. The claim is a lock
+    on a single byte of a file, at the offset given by the record's number. A process may have
+    several caches, so we use locks that belong to an open file rather than to the process.
+
+    A thread must not wait for a claim while it holds claims itself. Otherwise, two threads could
+    wait for each other's claims forever.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = _open(path)
         self._lock = threading.Lock()
-        # The kernel's locks don't exclude threads that share an open file.
+        # Claims held by threads of this process. They all use the same open file, so the kernel's
+        # locks don't exclude them from one another.
         self._own: set[int] = set()
 
     def take(self, numbers: Iterable[int]) -> set[int]:
-        """Claims those numbers that are free, and returns them. Doesn't wait."""
+        """Claims those of the numbers that nobody has claimed, and returns them. Doesn't wait."""
         taken = set()
         with self._lock:
             for number in numbers:
@@ -116,14 +120,14 @@ class Claims:
         return taken
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Releases claims of this thread."""
+        """Releases claims that this thread holds."""
         with self._lock:
             for number in numbers:
                 self._set(fcntl.F_UNLCK, number)
                 self._own.discard(number)
 
     def wait(self, number: int, stop: threading.Event) -> None:
-        """Waits until no other thread claims a record, or `stop` is set."""
+        """Waits until no other thread holds the claim on a record, or `stop` is set."""
         while not self.take([number]):
             if stop.wait(POLL_S):
                 return
@@ -139,7 +143,7 @@ class Claims:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, BYTE_LOCK.pack(kind, os.SEEK_SET, number, 1, 0))
 
     def close(self) -> None:
-        """Closes the file, which releases all claims of this object."""
+        """Closes the file, which releases all claims that were made with this object."""
         os.close(self._fd)
 
 
@@ -148,7 +152,7 @@ def _open(path: Path) -> int:
 
 
 def _is_alone(fd: int) -> bool:
-    """Returns whether no other user has locked the file. If so, we now hold it exclusively."""
+    """Returns whether no other user has locked the file. If so, also locks it exclusively."""
     with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

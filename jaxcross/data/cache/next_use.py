@@ -1,29 +1,35 @@
 """Decides which records a cache level keeps, and predicts hits with a simulation. Pure.
 
-A stream's shuffled order follows from its seed, so we don't have to guess which records will be
-needed soon, as LRU does: we know the position at which each stream uses each record next. If all
-records have the same size, the best choice is to drop the record whose next use is furthest away
-(L. A. Belady, 1966, https://doi.org/10.1147/sj.52.0078). If several streams use a level, the stream
-that needs a record soonest counts.
+**Problem.** When a new record arrives at a full level, should the level drop other records for it,
+and which ones? Most caches have to guess from the past. LRU, for example, assumes that the records
+used last will be needed again soonest. We don't have to guess. A stream's shuffled order follows
+from its seed, so we know the position at which each stream will use each record next.
 
-**Distance.** A record's distance is the number of positions until its next use. When a record
-arrives at a full level, `Room.victims` sorts the residents by distance, and drops the most distant
-ones if the newcomer is needed sooner. Otherwise it refuses the newcomer.
+**Belady's rule.** If all records have the same size, there are the fewest misses if we always drop
+the record whose next use is furthest away (L. A. Belady, 1966,
+https://doi.org/10.1147/sj.52.0078). We call the number of positions until a record's next use its
+distance. If several streams use the level, the stream that needs the record soonest determines the
+distance. So when a record arrives at a full level, `Room.victims` sorts the records in the level by
+distance. If the new record is needed sooner than the most distant ones, it replaces these.
+Otherwise the level refuses the new record.
 
-**Cost.** Finding the most distant residents means sorting them, which takes 0.1 s for a million
-records. Doing that for every record would be too slow, so `Room` departs from Belady's rule in two
-ways:
+**Cost.** Sorting a million records takes 0.1 s, which is too slow to do for each new record. So we
+deviate from Belady's rule in two ways, which `Room` implements:
 
-- It drops a batch at a time (1/64 of the level), so the room lasts for many newcomers.
-- After each sort it remembers the distance of the nearest record in the batch, which is its bound.
-  For the next 1/64 of the residents' number of offers, it refuses any newcomer at or beyond that
-  bound without sorting again.
+- Once we've sorted, we drop not just one record but as many as fill 1/64 of the level. The free
+  space then lasts for many new records.
+- After each sort, we remember a bound: the smallest distance among the records that we dropped, or
+  would have dropped. A new record whose distance is at or beyond the bound is refused without
+  sorting. The bound becomes stale as the streams advance, so we sort again after a number of offers
+  that's 1/64 of the number of records in the level.
 
-**A single stream** uses every record once per pass, so exchanging records gains nothing; see
-`Room.offer_copy`.
+**A single stream** uses every record once per pass, so replacing a record that it still needs by
+another one gains nothing. If a record is in a slower level anyway, we don't drop needed records in
+a faster level for it; see `Room.offer_copy`.
 
-**Simulation.** `simulate` makes the same decisions as the real levels but reads no data, so it can
-predict hits for a given set of budgets, and compare them with LRU.
+**Simulation.** `simulate` makes the same decisions as the real levels, but reads no data. It
+predicts how many records a cache with given budgets would find in each level, and how many it would
+find with LRU.
 """
 
 from __future__ import annotations
@@ -36,9 +42,12 @@ import numpy as np
 
 PAGE_BYTES = 4096
 NEVER = 2**62
-"""Position of a use that isn't known to come."""
+"""Stands for the position of a record's next use if we know of no further use."""
 UNNEEDED = NEVER // 2
-"""Least distance of a record that isn't known to be used again."""
+"""A record with at least this distance isn't known to be used again.
+
+Distances are differences of positions, so they're a bit smaller than `NEVER` even for such records.
+"""
 BATCH_SHARE = 64
 """A level drops 1/64 of its pages at a time, because sorting a million records takes 0.1 s."""
 
@@ -53,7 +62,7 @@ def pages_of(nbytes: int) -> int:
 
 @final
 class Room:
-    """Decides what one full level drops to make room for a new record.
+    """Decides which records a full level drops to make room for a new one.
 
     Args:
         capacity: The level's size in pages.
@@ -61,23 +70,28 @@ class Room:
 
     def __init__(self, capacity: int) -> None:
         self._batch = capacity // BATCH_SHARE
-        self._bound = 0  # distance at or beyond which we refuse without looking; set by each look
-        self._offers = 0
-        self._patience = 0
-        self._refusals = 0  # number of copies still to refuse without looking
+        self._bound = 0  # a new record at this distance or beyond is refused without sorting
+        self._offers = 0  # number of records offered since the latest sort
+        self._patience = 0  # after this many offers, we sort again in any case
+        self._refusals = 0  # how many more copies `offer_copy` refuses before it tries again
 
     def offer_copy(self, put: Callable[[bool], bool], *, several_streams: bool) -> bool:
         """Offers a full level a copy of a slower level's record. Returns whether it's there now.
 
-        A single stream uses each record once per pass, so a record has to be kept for about a whole
-        pass until it is used again. A level that holds a quarter of the records therefore serves a
-        quarter of the reads, whichever records these are. Replacing records that the stream still
-        needs would gain nothing, and took 0.2 ms per 100 kB record. With several streams it does
-        pay, because another one may need the record soon.
+        Suppose there's a single stream. It uses each record once per pass, so after a record was
+        used, it has to be kept for about a whole pass until it's used again. A level that holds a
+        quarter of the records therefore serves a quarter of the reads, no matter which records it
+        holds. Replacing them would gain nothing. When we still did it, it took 0.2 ms per record of
+        100 kB, which raised the CPU time per image from 0.89 to 1.19 times that of reading a local
+        folder (benchmarks/results/benchmarks.md). So for a single stream, a copy may only replace
+        records of which we don't know that they're needed again.
+
+        With several streams, replacing does pay, because another stream may need the record soon.
 
         Args:
-            put: Offers the record. Its argument says whether the record may replace others that are
-                needed later.
+            put: Function that offers the record to the level, and returns whether the level has it
+                then. Its argument says whether the record may replace records that are needed
+                later.
             several_streams: Whether more than one stream uses the level.
         """
         if several_streams:
@@ -85,6 +99,7 @@ class Room:
         if self._refusals > 0:
             self._refusals -= 1
             return False
+        # Each try means sorting the records, so after a failure we refuse some copies untried.
         taken = put(False)
         self._refusals = 0 if taken else self._batch
         return taken
@@ -95,27 +110,33 @@ class Room:
         distance: int,
         residents: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]],
     ) -> np.ndarray | None:
-        """Chooses the residents to drop for a new record, the furthest next use first.
+        """Chooses the records to drop for a new one, starting with the furthest next use.
 
         Args:
             needed: Number of pages that are missing for the new record.
             distance: Number of positions until the new record is used.
-            residents: Returns numbers, distances and pages of all residents. It's expensive, so we
-                call it only if the result can matter.
+            residents: Returns numbers, distances and pages of all records in the level. Calling it
+                is expensive, so we do that only if we don't refuse the new record straight away.
 
         Returns:
-            Numbers of the records to drop, or None if the new record is needed later than they are.
+            Numbers of the records to drop, or None if the new record is needed at the same time as
+            one of them, or later.
         """
         self._offers += 1
         if distance >= self._bound and self._offers <= self._patience:
-            return None
+            return None  # it would lose against what the latest sort found
         numbers, distances, pages = residents()
         self._offers = 0
         self._patience = len(numbers) // BATCH_SHARE
+        # Sort by distance, the furthest first, and by number if distances are equal, so that the
+        # simulation makes the same choice as a real level. `freed[n]` is the number of pages that
+        # we get by dropping the first n + 1 records.
         order = np.argsort(-distances, kind="stable")
         freed = np.cumsum(pages[order])
         if not len(freed) or freed[-1] < needed:
             return None
+        # Drop a whole batch of records, or more if the new record needs more pages. But do so only
+        # if the new record is needed sooner than every record in the batch.
         last = min(int(np.searchsorted(freed, max(needed, self._batch))), len(order) - 1)
         self._bound = int(distances[order[last]])
         return numbers[order[: last + 1]] if distance < self._bound else None
@@ -126,11 +147,12 @@ class NextUse:
     """The position at which one stream uses each record next, updated as the stream advances.
 
     Args:
-        table: int64 `[records]`, filled here. It may be in shared memory.
-        order: The stream's passes.
+        table: int64 `[records]`. We write the positions to this array, which may be in shared
+            memory.
+        order: Returns the order of the records in each pass.
         length: Number of records per pass.
         start: The stream's first position.
-        stop: The position after its last.
+        stop: The position after the stream's last one.
     """
 
     def __init__(self, table: np.ndarray, order: Order, length: int, start: int, stop: int) -> None:
@@ -141,15 +163,22 @@ class NextUse:
         self._stop = stop
         self._epoch = start // length
         self._records = order(self._epoch)
+        # A pass uses no record twice. So until a record is taken in this pass, its next use is in
+        # this pass, and after that it's in the next pass. A pass may also leave out some records.
+        # If a record is in neither pass, its next use counts as unknown (`NEVER`).
         self._later = self._positions(self._epoch + 1)
         np.minimum(self._positions(self._epoch), self._later, out=self.table)
 
     def take(self, position: int) -> int:
-        """Returns the record at `position`, and notes its next use. Positions must be in order."""
+        """Returns the record at `position`, and updates the position of its next use.
+
+        You must call this for all positions in order.
+        """
         epoch, index = divmod(position, self._length)
         if epoch != self._epoch:
             self._epoch = epoch
             self._records = self._order(epoch)
+            # The pass that was the next one has become the current one.
             current = self._later
             self._later = self._positions(epoch + 1)
             np.minimum(current, self._later, out=self.table)
@@ -158,17 +187,22 @@ class NextUse:
         return record
 
     def _positions(self, epoch: int) -> np.ndarray:
+        """Returns each record's position in a pass, or `NEVER` if the pass leaves it out."""
         positions = np.full(len(self.table), NEVER, np.int64)
         first = epoch * self._length
         if first >= self._stop:
             return positions
         positions[self._order(epoch)] = np.arange(first, first + self._length)
+        # The stream may begin or end in the middle of this pass.
         positions[(positions < self._start) | (positions >= self._stop)] = NEVER
         return positions
 
 
 def groups(start: int, stop: int, length: int, size: int) -> Iterator[range]:
-    """Yields ranges of up to `size` positions. None spans two passes, so it has no record twice."""
+    """Yields consecutive ranges of up to `size` positions.
+
+    No range spans two passes, so no record occurs in it twice.
+    """
     while start < stop:
         end = min(start + size, stop, (start // length + 1) * length)
         yield range(start, end)
@@ -177,12 +211,12 @@ def groups(start: int, stop: int, length: int, size: int) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What all streams read in one pass, by level.
+    """How many records all streams together read from each level in one pass.
 
     Attributes:
-        hits: Number of records that each level had, in the order of the levels.
-        origin: Number of records that no level had.
-        origin_bytes: Number of bytes that the origin sent for them.
+        hits: Number of records that were found in each level, in the order of the levels.
+        origin: Number of records that were found in no level.
+        origin_bytes: Number of bytes that the origin sent for these records.
     """
 
     hits: tuple[int, ...]
@@ -191,13 +225,13 @@ class Tally:
 
     @property
     def hit_share(self) -> float:
-        """Share of the records that some level had."""
+        """Fraction of the records that were found in some level."""
         return sum(self.hits) / max(1, sum(self.hits) + self.origin)
 
 
 @final
 class _Level:
-    """One simulated level."""
+    """One simulated level. Its methods correspond to those of `PageStore`."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.free = budget_bytes // PAGE_BYTES
@@ -225,6 +259,8 @@ class _Level:
                     np.array([self.pages[number] for number in numbers], np.int64),
                 )
 
+            # If the record mustn't replace others that are needed, treat it as if it weren't needed
+            # itself.
             own = max(int(distance(np.array([record]))[0]), 0 if exchange else UNNEEDED)
             victims = self._room.victims(pages - self.free, own, residents)
             if victims is None:
@@ -264,11 +300,14 @@ def simulate(
 ) -> list[Tally]:
     """Predicts how many records each pass reads from each level. Reads no data.
 
-    It makes the same decisions as the real levels.
+    The simulated levels make the same decisions as real ones. The simulated streams advance in
+    turn, whereas in a real run one job may be some records ahead of another one, so the prediction
+    isn't exact. In our benchmark, the number of bytes that were actually read from the origin was
+    within 3% of the prediction (benchmarks/results/benchmarks.md).
 
     Args:
-        orders: The passes of each stream on the node, i.e. one entry per job and rank. The streams
-            advance in turn.
+        orders: The order of the records in each pass, for each stream on the node, i.e. for each
+            job and rank.
         sizes: Size of each record in bytes.
         budgets: Size of each level in bytes, the fastest level first. A level uses whole pages of
             4096 bytes.
@@ -277,7 +316,8 @@ def simulate(
         group: Number of records that are looked up before the missing ones are fetched. In a real
             cache that's half of `ahead_records`.
         read_bytes: Bytes that the origin sends for each record, if that differs from `sizes`.
-        policy: `next_use`, or `lru` to see what keeping the most recently used records would give.
+        policy: `next_use`, or `lru` to see how a cache would do that keeps the most recently used
+            records.
 
     Raises:
         ValueError: `policy` is neither `next_use` nor `lru`.
@@ -302,18 +342,22 @@ def simulate(
         ]
         return np.maximum(np.min(each, axis=0), 0)
 
+    # With LRU, the level drops the record that was used longest ago. So the time since a record's
+    # latest use takes the place of its distance.
     def by_last_use(numbers: np.ndarray) -> np.ndarray:
         return clock - last_use[numbers]
 
     distance = by_next_use if policy == "next_use" else by_last_use
-    for turn in groups(0, stop, length, group):
+    for positions_of_group in groups(0, stop, length, group):
         for index, stream in enumerate(streams):
             missing: list[int] = []
-            for position in turn:
+            for position in positions_of_group:
                 record = stream.take(position)
                 positions[index] = position + 1
                 clock += 1
                 last_use[record] = clock
+                # The fastest level that has the record delivers it, and the levels that are even
+                # faster are offered a copy.
                 found = next((n for n, level in enumerate(levels) if record in level.pages), None)
                 if found is None:
                     missing.append(record)
@@ -324,6 +368,8 @@ def simulate(
                     level.put_copy(
                         record, int(pages[record]), distance, several_streams=len(streams) > 1
                     )
+            # As in the real cache, the missing records are fetched after the whole group was looked
+            # up, and are offered to the slowest level first.
             for record in missing:
                 for level in reversed(levels):
                     level.put(record, int(pages[record]), distance)

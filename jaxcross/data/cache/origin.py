@@ -1,6 +1,6 @@
-"""Where a data set is stored: a local folder, or byte ranges of a file system of fsspec.
+"""Where a data set is stored: in a local folder, or at a URL that's read in byte ranges by fsspec.
 
-Nothing here writes to the data set or deletes any of it.
+Nothing here modifies or deletes any part of the data set.
 """
 
 from __future__ import annotations
@@ -23,23 +23,33 @@ from jaxcross._files import write_whole
 from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
 
 CONNECTIONS = 32
-"""Number of byte ranges that are read at once. With fsspec's default of 128 some requests starved:
-over an 8 Mbit/s link we measured 19 s rather than 12 s, and once 200 s.
+"""Number of byte ranges that are read at once.
+
+With fsspec's default of 128, some requests starved: over an 8 Mbit/s link, reading took 19 s rather
+than 12 s, and once even 200 s.
 """
 TRIES = 7
-WAIT_S = 0.5  # doubled after each try: 31.5 s in all, because rate-limited stores ask for that
+# How long we wait before the second try. We double the wait before each further try, so the waits
+# add up to 31.5 s. Stores that limit the rate of requests ask their clients to do so.
+WAIT_S = 0.5
 FOOTER_HEAD = struct.Struct("<QQQI")  # size of the shard, offset and size of the footer, checksum
 
 
 class Fetched(NamedTuple):
-    """Records in the order of the request, and the bytes that the origin sent for them."""
+    """Records in the order of the request, and how many bytes the origin sent for them."""
 
     records: list[bytes]
     nbytes: int
 
 
 class Shard(NamedTuple):
-    """One file of a split: its path, the first record in use, and how many records are in use."""
+    """One file of a split.
+
+    Attributes:
+        path: The file.
+        skip: Number of records at its start that don't belong to the split.
+        take: Number of records after these that belong to the split.
+    """
 
     path: str
     skip: int
@@ -52,7 +62,7 @@ class Origin(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Text that differs if the records may differ."""
+        """Text that identifies the records. It changes whenever the records may have changed."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -63,7 +73,7 @@ class Origin(ABC):
 
         Raises:
             OSError: The storage can't be read.
-            ValueError: The bytes it sends aren't a record.
+            ValueError: The storage sent bytes that aren't a record.
         """
 
 
@@ -72,9 +82,9 @@ class LocalOrigin(Origin):
     """A folder in this machine's file system, which may be a network mount.
 
     Args:
-        shards: The files.
-        source: Their records, read by ArrayRecord.
-        identity: Tells apart data sets that have the same files.
+        shards: The files of the split.
+        source: The records in these files, read by ArrayRecord.
+        identity: Distinguishes data sets that have the same files.
     """
 
     def __init__(self, shards: Sequence[Shard], source: Any, identity: str) -> None:
@@ -97,13 +107,13 @@ class LocalOrigin(Origin):
 
 @final
 class FooterFiles:
-    """Footers in a folder of the node, by their shard's path. Treats damaged files as missing."""
+    """Footers of remote shards, saved in a folder of the node. Ignores files that are damaged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def load(self, shard: str) -> Footer | None:
-        """Returns a footer that was saved, or None."""
+        """Returns the footer that was saved for this shard, or None."""
         with suppress(OSError, struct.error):
             content = self._path(shard).read_bytes()
             nbytes, start, index_bytes, crc = FOOTER_HEAD.unpack_from(content)
@@ -116,7 +126,7 @@ class FooterFiles:
         return None
 
     def save(self, shard: str, footer: Footer) -> None:
-        """Saves a footer. If the disk is full, it isn't saved, and will be fetched again."""
+        """Saves a footer. Does nothing if the disk is full; it's then fetched again next time."""
         content = footer.index + footer.postscript
         head = (footer.nbytes, footer.start, len(footer.index))
         crc = zlib.crc32(content, zlib.crc32(FOOTER_HEAD.pack(*head, 0)))
@@ -130,14 +140,14 @@ class FooterFiles:
 
 @final
 class RemoteOrigin(Origin):
-    """A split's shards on a file system of fsspec. Their footers are cached in files on the node.
+    """A split's shards on one of fsspec's file systems. Their footers are saved on the node.
 
     Args:
         fs: The file system.
-        shards: The files.
-        identity: Tells apart data sets that have the same file names.
-        footers: The cached footers.
-        stop: When set, ends the waits between tries.
+        shards: The files of the split.
+        identity: Distinguishes data sets that have the same file names.
+        footers: Where the footers are saved.
+        stop: Once this is set, we give up instead of waiting for the next try.
     """
 
     def __init__(
@@ -153,7 +163,7 @@ class RemoteOrigin(Origin):
         self._footers = footers
         self._stop = stop
         self._fingerprint = _digest(identity, [tuple(shard) for shard in shards])
-        # Number of each shard's first record.
+        # The number of each shard's first record in the split.
         self._firsts = np.cumsum([0] + [shard.take for shard in shards])
         self._known: dict[int, Footer] = {}
 
@@ -165,11 +175,11 @@ class RemoteOrigin(Origin):
         return int(self._firsts[-1])
 
     def read(self, records: Sequence[int]) -> Fetched:
-        wanted: dict[int, list[int]] = defaultdict(list)  # shard -> places in `records`
+        wanted: dict[int, list[int]] = defaultdict(list)  # maps shards to places in `records`
         for place, record in enumerate(records):
             wanted[self._place(record)[0]].append(place)
         nbytes = self._load_footers(list(wanted))
-        ranges: dict[tuple[int, int], int] = {}  # shard and offset -> offset of the end
+        ranges: dict[tuple[int, int], int] = {}  # maps shard and start of each range to its end
         for shard, places in wanted.items():
             for place in places:
                 start, end = self._known[shard].range_of(self._place(records[place])[1])
@@ -194,7 +204,7 @@ class RemoteOrigin(Origin):
         return Fetched(found, nbytes + sum(map(len, contents)))
 
     def read_bytes(self, record: int) -> int:
-        """Returns how many bytes the origin sends for one record. May have to read a footer."""
+        """Returns how many bytes the origin sends for a record. May have to read a footer."""
         shard, index = self._place(record)
         self._load_footers([shard])
         start, end = self._known[shard].range_of(index)
@@ -258,13 +268,14 @@ class RemoteOrigin(Origin):
             ) from error
 
     def _ranges(self, wanted: Sequence[tuple[int, int, int]]) -> list[bytes]:
-        """Reads byte ranges (shard, start, end), all at once."""
+        """Reads several byte ranges at once, each given as (shard, start, end)."""
         paths = [self._shards[shard].path for shard, _, _ in wanted]
         starts = [start for _, start, _ in wanted]
         ends = [end for _, _, end in wanted]
         if not wanted:
             return []
-        # Other file systems, e.g. fsspec's caches, read the ranges one after another.
+        # Only asynchronous file systems read several ranges at once. Other ones, e.g. fsspec's
+        # caches, read one after the other, so we don't set a limit for them.
         several = isinstance(self._fs, AsyncFileSystem)
         options = {"batch_size": self._fs.batch_size or CONNECTIONS} if several else {}
         contents = self._retried(
@@ -284,8 +295,8 @@ class RemoteOrigin(Origin):
             try:
                 return call()
             except Exception as error:  # each file system of fsspec raises errors of its own
-                # Over HTTP, fsspec raises `FileNotFoundError` if the server is down, so we retry
-                # after it, too.
+                # We even retry after `FileNotFoundError`, because that's what fsspec raises over
+                # HTTP if the server is down.
                 again = attempt < TRIES and not isinstance(error, PermissionError)
                 if again and not self._stop.wait(WAIT_S * 2 ** (attempt - 1)):
                     continue

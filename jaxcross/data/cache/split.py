@@ -1,4 +1,4 @@
-"""One split of a data set, read through the levels: decoded images, memory, disk, origin."""
+"""One split of a data set, read through the cache's levels: images, memory, disk, origin."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ IMAGE = struct.Struct("<IIq")  # height, width and label, before the pixels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """The levels of a cache, None if turned off, and what they share.
+    """The levels of a cache, and what they share.
 
     Attributes:
-        images: Decoded images in memory.
+        images: Decoded images in memory. Like the other levels, it's None if it's turned off.
         memory: Encoded records in memory.
         disk: Encoded records on the node's disk.
+        claims: Claims on records that are being fetched.
+        streams: All streams on the node.
+        statistics: What each level has delivered to this process.
     """
 
     images: PageStore | None
@@ -48,8 +51,8 @@ class CachedSplit:
         origin: Where the records are stored.
         parse: Turns a record's bytes into an example.
         base: Number of the split's first record among all records of the cache.
-        salt: A number that differs between splits.
-        ahead_records: Maximum number of records that a stream holds.
+        salt: Seed of the split's checksums, which differs between splits; see `PageStore.put`.
+        ahead_records: Maximum number of records that a stream keeps until they're taken.
         feeds: Keeps track of the feeds, so that the cache can close them.
         on_group: Called each time a group of records has been fetched.
     """
@@ -80,11 +83,17 @@ class CachedSplit:
         return len(self._origin)
 
     def __getitem__(self, record: int) -> Any:
-        """Reads one example from the fastest level that has it."""
+        """Returns one example, read from the fastest level that has its record."""
         return self._parse(self.read(record)[0])
 
     def feed(self, record_at: Callable[[int], int], *, length: int, start: int, stop: int) -> Feed:
-        """Starts to read ahead of a stream from `start` to `stop`, with passes of `length`.
+        """Starts reading ahead for a stream.
+
+        Args:
+            record_at: Returns the number of the record at a position.
+            length: Number of positions per pass.
+            start: The first position.
+            stop: The position after the last one.
 
         Raises:
             RuntimeError: The cache was closed.
@@ -102,7 +111,10 @@ class CachedSplit:
         )
 
     def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream:
-        """Announces to the levels of all processes when a stream needs each record."""
+        """Announces a stream, so that the levels know when it needs each record.
+
+        The levels are shared, so this also reaches the other processes on the node.
+        """
         records = len(self)
         record_at = passes.record_at
         return self._levels.streams.add(
@@ -116,19 +128,19 @@ class CachedSplit:
         )
 
     def has_image(self, record: int) -> bool:
-        """Returns whether the decoded image is in memory."""
+        """Whether the record's decoded image is in memory."""
         return self._levels.images is not None and self._base + record in self._levels.images
 
     def image(
         self, record: int, raw: bytes | None, decode: Callable[[Any], tuple[np.ndarray, int]]
     ) -> tuple[np.ndarray, int]:
-        """Returns an image, uint8 `[height, width, 3]`, and its label.
+        """Returns a record's image, uint8 `[height, width, 3]`, and its label.
 
-        The image is read-only if it was in memory.
+        If the decoded image was found in memory, it's read-only.
 
         Args:
             record: The record's number.
-            raw: The record's bytes, if they were read already.
+            raw: The record's bytes, if they've already been read.
             decode: Turns an example into an image and a label.
         """
         images = self._levels.images
@@ -148,12 +160,18 @@ class CachedSplit:
         return image, label
 
     def read(self, record: int) -> tuple[bytes, str]:
-        """Reads one record. Returns its bytes, and the level that had it. Waits for that level."""
+        """Reads one record. Returns its bytes, and the level in which it was found.
+
+        Waits for the memory, the disk, or the data set's storage.
+        """
         found = self.find(record)
         return found or next((raw, level) for _, raw, level in self._from_origin([record]))
 
     def find(self, record: int) -> tuple[bytes, str] | None:
-        """Looks for a record in memory and on disk. Offers to memory what it finds on disk."""
+        """Looks for a record in memory and on disk. Returns its bytes and the level, or None.
+
+        If the record is found on disk, it's offered to the level in memory.
+        """
         number = self._base + record
         for name, level in (("memory", self._levels.memory), ("disk", self._levels.disk)):
             began = time.perf_counter()
@@ -168,16 +186,22 @@ class CachedSplit:
     def fetch(
         self, records: Sequence[int], stream: OwnStream, stop: threading.Event
     ) -> Iterator[tuple[int, bytes, str]]:
-        """Reads records that no level had, and offers them to the levels.
+        """Reads records that weren't found in any level, and offers them to the levels.
 
-        `stream` must have taken all of them. Several streams of the node may need the same record
-        at once. To read it from the origin only once, a stream claims what it can, reads that, and
-        gives up its claims. Only then does it wait for the records that other streams have claimed:
-        waiting while it holds claims could deadlock.
+        Several streams on the node may need the same record at the same time, but we want to read
+        it from the origin only once. So the stream first claims all records that nobody else has
+        claimed, reads these, and releases its claims. Then it waits until the records that other
+        streams have claimed are in some level. If it waited for these while holding its own claims,
+        two streams could wait for each other forever.
+
+        Args:
+            records: Numbers of the records. `stream` must have taken all of them.
+            stream: The stream that needs the records.
+            stop: Once this is set, we stop waiting for other streams.
 
         Yields:
-            Record, bytes, and the level that had the record. This can be a cache level, because
-            another process may have just filled it.
+            Each record's number, its bytes, and where it was found. That may be a level of the
+            cache, because another process may have added it since we looked.
         """
         numbers = [self._base + record for record in records]
         claims = self._levels.claims
@@ -188,13 +212,15 @@ class CachedSplit:
                 for record, number in zip(records, numbers, strict=True)
                 if number not in mine
             ]
-            stream.lacks(late)  # so that the levels keep them until we've read them from there
+            # Mark the records that others are fetching as needed at once. Otherwise the levels
+            # might drop them again before we get to read them.
+            stream.lacks(late)
             absent = []
             for record in records:
                 if self._base + record not in mine:
                     continue
                 found = self.find(record)
-                if found:  # arrived after we looked for it and before we claimed it
+                if found:  # another stream added it after we looked for it, before we claimed it
                     yield record, *found
                 else:
                     absent.append(record)

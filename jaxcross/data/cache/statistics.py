@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 LEVELS = ("images", "memory", "disk", "origin")
-"""Fastest first: decoded images, encoded records in memory, the node's disk, and the data set's own
-storage.
+"""The levels, the fastest first.
+
+These are decoded images in memory, encoded records in memory, encoded records on the node's disk,
+and the data set's own storage.
 """
 
 
@@ -18,10 +20,11 @@ class LevelStatistics:
     """What one level has delivered to one process.
 
     Attributes:
-        records: Number of records that the level had.
-        nbytes: Number of bytes read from it.
-        seconds: Time spent reading from it, summed over the threads that read.
-        waited_s: Time for which threads waited because their record had not been read yet.
+        records: Number of records that were found in the level.
+        nbytes: Number of bytes read from the level.
+        seconds: Time spent reading from the level, summed over the threads that read.
+        waited_s: Time for which threads had to wait because their record hadn't been read from the
+            level yet.
     """
 
     records: int = 0
@@ -48,7 +51,7 @@ class Statistics:
         seconds: float = 0.0,
         waited_s: float = 0.0,
     ) -> None:
-        """Counts a read from `level`, or a wait for it."""
+        """Adds a read from `level`, or the time spent waiting for it, to the counters."""
         counts = self._counts[level]
         with self._lock:
             counts[0] += records
@@ -77,7 +80,7 @@ def total(parts: Iterable[LevelStatistics]) -> LevelStatistics:
 
 
 def from_json(levels: Mapping[str, Mapping[str, Any]]) -> dict[str, LevelStatistics]:
-    """Returns the counters that `as_json` has stored."""
+    """Returns the counters that `as_json` converted. A level that's missing has counted nothing."""
     return {name: LevelStatistics(**levels.get(name, {})) for name in LEVELS}
 
 

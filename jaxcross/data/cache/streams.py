@@ -1,9 +1,13 @@
 """When each record is needed next by any stream on the node.
 
-Each stream has one file in a shared folder: a memory-mapped table with the position at which the
-stream uses each record next. The stream's owner updates the table as it advances, and all processes
-read it. The owner also holds a lock on the file for as long as it lives, so the other processes
-notice its death, and remove the table.
+The levels are shared by all processes of a node, so a process that wants to drop a record must find
+out whether another process needs it soon. For this, each stream has a file in a shared folder. The
+file contains a table with the position at which the stream uses each record next. All processes map
+it into their memory. The process that owns the stream updates the table as the stream advances, and
+the other processes read it.
+
+If a process dies, its tables must not keep records in the levels forever. So the owner holds a lock
+on the file for as long as it lives. A process that finds a file without a lock removes it.
 """
 
 from __future__ import annotations
@@ -29,20 +33,25 @@ from jaxcross.data.cache.next_use import NEVER, NextUse, Order
 
 _log = logging.getLogger("jaxcross")
 
-# 8-byte words: number of the first record, records, position, and whether the table is complete
+# A file starts with four 8-byte numbers: the number of the first record, the number of records, the
+# stream's position, and whether the table is complete.
 HEADER = 4
 COMPLETE = 1
 START_S = 1.0
-"""How long a stream waits at its start until its order is known. Enough for a small data set."""
+"""How long a stream waits for its order to be computed when it starts.
+
+That's long enough for a small data set. For a large one, the stream starts without its order.
+"""
 COUNT_S = 1.0
-"""How long we reuse the count of open streams: listing the folder takes as long as reading a
-record.
+"""How long we reuse the number of open streams before we count them again.
+
+Counting means listing the folder, which takes as long as reading a record.
 """
 SUFFIX = ".stream"
 
 
 class _StreamFile(NamedTuple):
-    """A mapped file: its header, and the next position of each record."""
+    """A stream's mapped file: its header, and the position at which each record is used next."""
 
     header: np.ndarray
     table: np.ndarray
@@ -50,10 +59,11 @@ class _StreamFile(NamedTuple):
 
 @final
 class OwnStream:
-    """A stream of this process. All processes of the node can read its next uses. Not thread-safe.
+    """A stream of this process, which publishes when it needs each record. Not thread-safe.
 
-    Computing the order of a million records takes 100 s, so it's done on another thread. Until it
-    has finished, the stream continues without it, and full levels accept no new records for it.
+    Computing the order of a million records takes 100 s, so another thread does it, and the stream
+    starts without waiting for it. Until the order has been computed, the stream has published
+    nothing, so levels that are full don't accept any records for it.
     """
 
     def __init__(
@@ -73,11 +83,13 @@ class OwnStream:
         self._later: dict[int, int] = {}
 
     def take(self, position: int) -> int:
-        """Advances past `position`, and returns the record there by its number in the split."""
+        """Advances past `position`, and returns the number of the record there."""
         if self._next_use is None:
             patience_s = START_S if position == self._start else 0
             with suppress(TimeoutError):
                 self._next_use = self._pending.result(patience_s)
+                # If the order wasn't known until now, bring the table up to date with what has been
+                # taken meanwhile.
                 for earlier in range(self._start, position):
                     self._next_use.take(earlier)
                 self._header[3] = COMPLETE
@@ -87,9 +99,10 @@ class OwnStream:
         )
 
     def lacks(self, records: Sequence[int]) -> None:
-        """Marks taken records as needed at once, because another stream is still fetching them.
+        """Marks records as needed right now, although they've been taken.
 
-        The levels then keep them until this stream has read them.
+        Call it for records that another stream is still fetching. The levels then keep these
+        records until this stream has read them.
         """
         if self._next_use is not None:
             table = self._next_use.table
@@ -97,12 +110,12 @@ class OwnStream:
             table[list(records)] = self._header[2]
 
     def has(self, record: int) -> None:
-        """Marks a record that this stream lacked as needed at its regular next use again."""
+        """Undoes `lacks` for a record that has been read: it's needed at its next use again."""
         if self._next_use is not None and record in self._later:
             self._next_use.table[record] = self._later.pop(record)
 
     def close(self) -> None:
-        """Withdraws the stream, so its next uses no longer count."""
+        """Removes the stream's file, so that the levels no longer keep records for it."""
         self._withdraw()
 
 
@@ -114,7 +127,7 @@ class Streams:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._tables: dict[str, _StreamFile] = {}
-        self._private: dict[str, _StreamFile] = {}  # streams for which we couldn't write a file
+        self._private: dict[str, _StreamFile] = {}  # own streams whose file couldn't be written
         self._lock = threading.Lock()
         self._are_several = False
         self._counted_s = -math.inf
@@ -130,7 +143,17 @@ class Streams:
         start: int = 0,
         stop: int = NEVER,
     ) -> OwnStream:
-        """Announces a stream over records from `base` on, in passes of `length` positions."""
+        """Announces a stream to all processes that share the folder.
+
+        Args:
+            base: Number of the split's first record among all records of the cache.
+            records: Number of records in the split.
+            order: Returns the order of the records in each pass.
+            record_at: Returns the number of the record at a position.
+            length: Number of positions per pass.
+            start: The stream's first position.
+            stop: The position after its last one.
+        """
         name = f"{uuid.uuid4().hex}{SUFFIX}"
         try:
             table, withdraw = self._shared(name, records)
@@ -150,8 +173,8 @@ class Streams:
 
     def _shared(self, name: str, records: int) -> tuple[_StreamFile, Callable[[], object]]:
         path = self._folder / name
-        # The file gets its final name only once it's locked. Other processes would take an unlocked
-        # one for a dead process's stream, and remove it.
+        # We rename the file to its final name only after we've locked it. If another process found
+        # it unlocked, it would assume that we've died, and remove the file.
         hidden = path.with_suffix(".new")
         fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -171,9 +194,10 @@ class Streams:
             raise
 
     def distances(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns how many positions away each record's next use by any stream is."""
+        """Returns, for each record, the number of positions until any stream uses it next."""
         nearest = np.full(len(numbers), NEVER, np.int64)
         for header, table in self._refreshed():
+            # A stream's table covers only the records of its own split. It never uses the others.
             index = numbers - header[0]
             inside = (index >= 0) & (index < len(table))
             own = np.where(inside, table[np.where(inside, index, 0)], NEVER) - header[2]
@@ -181,7 +205,7 @@ class Streams:
         return np.maximum(nearest, 0)
 
     def are_several(self) -> bool:
-        """Returns whether more than one stream is open. The answer may be a second old."""
+        """Whether more than one stream is open on the node. The answer may be a second old."""
         if time.monotonic() - self._counted_s > COUNT_S:
             self._are_several = len(self._refreshed()) > 1
             self._counted_s = time.monotonic()
@@ -202,10 +226,11 @@ class Streams:
         return [each for each in every if len(each.header) == HEADER and each.header[3] == COMPLETE]
 
     def _opened(self, path: Path) -> _StreamFile | None:
-        """Maps a file, or removes it if its owner is dead."""
+        """Returns a stream's mapped file. If its owner is dead, removes it and returns None."""
         with suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
+                # If we get the lock, the owner no longer holds it, so it must have died.
                 with suppress(BlockingIOError):
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink(missing_ok=True)

@@ -238,8 +238,8 @@ def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
     ("options", "name", "message"),
     [
         ({}, "b", "no job `b`; it has resnet"),
-        ({"others": ("b",)}, "resnet", "ran next to other jobs"),
-        ({"others": ("b",)}, "b", "ran next to other jobs"),
+        ({"others": ("b",)}, "resnet", "ran alongside other jobs"),
+        ({"others": ("b",)}, "b", "ran alongside other jobs"),
         ({"steps": 2}, "resnet", "fewer than 3 whole steps"),
         ({"ran": 5}, "resnet", "several programs"),
     ],
