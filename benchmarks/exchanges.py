@@ -243,8 +243,8 @@ def worker(args: Any) -> int:
                     for key, value in own.items():
                         raw[name][key].append(value)
                 if world.rank == 0:
-                    told = ", ".join(f"{key} {value:.4f} s" for key, value in own.items())
-                    print(f"{model}, repeat {repeat}: {name}: {told}", flush=True)
+                    times = ", ".join(f"{key} {value:.4f} s" for key, value in own.items())
+                    print(f"{model}, repeat {repeat}: {name}: {times}", flush=True)
         whole = sum(x.nbytes for x in jax.tree.leaves(params))
         nbytes |= dict.fromkeys(servers, 2 * (world.size - 1) / world.size * whole)
         rows: dict[str, Any] = {

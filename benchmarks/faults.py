@@ -192,9 +192,9 @@ def run_case(case: Case) -> Result:
 def launch(case: Case, folder: Path, fault: str) -> tuple[int, str]:
     """Returns exit code and output of `fault_rank.py` under `jaxcross launch`."""
     line = f"-m jaxcross.cli launch -n {case.ranks} --events {folder / 'events'}"
-    words = [*line.split(), *program(folder, fault, case.point, case.slack)]
+    program_line = [*line.split(), *program(folder, fault, case.point, case.slack)]
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *program_line],
         text=True,
         start_new_session=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -242,11 +242,11 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
         if code == 0:
             yield "exit code 0"
         for rank in others:
-            words = re.search(rf"rank {rank} (of \d+ )?ends .*because .*rank {victim}\b.*", output)
-            if words is None or not re.search(case.named, words[0]):
+            notice = re.search(rf"rank {rank} (of \d+ )?ends .*because .*rank {victim}\b.*", output)
+            if notice is None or not re.search(case.named, notice[0]):
                 yield (
                     f"rank {rank} does not name rank {victim} and {case.named}: "
-                    f"{words and words[0]}"
+                    f"{notice and notice[0]}"
                 )
         # The post-mortem first says what the rank was in, then what the other ranks did at that
         # time.
@@ -342,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome: max((r.seconds for r in results if r.case.outcome == outcome), default=None)
         for outcome in ("leaves", "ends", "stops")
     }
-    told = {
+    notified = {
         fault: max(
             (r.told_s for r in results if r.case.fault == fault and r.told_s is not None),
             default=None,
@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     good = sum(not r.problems for r in results)
     print(
         f"{good} of {len(results)} as the table says; longest {longest}; all others told after "
-        f"{told}"
+        f"{notified}"
     )
     write_json(
         options.json,
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "cases": len(results),
             "as_expected": good,
             "longest_s": longest,
-            "told_s": told,
+            "told_s": notified,
             "promised_s": PROMISED_S,
             "rows": rows,
         },

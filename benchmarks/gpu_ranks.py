@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import ranks
 import workloads
-from ended import ends_when_told, run, started
+from ended import ends_on_signals, run, started
 from hosts import bytes_crossed
 from workloads import spread
 
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
 
     mpirun = ranks.mpirun_or_exit()
     reason = "as was asked for" if args.no_lab else available()
-    with ends_when_told(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with ends_on_signals(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         lab = stack.enter_context(Lab(hosts=RANKS, rate=args.rate)) if reason is None else None
         out = Path(folder) / "jobs.json"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ended import ends_when_told, run
+from ended import ends_on_signals, run
 from ranks import command, mpirun_or_exit
 from rivals.teams import lab_or_exit
 from workloads import parser
@@ -59,7 +59,7 @@ def on_hosts(
     """
     mpirun = mpirun_or_exit()
     with (
-        ends_when_told(),
+        ends_on_signals(),
         tempfile.TemporaryDirectory() as folder,
         lab_or_exit(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab,
     ):

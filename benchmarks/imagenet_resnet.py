@@ -48,7 +48,7 @@ import jax.numpy as jnp
 import numpy as np
 import page_cache
 import ranks
-from ended import ends_when_told, run
+from ended import ends_on_signals, run
 from hosts import bytes_crossed
 from imagenet_table import CACHES, POLICIES, show, speedups, throughput_of
 from workloads import parser, spread, write_json  # makes the examples importable
@@ -129,7 +129,7 @@ def main() -> None:
             show(result)
             write_json(args.json, __doc__, result)
         return
-    with ends_when_told(), tempfile.TemporaryDirectory() as folder:
+    with ends_on_signals(), tempfile.TemporaryDirectory() as folder:
         if args.data_dir is None:
             size: dict[str, Any] = {"width": 64, "height": 48} if args.smoke else {}
             synthesise(f"{folder}/data", images=args.images, classes=4 if args.smoke else 8, **size)
@@ -308,14 +308,14 @@ class Ranks(NamedTuple):
                     link = report.link
                 if not self.example.same_bits(*finals):
                     raise SystemExit("sequential and crossover end in different states")
-        told = {
+        facts = {
             c: {
                 p: {"images_per_s": spread([r["images_per_s"] for r in runs]), "runs": runs}
                 for p, runs in by.items()
             }
             for c, by in rows.items()
         }
-        return {"link": link, "equal_to_the_bit": True, **told}
+        return {"link": link, "equal_to_the_bit": True, **facts}
 
     def _set_cache(self, cache: str) -> float | None:
         """Drops or fills the page cache.

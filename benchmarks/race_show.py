@@ -51,10 +51,10 @@ def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         )
     console = Console(width=None if Console().is_terminal else 140)
     console.print(table)
-    words = ", ".join(f"{c:.3f} + {m:.3f}" for c, m in zip(first["c_s"], first["m_s"], strict=True))
+    costs = ", ".join(f"{c:.3f} + {m:.3f}" for c, m in zip(first["c_s"], first["m_s"], strict=True))
     console.print(
         f"bound of {first['rival']}: {first['bound_s']:.3f} s a job-step, with tax "
-        f"{first['bound_with_tax_s']:.3f}; c + m of each job: {words}; tax of an exchange "
+        f"{first['bound_with_tax_s']:.3f}; c + m of each job: {costs}; tax of an exchange "
         f"{', '.join(f'{s:.3f}' for s in first['tax_s'])} s"
     )
     if (found := facts.get("wait_free")) is not None:

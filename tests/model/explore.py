@@ -299,11 +299,11 @@ class _Search:
 
     def _story(self, number: int) -> str:
         """Returns the last moves that led a rank to a state."""
-        told: list[str] = []
+        taken_moves: list[str] = []
         while number >= 0:
             number, move = self.origin[number]
-            told.append(str(move))
-        return "\n".join(["moves of one rank:", *reversed(told[:_SHOWN])])
+            taken_moves.append(str(move))
+        return "\n".join(["moves of one rank:", *reversed(taken_moves[:_SHOWN])])
 
     def _stories(self, states: Iterable[int]) -> str:
         return "\n".join(self._story(number) for number in states)

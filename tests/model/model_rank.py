@@ -153,7 +153,7 @@ class RankModel:
                 self._post(m.JobReturned(job))
             case ("raises", job):
                 self.threads[job].does = "over"
-                self._post(m.JobRaised(job, "raised what it was told"))
+                self._post(m.JobRaised(job, "raised the error it received"))
             case ("lane",):
                 self._post(self.lane.popleft())
             case ("device",):
@@ -289,7 +289,7 @@ class RankModel:
         # Keeping them would only multiply the states.
         self.interleaver._idle_votes = self.interleaver._moves = 0
         for instruction in instructions:
-            self.spec.told(instruction)
+            self.spec.record(instruction)
             self._follow(instruction)
 
     def _follow(self, instruction: m.Instruction) -> None:

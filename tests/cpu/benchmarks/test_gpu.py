@@ -96,7 +96,7 @@ def test_copies_beside_kernels(profile: ModuleType) -> None:
     }
 
 
-def test_idle_time_is_told_apart(profile: ModuleType) -> None:
+def test_idle_time_is_split_by_cause(profile: ModuleType) -> None:
     recording = profile.read(space(STREAMS, (0, 0)))
     shares = profile.idleness(recording, [(33 * US, 90 * US)])
     assert shares["idle_share"] == pytest.approx(6 / 50)

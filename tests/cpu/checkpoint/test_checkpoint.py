@@ -142,7 +142,7 @@ def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("threads", [0, 2])
-def test_grain_goes_on_at_its_place(threads, tmp_path):
+def test_grain_iterator_resumes_at_its_position(threads, tmp_path):
     def data(world, seed):
         numbers = grain.MapDataset.range(200).shuffle(seed=seed).map(float)
         return numbers.to_iter_dataset(

@@ -38,7 +38,7 @@ PART_0 = Part(
 )
 
 
-def test_a_part_says_what_it_was_told():
+def test_part_parsed_from_its_text_is_equal():
     assert parse(to_text(PART_0)) == PART_0
 
 

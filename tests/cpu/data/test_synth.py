@@ -58,7 +58,7 @@ def test_interrupted_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_class_can_be_told_from_the_image(tmp_path: Path) -> None:
+def test_class_can_be_recognised_from_the_image(tmp_path: Path) -> None:
     """The nearest mean colour, learnt from training images, classifies most validation images."""
     synthesise(tmp_path, images=96, classes=6, width=64, height=48)
     train = next(train_batches(tmp_path, batch_size=96, image_size=32))

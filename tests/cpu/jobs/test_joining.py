@@ -168,7 +168,7 @@ def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
     assert all(status == "stopped" and 3 <= step <= 4 for status, step in results[0])
 
 
-def test_a_paused_job_takes_no_turn_until_it_goes_on():
+def test_paused_job_takes_no_turn_until_resumed():
     def work(world):
         order, begun = Order(), []
         runner = Runner(world, instruments=[order])

@@ -105,7 +105,7 @@ def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
 
         return fn, {"step": make_step(world, "bad")}
 
-    for error, bad in failing_loop_results(ranks, 0, start):
+    for error, bad in failing_loop_results(ranks, start):
         assert re.match(
             r"Job `bad` failed on ranks? [\d, ]+ after step 1: JobError: "
             r"`job\.batches` of job `bad` was iterated in thread `mine`, not in the job's own: "

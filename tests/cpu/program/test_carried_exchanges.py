@@ -95,7 +95,7 @@ def products(program: Program) -> list[int]:
 @pytest.mark.parametrize("metric", [False, True])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_it_waits_for_nothing_and_all_products_run_next_to_it(
+def test_carried_exchange_waits_for_nothing_and_overlaps_all_products(
     mean: Any, metric: bool, cut: Any, rows: int
 ) -> None:
     """Even gradients larger than their inputs aren't left until after the commit."""
@@ -185,7 +185,7 @@ def that_all_work_waits_for(state: Any, x: Any) -> Any:
     return jax.grad(loss_of)(whole, x)
 
 
-def next_to_no_work(state: Any, x: Any) -> Any:
+def without_other_work(state: Any, x: Any) -> Any:
     return lax.psum(state[1], "batch"), jnp.tanh(x)
 
 
@@ -196,7 +196,7 @@ def next_to_no_work(state: Any, x: Any) -> Any:
         of_arithmetic_with_other_readers,
         of_work,
         that_all_work_waits_for,
-        next_to_no_work,
+        without_other_work,
     ],
 )
 def test_other_exchanges_are_not_carried(step: Any) -> None:

@@ -155,7 +155,7 @@ def into_a_tuple(order: Any, tree: Any) -> Any:
     return tuple(lax.psum(X @ tree[k].T, "x") for k in order)
 
 
-def next_to_a_state(order: Any, tree: Any) -> Any:
+def alongside_a_state(order: Any, tree: Any) -> Any:
     return {k: v + 1 for k, v in tree.items()}, [lax.pmean(jnp.sum(tree[k]), "x") for k in order]
 
 
@@ -207,7 +207,7 @@ SWAPPED = [
     rematerialised,
     into_a_list,
     into_a_tuple,
-    next_to_a_state,
+    alongside_a_state,
     list_of_gradients,
     list_of_a_dict,
     list_of_rows,

@@ -343,7 +343,7 @@ def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
     add = lambda x: x + (lax.psum(x + 1, "batch") > 0 if kind == "exchanges" else 1)  # noqa: E731
     length = lambda: lax.while_loop(lambda x: x < inner, add, jnp.zeros_like(inner))  # noqa: E731
 
-    def told() -> Any:
+    def of_others() -> Any:
         if kind == "in a scan":
             return lax.scan(
                 lambda c, _: (c + lax.psum(length(), "batch"), None),
@@ -356,7 +356,9 @@ def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
             return lax.pmax(jnp.minimum(length(), 3), "batch")
         return lax.psum(length(), "batch")
 
-    return lax.fori_loop(0, outer, lambda i, s: jnp.where(i == 0, 0, told()), jnp.zeros_like(inner))
+    return lax.fori_loop(
+        0, outer, lambda i, s: jnp.where(i == 0, 0, of_others()), jnp.zeros_like(inner)
+    )
 
 
 KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum"]

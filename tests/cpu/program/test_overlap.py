@@ -156,7 +156,7 @@ def test_second_exchange_does_not_delay_gradients() -> None:
     )
 
 
-def test_hierarchical_mean_pieces_are_separate_chains() -> None:
+def test_hierarchical_mean_exchanges_are_separate_chains() -> None:
     def mean(g: Any) -> Any:
         part = lax.psum_scatter(g.reshape(-1), "local", tiled=True)
         return lax.all_gather(lax.psum(part, "node") / 4, "local", tiled=True).reshape(g.shape)

@@ -254,7 +254,7 @@ class BreaksIn(Instrument):
 
 
 @pytest.mark.parametrize("kind", ["vote", "collective", "compute"])
-def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
+def test_thread_that_waits_for_jobs_is_notified_when_a_lane_breaks(kind, tmp_path):
     """Jobs that never started have no thread that could notify a waiter."""
 
     def work(world):

@@ -91,16 +91,16 @@ def a_profile_in_place_of_a_measurement():
         == first.whole.memory
     )
     other = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P)
-    for refused, words in (
+    for refused, reason in (
         (other, "of another step"),
         (replace(first.whole, ranks=P + 1), f"and `train_step` runs on {P}"),
     ):
         text = raised(
             lambda given=refused: jaxcross.estimate(make_step(), fresh(), X, profiles=given)
         )
-        assert text.startswith("CutError: The profile") and words in text, text
+        assert text.startswith("CutError: The profile") and reason in text, text
         text = raised(lambda given=refused: make_step(cut=cut(given))(fresh(), X))
-        assert text.startswith("CutError: The profile") and words in text, text
+        assert text.startswith("CutError: The profile") and reason in text, text
     mine = first.whole if RANK else other
     text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, profiles=mine))
     assert (

@@ -134,12 +134,12 @@ name = "[2,2,1]" if world.size == 4 else "[2,2,2]"
 half = Training(MESHES[name], dtype=jnp.bfloat16, **OPTIONS)
 call = jaxcross.crossover(half.loss_and_gradients, axes=half.mesh.axes)
 loss, grads = call(half.params(rank), half.mesh.local_batch(batch(0), rank))
-told = on_ranks(
+oracle = on_ranks(
     half.loss_and_gradients,
     half.mesh,
     lambda r: (half.params(r), half.mesh.local_batch(batch(0), r)),
 )
-want_loss, want_grads = told[rank]  # 16-bit sums are rounded in different places
+want_loss, want_grads = oracle[rank]  # 16-bit sums are rounded in different places
 np.testing.assert_allclose(loss, want_loss, rtol=1e-3)
 for (path, got), expected in zip(
     jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True

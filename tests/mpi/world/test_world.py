@@ -179,7 +179,7 @@ def test_one_process_without_a_launcher_is_a_world():
     assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
 
 
-TOLD = """
+RECORDS_ENVIRONMENT = """
 import os, sys
 class Told:  # what the environment is when MPI is about to be loaded, which starts it
     def find_spec(self, name, *rest):
@@ -207,7 +207,7 @@ def test_mpi_starts_with_measured_default_settings(before, own, expected, monkey
         name for name in os.environ if name.startswith("OMPI_MCA_")
     ]:  # set by a world of this process
         monkeypatch.delenv(name)
-    done = alone(TOLD + before + START.format(watchdog=300) + after, **own)
+    done = alone(RECORDS_ENVIRONMENT + before + START.format(watchdog=300) + after, **own)
     assert done.stdout.splitlines() == [expected, expected.split()[1]], done.stderr
 
 
@@ -389,7 +389,7 @@ def test_failing_script_prints_one_traceback(tmp_path):
 
 
 @pytest.mark.integration
-def test_jax_may_be_told_to_leave_all_lines(tmp_path):
+def test_unfiltered_tracebacks_of_jax_keep_all_lines(tmp_path):
     _, lines, _ = launched(tmp_path, SCRIPT_RAISES, JAX_TRACEBACK_FILTERING="off")
     assert any("runpy" in line for line in lines)
 

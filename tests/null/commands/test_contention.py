@@ -64,7 +64,7 @@ def test_the_factors_are_medians(
     assert f"jaxcross plan jobs.toml --contention {file} --mbps 419" in shown
 
 
-def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) -> None:
+def test_rates_are_kept_alongside_each_other(measured: list[Any], tmp_path: Path) -> None:
     """A new rate is added to the file. A rate that's about the same as a stored one replaces it."""
     file = tmp_path / "c.json"
     before = MachineContention(

@@ -216,7 +216,7 @@ def test_exchange_that_works_needs_no_cause():
     assert [check.cause for check in checks] == [""] * len(checks)
 
 
-def test_library_next_to_mpirun_is_found(tmp_path):
+def test_library_alongside_mpirun_is_found(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").touch()
     assert libraries_of(str(tmp_path / "bin" / "mpirun")) is None

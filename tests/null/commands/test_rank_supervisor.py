@@ -66,7 +66,7 @@ def test_it_stays_when_its_child_is_dead(start):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.terminate()
-    assert finish(process)[0] == -signal.SIGTERM, "who is told to end does so"
+    assert finish(process)[0] == -signal.SIGTERM, "a rank that receives SIGTERM ends"
 
 
 # What a rank that has joined a run of two executes.

@@ -116,7 +116,7 @@ def test_a_killed_run_has_ended_without_a_word(tmp_path):
     assert seen(tmp_path, 6.0)[0].endswith("the processes have ended; rank 0 ended without a word")
 
 
-def test_a_silent_run_elsewhere_is_told_as_such(tmp_path):
+def test_silent_run_on_another_host_is_reported(tmp_path):
     write(tmp_path, progress(), (), ())
     assert seen(tmp_path, 40.0)[0].endswith(
         "; no sign of life for 40 s: it was stopped, or its host is gone"

@@ -67,7 +67,7 @@ def test_misspelt_field_is_found(name):
     assert any("slotPerWorker" in error for error in errors(document))
 
 
-def test_job_names_the_runtime_that_lies_next_to_it():
+def test_job_names_the_runtime_in_its_folder():
     reference = MANIFESTS["trainjob-TrainJob"]["spec"]["runtimeRef"]
     assert (reference["kind"], reference["name"]) == ("TrainingRuntime", "jaxcross-mpi")
     assert MANIFESTS["trainjob-TrainingRuntime"]["metadata"]["name"] == "jaxcross-mpi"

@@ -56,7 +56,7 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
         # A job that ends without a step, one that never exchanges, and one that raises.
         (together(ONE, ()), {"1 ended, 0 ended"}),
         (together(ONE, (step(LOCAL), step(LOCAL))), {"1 ended, 0 ended"}),
-        (together(ONE, (Sync("restore"), Fail("boom"))), {"1 ended, 0 failed"}),
+        (together(ONE, (Sync("restore"), Fail("the job failed"))), {"1 ended, 0 failed"}),
         # A job that waits for another one, which begins once the waiting job is excused.
         (together((Await(1), step(SHORT)), ONE), {"1 ended, 1 ended"}),
         pytest.param(
@@ -115,7 +115,7 @@ def test_in_every_order_all_jobs_begin(case, expected):
 @pytest.mark.parametrize(
     ("bad", "good", "expected"),
     [
-        ((Fail("boom"),), ONE, "0 failed, 1 ended"),
+        ((Fail("the job failed"),), ONE, "0 failed, 1 ended"),
         ((step(SHORT, s0="dispatch"),), ONE, "0 failed, 1 ended"),
         ((), ONE, "0 failed, 1 ended"),
         ((Sync("other"), step(SHORT)), ONE, "0 failed, 1 ended"),
@@ -153,7 +153,7 @@ class BeginsAlone(Interleaver):
         pass
 
 
-class Deaf(Interleaver):
+class NeverExcuses(Interleaver):
     """Bug: no job is ever excused."""
 
     def _apply(self, event):
@@ -184,7 +184,7 @@ class Forgetful(Interleaver):
             together(ONE, ONE),
             r"it is of a step, and jobs \{1\} have not come to theirs",
         ),
-        (Deaf, together((Await(1),), ONE), "ranks meet for ever and nothing comes of it"),
+        (NeverExcuses, together((Await(1),), ONE), "ranks meet for ever and nothing comes of it"),
         (Forgetful, together(ONE, (step(BETWEEN),)), "ranks meet for ever|a rank stands still"),
     ],
 )

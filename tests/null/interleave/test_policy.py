@@ -189,7 +189,7 @@ def seconds_a_round(policy, jobs, steps=20):
     return result.end_s / steps
 
 
-def test_larger_share_lets_a_large_job_hide_in_pieces():
+def test_larger_share_lets_a_large_cut_job_overlap():
     """Uncut, the large job's bound is its own c + m. In pieces that take turns with the other job's
     steps, it has to wait for that job.
     """

@@ -137,7 +137,7 @@ def test_contention_far_from_measured_rates_is_unknown() -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 4])
 @pytest.mark.parametrize(("c", "m"), [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (3.0, 0.1)])
-def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> None:
+def test_interleaver_reaches_the_bound(jobs: int, c: float, m: float) -> None:
     steps, seconds = 16, (c, m, 0.0)
 
     def script() -> Any:
@@ -154,7 +154,7 @@ def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> No
     assert bound_s - 1e-9 <= taken_s <= bound_s + c + m, "the lanes are filled and drained once"
 
 
-def test_under_contention_the_shorter_lane_is_always_next_to_the_other() -> None:
+def test_under_contention_the_shorter_lane_always_overlaps_the_other() -> None:
     """The exchanges take 1.1 s under contention. Meanwhile 1.1 / 1.25 s of the 2 s of compute get
     done; the rest runs alone.
     """

@@ -63,7 +63,7 @@ def loop(rng, graph, seconds, steps, *, jitter, think, fails_at=-1):
     yield Think(think)
     for n in range(steps):
         if n == fails_at:
-            yield Fail("boom")
+            yield Fail("the job failed")
         yield Call(graph, tuple(length * (1 + jitter * rng.random()) for length in seconds))
 
 
