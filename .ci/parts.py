@@ -135,7 +135,7 @@ ONCE = (
     "tests/mpi/benchmarks/test_plan.py",
     "tests/mpi/benchmarks/test_race.py::test_memory",
     "tests/mpi/benchmarks/test_race.py::test_race",
-    "tests/mpi/checkpoint/test_checkpoint.py::test_many_killed_runs_go_on",
+    "tests/mpi/checkpoint/test_checkpoint.py::test_many_killed_runs_resume",
 )
 # Tier -> the Python that runs it, and pytest's arguments.
 TIERS = {
