@@ -112,7 +112,7 @@ def test_job_missing_on_a_rank_is_an_error_on_all():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
+def test_one_rank_stops_a_job_and_the_others_continue(ranks):
     def work(world):
         runner = Runner(world)
         batches = [1.0, 2.0, 3.0]

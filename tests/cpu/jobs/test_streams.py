@@ -163,7 +163,7 @@ def resumes_exactly(fn, folder):
         same(mine["a"][0], theirs["a"][0])
 
 
-def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
+def test_two_loops_side_by_side_resume_at_their_positions(tmp_path, caplog):
     def fn(job, world, data, steps):
         step, state = make_step(world), job.restore(init(world, own=False))
         for batch, other in zip(

@@ -85,7 +85,7 @@ def outcomes(*calls: Call) -> set[str]:
         ),  # after an error before its first exchange
     ],
 )
-def test_calls_of_one_step_go_on(calls: tuple[Call, ...]) -> None:
+def test_equal_calls_of_one_step_raise_nothing(calls: tuple[Call, ...]) -> None:
     assert outcomes(*calls) == {""}
 
 

@@ -22,7 +22,7 @@ def data(hangs):
             threading.Event().wait()
         yield float(n)
 
-def goes_on(job):
+def continues(job):
     w = job.restore(0.0)
     for x in job.batches(data(False)):
         w = step(w, x)
@@ -34,7 +34,7 @@ def hangs(job):
         {then}
 
 runner = Runner(world, {checkpoints})
-runner.add("good", goes_on)
+runner.add("good", continues)
 runner.add("bad", hangs)
 runner.run()
 """
@@ -162,16 +162,16 @@ def ends_early(job):
     steps(job, 2, 0)
     time.sleep(0 if world.rank else 6)
 
-def goes_on(job):
+def continues(job):
     steps(job, 20, 0.4)
 
 for policy, functions in (
-    (jaxcross.Sequential(), (goes_on, goes_on)),
-    (None, (rests, goes_on)),
+    (jaxcross.Sequential(), (continues, continues)),
+    (None, (rests, continues)),
     (None, (evaluates,)),
     (None, (every_second_step,)),
     (None, (in_pieces,)),
-    (None, (ends_early, goes_on)),
+    (None, (ends_early, continues)),
 ):
     runner = Runner(world, policy)
     jobs = [runner.add(f"job-{n}", function) for n, function in enumerate(functions)]

@@ -144,7 +144,7 @@ def chosen(newest, missing, *, last=("a", "b"), same_ranks=False):
     return decision.action, tuple(decision.hosts), decision.reason
 
 
-def test_hosts_that_are_left_go_on():
+def test_remaining_hosts_continue():
     action, hosts, reason = chosen({"x": part(10)}, ["b"])
     assert (action, hosts) == ("restart", ("a",))
     assert "without host `b`: fewer ranks take other shares of the data" in reason

@@ -103,7 +103,7 @@ def test_a_run_that_ended(tmp_path, over, words, how):
     assert read_state(tmp_path, NOW_S).ended
 
 
-def test_the_script_may_go_on_after_its_run(tmp_path):
+def test_script_may_continue_after_its_run(tmp_path):
     write(tmp_path, progress(over=True), (), ())
     assert seen(tmp_path)[0] == "2 ranks, the run ended after 13 s; the script goes on"
     assert not read_state(tmp_path, NOW_S).ended

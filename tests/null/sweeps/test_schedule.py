@@ -157,7 +157,7 @@ def test_order_of_threads_and_kills_change_nothing(tmp_path, concurrent, prunes,
     assert "before a restart" not in caplog.text
 
 
-def test_more_trials_go_on_as_if_from_the_start(tmp_path):
+def test_more_trials_continue_as_if_from_the_start(tmp_path):
     few = Machine(random.Random(1), tmp_path / "a", lambda _: Adaptive(6), 3)
     few.run()
     more = Machine(random.Random(2), tmp_path / "a", lambda _: Adaptive(12), 3).run()
