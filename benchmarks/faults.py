@@ -5,7 +5,7 @@
 There are two jobs, started by `jaxcross launch`. We inject each fault at every kind of point in a
 step of one of them (see `fault_rank.py`). The seconds are measured from the fault to the end of the
 command, including its post-mortem. If the fault terminates all ranks, `told_s` is the time from the
-fault until all other ranks have written their last lines.
+fault until each of the other ranks has written its final event.
 
 Then we run the same command again, without the fault. It must resume from the checkpoints, so the
 fault must not have damaged them, and it must reach the same values as an undisturbed run. If the
@@ -132,7 +132,7 @@ class Result:
     Attributes:
         code: Exit code of `jaxcross launch`.
         seconds: From the fault to the end.
-        told_s: From the fault to the last words of all other ranks, if all ranks end.
+        told_s: From the fault to the last rank's final event, if all ranks end.
         verdict: The verdict of the post-mortem.
         problems: Deviations from the table.
         output: The output of all ranks.
@@ -248,8 +248,8 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
                     f"rank {rank} does not name rank {victim} and {case.named}: "
                     f"{notice and notice[0]}"
                 )
-        # The post-mortem first says what the rank was in, then what the other ranks did at that
-        # time.
+        # The post-mortem starts with the faulty rank's activity, followed by what the other ranks
+        # were doing at that time.
         own = re.split(r"\. Ranks? [\d, ]+ (?:waited|stood) ", said)[0]
         if not re.match(rf"Rank {victim} (ended|stopped) first", own) or not re.search(
             case.where, own

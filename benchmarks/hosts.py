@@ -87,6 +87,6 @@ def bytes_crossed(lab: Lab, least: float = 1e5) -> int:
     crossed = lab.bytes_crossed()
     if crossed < least:
         raise RuntimeError(
-            f"{crossed} bytes crossed the {lab.description}: nothing of this can be told."
+            f"only {crossed} bytes crossed the {lab.description}, so the times mean nothing."
         )
     return crossed
