@@ -164,8 +164,9 @@ class _Search:
             model = self._model(number)
             moves = model.moves()
             for move in moves:
-                # We leave a state at a slot once per result, so we have to keep it. Any other state
-                # isn't needed after its last move, which can therefore change it in place.
+                # To save a copy, the last move from a state changes it in place.
+                # We can't do that if the state has arrived at a slot, because it's needed again for
+                # each result that the slot may have.
                 ends = move is moves[-1] and model.arrival is None
                 after = self._changed(
                     number, move, lambda model, move=move: model.take(move), copy=not ends

@@ -1,9 +1,10 @@
 """One rank as a value: a real interleaver, plus the events that the driver's threads have yet to
 post.
 
-The threads are those of `Driver`, each modelled as a queue. In one move, one thread posts its next
-event: `moves` lists the possible moves, and `take` makes one. There is no time. The other ranks
-influence this one only through `leave`.
+The model has the same threads as the driver, but each of them is just a queue of events. In a move,
+one thread posts its next event: the method `moves` lists the possible moves, and `take` makes one
+of them. The model has no notion of time, so any thread may be arbitrarily slow. Other ranks
+influence this one only through the results of the slots, which are passed to `leave`.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class Judge:
         """Yields the tests for each call of pytest. A batch has tests from one part of the suite,
         and the first batch of a part is small.
 
-        Most mutants are killed by one of the first tests, and collecting the files of a thousand
-        tests takes half a minute.
+        The first batch is small because most mutants are killed by one of the first tests, whereas
+        it takes pytest half a minute to collect a thousand tests.
         """
         for _, group in groupby(names, self._stage):
             part = [*group]
@@ -216,8 +216,8 @@ class _Watch:
     """Decides when to stop pytest: if a test runs for too long, or if a test starts after the
     mutant's time limit.
 
-    A test that's still running at the time limit may finish, because only then can we tell a long
-    test from one that hangs.
+    If a test is still running when the mutant's time is up, it may finish, because otherwise we
+    couldn't tell a long test from one that hangs.
     """
 
     def __init__(

@@ -100,8 +100,8 @@ def test_as_ready_a_job_begins_at_once(policy):
     assert run_ranks(2, work) == [[]] * 2
 
 
-# All the ways in which a job may not reach its first step for now: the others start, and the run
-# ends.
+# The functions below are jobs that don't call a step soon, or never do, for various reasons. In
+# each case the other jobs must start without them, and the run must end.
 
 
 def ends_without_a_step(job, world, other):

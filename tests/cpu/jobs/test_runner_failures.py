@@ -105,9 +105,9 @@ def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, failing):
     """The traceback isn't kept until the run ends, which may be days later. It's printed once if
     both ranks fail alike.
 
-    If both ranks fail, either may print it: if the ranks agree on the failure before the second
-    rank has raised, only the first rank has failed. `printing_ranks` decides this, and has its own
-    tests.
+    If both ranks fail, the traceback may come from either of them, because the ranks may agree on
+    the first rank's failure before the second rank has raised its own. The function
+    `printing_ranks` decides which rank prints, and has its own tests.
     """
     both, printed = threading.Barrier(2), []
 

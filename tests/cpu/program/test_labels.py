@@ -143,8 +143,9 @@ def of_split_rows(order: Any, tree: Any) -> Any:
     return jnp.concatenate([means[k] for k in sorted(order)])
 
 
-# Exchanges into a list or tuple. A result's place follows from the tracing order, so no exchange on
-# one rank shares both origin and use with one on another rank.
+# These steps put their exchanges into a list or tuple, where a result's position depends on the
+# order of tracing. If ranks trace in different orders, no exchange of one rank has the same origin
+# and also the same use as an exchange of the other rank, so the exchanges can't be matched up.
 
 
 def into_a_list(order: Any, tree: Any) -> Any:

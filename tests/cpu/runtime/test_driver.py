@@ -51,8 +51,8 @@ def test_spans_name_what_was_done():
 
     for rank, (begin_ns, spans) in enumerate(run_ranks(2, work)):
         spans = sorted(spans, key=lambda s: s.start_ns)
-        # Each lane reports its own segments without waiting for the other lane, so a busy machine
-        # records the end of a segment late.
+        # Neither lane waits for the other one before it reports a segment. On a busy machine, spans
+        # may therefore be recorded out of order, so we sort them first.
         in_order = sorted(spans, key=lambda s: (s.step, s.segment))
         lanes = [(s.kind, s.job, s.step, s.segment, s.nbytes) for s in in_order if s.kind != "vote"]
         assert lanes == [
@@ -164,10 +164,10 @@ def test_every_segment_is_dispatched_and_then_waited_for():
 def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
     """The backoff ends even if the kernel suspends the lane's thread for longer.
 
-    With a backoff of one microsecond, the time is always up before the thread begins to wait, just
-    as if the kernel had suspended it. `SimpleQueue.get(timeout=...)` of Python 3.11 and 3.12 then
-    blocks forever, provided that it returned the previous item without waiting. That's why we put
-    two instructions at once.
+    We can't suspend a thread at the right moment, but a backoff of one microsecond has the same
+    effect: its time is up before the thread begins to wait. In Python 3.11 and 3.12,
+    `SimpleQueue.get(timeout=...)` then blocks forever if the previous call returned an item without
+    waiting. To provoke this, we put two instructions into the queue at once.
     """
     monkeypatch.setattr(lanes, "_FIRST_BACKOFF_S", 1e-6)
 

@@ -268,9 +268,9 @@ for row in chosen:
             failures += formula(row, step, carry, n) if shift == 0 else []
             carry, updates = step(carry, gradients(rank, n + shift))
             if shift == 0:
-                # Updates that move parameters to their mean are differences, so they have the
-                # parameters' rounding errors. For these rows, compare only the parameters and the
-                # state.
+                # Some exchanges move the parameters to the mean over the ranks. Their update is a
+                # small difference of large numbers, so it has the rounding errors of the
+                # parameters. For these rows, we compare only the parameters and the state.
                 got = (carry, updates) if row.kind == "gradient" else (carry,)
                 failures += close(
                     got, oracles_of[row.name][n][rank][: len(jax.tree.leaves(got))], row.rtol, what

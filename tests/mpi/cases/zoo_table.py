@@ -3,8 +3,9 @@
 Compares each row with `vmap`, on up to two ranks with a single executable, and two jobs in
 crossover with each job alone.
 
-Prints `rank R: zoo done` if all rows hold, or all rows whose names start with an argument. Each
-row's oracle covers all ranks, so only one rank computes it.
+Arguments select the rows whose names start with one of them. If all of these rows are as expected,
+each rank prints `rank R: zoo done`. A row's oracle simulates all ranks, so only one rank computes
+it and sends it to the others.
 """
 
 import sys

@@ -96,8 +96,10 @@ class Run:
 
 
 def test_host_that_comes_back_ends_in_the_same_bits(tmp_path):
-    """Residuals belong to a number of ranks, so the run waits for the host, and ends in the same
-    bits as a run that lost no host.
+    """A job whose checkpoint has residuals can't resume on fewer ranks, so the run waits for the
+    host.
+
+    It ends in the same state as a run that never lost a host, bit for bit.
     """
     alone = tmp_path / "alone"
     alone.mkdir()

@@ -63,8 +63,9 @@ def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
     with Lab(hosts=2) as lab, log.open("w") as stderr:
         process = start(lab, 8.0, tmp_path, stderr=stderr)
         lab.set_link(1, up=False)
-        # The ranks' last words pass through `mpirun`, so they come slightly after the files. Open
-        # MPI's `mpirun` waits forever for processes beyond that link, and ends with the lab.
+        # The ranks' final lines of output pass through `mpirun`, so they appear slightly later than
+        # the event files. We can't wait for Open MPI's `mpirun` itself: it waits forever for the
+        # processes behind the broken link, and only ends together with the lab.
         wait_until(
             lambda: (
                 all(record.words for record in read_event_files(tmp_path / "events"))

@@ -184,8 +184,10 @@ for policy, functions in (
 @pytest.mark.integration
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
-    """Each wait lasts twice the watchdog's time: for the policy, a rest, evaluations (one of them
-    in pieces), or other ranks at the job's end.
+    """The watchdog must tolerate legitimate waits, here of twice its time limit.
+
+    A job waits for the policy, while it's paused, during evaluations (one of which is in several
+    parts), or for the other ranks to reach the job's end.
     """
     done = mpirun(2, LONG).check()
     for rank in (0, 1):

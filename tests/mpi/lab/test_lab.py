@@ -122,8 +122,8 @@ def test_a_host_is_entered_and_pinned():
 def most(bits_per_s, lab, seconds):
     """Returns the highest average rate that a token bucket allows over `seconds`.
 
-    A slow machine can't exceed it. While the sender waits for a core, the bucket refills, so it
-    then passes at most one extra burst.
+    This limit holds even if the machine is slow: while the sender waits for a core, the bucket
+    refills, but it can only hold the tokens for a single burst.
     """
     return bits_per_s + 8 * lab.burst_kb * 1024 / seconds
 

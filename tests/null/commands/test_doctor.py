@@ -176,8 +176,9 @@ HALF_AN_MPI = replace(
 
 
 def test_bin_without_lib_is_one_remedy():
-    """If only the `bin` folder of an MPI is on the path and its `lib` isn't, we suggest a single
-    remedy rather than one per consequence.
+    """If an MPI's `bin` folder is on the path but its `lib` folder isn't, several checks fail.
+
+    All of these failures have the same cause, so the doctor suggests a single remedy.
     """
     checks = judge(HALF_AN_MPI)
     (remedy,) = [check.remedy for check in checks if check.remedy]

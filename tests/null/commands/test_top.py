@@ -31,8 +31,10 @@ def progress(**fields):
 
 
 def write(folder, run, *ranks, host="elsewhere", pid=1, before=""):
-    """Writes each rank's event file. A rank is given by the activities that it has begun, as
-    (activity, job), or by its final message, as (kind, text).
+    """Writes the event file of each rank.
+
+    Each rank is described by a list of pairs. A pair is either an activity that the rank has begun
+    and its job, or the kind and the text of the rank's final message.
     """
     folder.mkdir(exist_ok=True)
     for rank, events in enumerate(ranks):

@@ -111,8 +111,9 @@ def test_stop_ends_waiting_jobs_after_committed_steps():
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
     feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0), m.StopRequested())
-    # A single vote commits the step and learns of the stop. The step's inputs were donated, so the
-    # job must receive its outputs.
+    # The vote that commits the step is also the one in which the ranks learn of the stop. The
+    # step's inputs have been donated, so the job must still receive the step's outputs before it's
+    # stopped.
     out = vote(one, feed(one, m.ExchangeDone(0, 1)))
     assert "JobFinished" not in kinds(out)
     assert m.Dispatch(0, 1, 1, 2) in out
@@ -149,11 +150,11 @@ def test_new_loop_ends_those_not_read_beside_it():
         prepared = (m.BatchPrepared(0, stream, 2), m.StreamEnded(0, stream, 2))
         out = feed(one, m.StreamBegun(0, still_open), *prepared, m.BatchWanted(0, stream, 0))
         assert m.BatchGranted(0, True) in vote(one, out)
-        # The job has read stream 1 for the last time when stream 2 begins, but ballots mention it
-        # until the job requests a batch of stream 2.
+        # Once stream 2 begins, the job won't read from stream 1 again. The ballots still mention
+        # stream 1 until the job requests its first batch from stream 2.
         assert mine.prepared.keys() == mine.limits.keys() == shared.streams.keys() == known
-    # Streams that are still open can be read to their end. Late events from the thread of a loop
-    # that has ended are harmless.
+    # The job can still read open streams to their end. A loop that has ended may have a thread that
+    # prepared another batch, so late events from such a thread must be ignored.
     assert m.BatchGranted(0, True) in feed(one, m.BatchPrepared(0, 1, 2), m.BatchWanted(0, 0, 1))
     assert m.BatchGranted(0, False) in feed(one, m.BatchWanted(0, 0, 2))
     feed(one, m.StreamBegun(0, (3,)))

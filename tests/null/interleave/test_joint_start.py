@@ -65,8 +65,8 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
             marks=EXHAUSTIVE,
         ),
         pytest.param(together(ONE, TWO, slow=(1,)), {"1 ended, 2 ended"}, marks=EXHAUSTIVE),
-        # A job that is paused before its first step and resumed in the end, and a job that is added
-        # by a waiting job.
+        # In these cases, a job is paused before its first step and resumed later, or a job that
+        # waits for the joint start adds another job.
         pytest.param(
             together(
                 (Await(1),), ONE, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)
@@ -229,8 +229,9 @@ def test_an_excused_job_does_not_keep_the_others():
 
 
 def test_of_two_excuses_the_known_one_counts():
-    """A job is late only if no rank knows why it hasn't called a step. If it calls one in the end,
-    it counts as present.
+    """If one rank knows why a job hasn't called its first step, the job doesn't count as late.
+
+    A job that was late and then calls its first step counts as present.
     """
     known, late, here = AtStart.EXCUSED, AtStart.LATE, AtStart.HERE
     start = JointStart()

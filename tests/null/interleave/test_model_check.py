@@ -204,8 +204,9 @@ def test_interrupt_stops_all_ranks_at_one_step():
             ),
             {"0 stopped", "1 ended"},
         ),
-        # A job that is added by another job always comes in time. One that is added from outside
-        # may come after the run has ended.
+        # If a job adds another job, the new one always joins, because the run can't end before the
+        # job that adds it. If a thread outside of the run adds a job, the run may already have
+        # ended.
         (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
         pytest.param(
             alike(1, (Add("new", (step(SHORT),)), step(SHORT))),

@@ -71,8 +71,9 @@ def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
 
 
 def test_equal_jobs_of_the_race_are_within_a_tenth() -> None:
-    """Covers all 21 runs of two or three equal jobs in steady state: uncut, in 32 and 16 bits, at
-    305 to 2059 Mbit/s.
+    """Compares predictions with all 21 kept runs of two or three equal jobs, in steady state.
+
+    These jobs are uncut and exchange in 32 or 16 bits, over links of 305 to 2059 Mbit/s.
     """
     rows = race_rows("two", "three")
     assert len(rows) == 21
@@ -89,8 +90,10 @@ def test_the_bound_alone_is_further_off_and_below() -> None:
 
 
 def test_predicted_speed_is_near_that_of_the_race() -> None:
-    """Compares the speed-up over running in turn, which is what an estimate prints, over a whole
-    run including the time to fill the lanes.
+    """Compares predicted and measured speed-ups over running one job after the other.
+
+    This is the number that an estimate prints. The measured runs include the time in which the
+    lanes fill up.
     """
     rows = json.loads((RESULTS / "race.json").read_text())["rows"]
     alone = {
