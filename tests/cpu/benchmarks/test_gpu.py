@@ -128,7 +128,6 @@ def test_nothing_is_invented_on_a_cpu(profile: ModuleType) -> None:
 
 
 def test_profile_marks_use_the_host_clock(profile: ModuleType, tmp_path: Path) -> None:
-    """The marks in a real profile use the host's clock."""
     with jax.profiler.trace(str(tmp_path)):
         before = time.monotonic_ns()
         profile._mark()

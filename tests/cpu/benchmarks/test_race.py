@@ -86,7 +86,6 @@ def test_one_after_the_other_or_at_once(name, runs, peak):
 
 
 def test_turn_is_timed_between_compute_measurements():
-    """Each turn is timed between two measurements of its own compute time."""
     made, commands = entrants(1 << 30)
     sample = made.turn(cases.RIVALS["fused"], 4)
     assert [do for do, _ in commands] == ["prepare", "prepare", "compute", "run", "run", "compute"]
@@ -283,7 +282,6 @@ def test_who_fails_is_left_out_from_there_on():
 
 @pytest.mark.parametrize("apart", [(), ("ddp",)])
 def test_baselines_race_again_only_if_a_rival_needs_it(monkeypatch, capsys, apart):
-    """Baselines race again only if some rival still needs a comparison."""
     made, _ = entrants(1 << 30)
     made.rivals, made.apart = [cases.RIVALS[name] for name in ("ddp", "ddp-k", "crossover")], apart
     made.turn = lambda rival, steps: pytest.fail("nobody is to race")  # type: ignore[method-assign]

@@ -172,7 +172,6 @@ def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
 
 @pytest.mark.integration
 def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
-    """Stored submissions that are no longer valid are skipped."""
     folder = tmp_path / "set"
     folder.mkdir()
     strange = {

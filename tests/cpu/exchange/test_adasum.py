@@ -170,7 +170,6 @@ def test_tiny_numbers_alongside_large_ones_are_combined():
 
 
 def test_magnitudes_may_differ_within_a_layer():
-    """Magnitudes may differ across the parts of one layer."""
     layer = np.asarray(np.random.default_rng(6).normal(size=(4, 64)), np.float32)
     layer[:, :16] *= 1e-30
     layer[:, 32:48] *= 1e15

@@ -138,7 +138,6 @@ def test_skipped_step_equals_a_missing_batch(options):
 
 
 def test_step_that_returns_no_state_cannot_be_skipped():
-    """A step that doesn't return its state can't be skipped."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch", donate_argnums=0)

@@ -97,7 +97,6 @@ def test_findings_keep_the_last_comparison_that_held():
 
 
 def test_findings_count_batches_if_there_are_no_steps():
-    """Findings count batches if there are no steps."""
     findings = Findings("a")
     findings.unit = "batch"
     findings.held = 10
@@ -125,7 +124,6 @@ def test_a_bad_number_of_steps_is_refused(every):
 
 
 def test_table_groups_jobs_with_the_same_finding():
-    """The table has one line for all jobs with the same finding."""
     facts = [
         JobSummary(name=name, steps=1, replicas=text)
         for name, text in (

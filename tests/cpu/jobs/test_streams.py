@@ -64,8 +64,6 @@ def test_nothing_stays_of_loops_that_are_over(ranks):
 
 
 def test_open_loop_positions_are_stored_in_order(tmp_path):
-    """The positions of open loops are stored in order."""
-
     def fn(job, world, data):
         step, state = make_step(world), job.restore(init(world, own=False))
         loops(job, 0)

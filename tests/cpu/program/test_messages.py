@@ -117,8 +117,6 @@ def test_numpy_types_that_jax_lacks_are_named(wrong) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2], ids=["function", "jit", "partial"])
 def test_jax_errors_name_user_function_and_argument(step) -> None:
-    """JAX errors name the user's function and argument."""
-
     def train_step(state, train):
         return lax.pmean(state["w"], "batch") if train else state["w"]
 

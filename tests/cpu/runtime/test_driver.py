@@ -348,8 +348,6 @@ class Poisoned(FakeCompiled):
 
 
 def test_device_error_fails_job_and_peer_gets_zeros():
-    """A device error fails the job, and the other rank gets zeros."""
-
     def work(world):
         runner = runner_of(
             world, compiled=Poisoned(plain_program(), world, lambda i, values: sum(values))
@@ -365,8 +363,6 @@ def test_device_error_fails_job_and_peer_gets_zeros():
 
 
 def test_finished_job_may_end_before_its_event_is_set(monkeypatch):
-    """A finished job may end before its event is set."""
-
     class SlowEvent(threading.Event):
         """Returns from `set` late, so the job's thread has plenty of time to end."""
 

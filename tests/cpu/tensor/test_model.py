@@ -293,7 +293,6 @@ def test_shard_map_gives_the_same_gradients(
 
 @pytest.mark.exhaustive
 def test_checked_shard_map_on_ranks_is_the_plain_step() -> None:
-    """A checked `shard_map` on ranks equals the plain step."""
     mesh = Mesh(tensor=2)
     training = Training(mesh, layers=1)
     args = [(training.state(rank), mesh.local_batch(batch(0), rank)) for rank in range(mesh.ranks)]

@@ -162,7 +162,6 @@ def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
 
 @pytest.mark.exhaustive
 def test_lost_packets_only_delay_an_exchange(tmp_path):
-    """Lost packets only delay an exchange."""
     with Lab(hosts=2) as lab:
         process = start(lab, 30.0, tmp_path)
         before = lab.dropped_packets()

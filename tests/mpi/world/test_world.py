@@ -360,7 +360,6 @@ def launched(tmp_path, code, **environ):
 
 @pytest.mark.integration
 def test_failing_job_prints_one_traceback(tmp_path):
-    """A job that raises prints one traceback, and one line per rank."""
     script, lines, left = launched(tmp_path, JOB_RAISES)
     lines = [line for line in lines if line.strip(" ~^")]  # Python versions mark a call differently
     wanted = [line.format(script=script) for line in JOB_LINES]
@@ -376,7 +375,6 @@ def test_failing_job_prints_one_traceback(tmp_path):
 
 
 def test_failing_script_prints_one_traceback(tmp_path):
-    """A script that raises prints one traceback, and one line per rank."""
     script, lines, left = launched(tmp_path, SCRIPT_RAISES)
     assert len(lines) == 7 and left == [], lines
     assert (
