@@ -2,10 +2,11 @@
 
     python .ci/recorded.py TIER COMMIT [ARGUMENTS OF PYTEST]
 
-`.ci/more` runs all due folders of a tier in one go. With one run per folder, we spent much of the
-time starting pytest and its workers, and waiting for each folder's last test. If the run is killed,
-only the unfinished folders are lost. If the working tree has changes, pass `-` as COMMIT, so that
-nothing is recorded.
+`.ci/more` uses this to run all due folders of a tier in a single pytest run. We used to have one
+run per folder, but spent much of the time on starting pytest and its workers, and on waiting for
+each folder's last test. Since each folder is recorded separately, a run that's killed only loses
+the unfinished folders. If the working tree has changes, pass `-` as COMMIT, so that nothing is
+recorded.
 """
 
 from __future__ import annotations
