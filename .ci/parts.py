@@ -354,9 +354,9 @@ def find_base() -> str | None:
     return left
 
 
-def collected(*words: str) -> list[str]:
+def collected(*arguments: str) -> list[str]:
     """Returns the ids of the tests that pytest would run."""
-    line = ["uv", "run", "pytest", "--collect-only", "-q", "-n", "0", *words]
+    line = ["uv", "run", "pytest", "--collect-only", "-q", "-n", "0", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in NOTHING_FAILED:
         sys.exit(done.stdout + done.stderr)

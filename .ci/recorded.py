@@ -32,9 +32,11 @@ NOTHING_FAILED = (
 )  # most folders have no exhaustive tests
 
 
-def git(*words: str) -> str | None:
+def git(*arguments: str) -> str | None:
     """Returns git's output, or None if git fails."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 

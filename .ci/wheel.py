@@ -73,8 +73,8 @@ ABOUT_THE_CLONE = (
 )
 
 
-def step(words: str) -> None:
-    print(f"\n== {words}", flush=True)
+def step(title: str) -> None:
+    print(f"\n== {title}", flush=True)
 
 
 def quick(scratch: Path) -> None:
@@ -162,9 +162,9 @@ def release(scratch: Path) -> int:
     return int(bool(faults))
 
 
-def git(tree: Path, *words: str) -> str:
+def git(tree: Path, *arguments: str) -> str:
     return subprocess.run(
-        ["git", *words], cwd=tree, capture_output=True, text=True, check=True
+        ["git", *arguments], cwd=tree, capture_output=True, text=True, check=True
     ).stdout
 
 
@@ -272,7 +272,7 @@ def faults_of_changelog(text: str, version: str, *, released: bool) -> list[str]
     return faults
 
 
-def tests(scratch: Path, words: Sequence[str]) -> int:
+def tests(scratch: Path, arguments: Sequence[str]) -> int:
     step("build and install")
     copy = scratch / "copy"
     for name in git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
@@ -314,7 +314,7 @@ def tests(scratch: Path, words: Sequence[str]) -> int:
     )
 
     step("quick tests")
-    line = ["python", "-m", "pytest", *ABOUT_THE_CLONE, *words]
+    line = ["python", "-m", "pytest", *ABOUT_THE_CLONE, *arguments]
     return subprocess.run(line, cwd=copy, env=environ, check=False).returncode
 
 
@@ -325,13 +325,13 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("quick", "release", "tests"):
         commands.add_parser(name)
-    args, words = parser.parse_known_args()
+    args, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="jaxcross-wheel-") as folder:
         scratch = Path(folder)
         if args.command == "tests":
-            return tests(scratch, words)
-        if words:
-            parser.error(f"`{args.command}` takes no further arguments, got {words}")
+            return tests(scratch, arguments)
+        if arguments:
+            parser.error(f"`{args.command}` takes no further arguments, got {arguments}")
         if args.command == "release":
             return release(scratch)
         quick(scratch)

@@ -95,9 +95,9 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         out = Path(folder) / "jobs.json"
 
         def command(role: str, *flags: str) -> tuple[list[str], dict[str, str]]:
-            words = ["--role", role, "--out", str(out), *_words(args), *flags]
+            arguments = ["--role", role, "--out", str(out), *_arguments(args), *flags]
             plain = shared_by(RANKS * (args.jobs if role == "process" else 1), os.environ)
-            line, environ = ranks.command(mpirun, RANKS, __file__, words, environ=plain)
+            line, environ = ranks.command(mpirun, RANKS, __file__, arguments, environ=plain)
             return (line, environ) if lab is None else (lab.wrap(line), lab.environment(environ))
 
         def jobs(*flags: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
     return result
 
 
-def _words(args: argparse.Namespace) -> list[str]:
+def _arguments(args: argparse.Namespace) -> list[str]:
     flags = [f"--{name.replace('_', '-')}" for name in ("smoke", "stand_in") if getattr(args, name)]
     names = ("model", "rate", "jobs", "steps", "repeats", "batch_size")
     return [

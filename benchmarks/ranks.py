@@ -44,7 +44,7 @@ def command(
     mpirun: launch.Mpirun,
     ranks: int,
     script: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     cores: int | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -56,7 +56,7 @@ def command(
     line, extra = launch.mpirun_command(
         mpirun=mpirun,
         ranks=ranks,
-        program=launch.python_program([str(Path(script).resolve()), *words]),
+        program=launch.python_program([str(Path(script).resolve()), *arguments]),
         root=os.geteuid() == 0,
         cores=cores or xla_pool.cores(),
         environ=environ,
@@ -65,7 +65,7 @@ def command(
 
 
 def answer(
-    script: str, words: Sequence[str], ranks: int, *, environ: Mapping[str, str] = os.environ
+    script: str, arguments: Sequence[str], ranks: int, *, environ: Mapping[str, str] = os.environ
 ) -> Any:
     """Runs a script on ranks of this machine, and returns its result.
 
@@ -73,7 +73,7 @@ def answer(
     """
     with tempfile.TemporaryDirectory(prefix=f"{Path(script).stem}-") as folder:
         out = Path(folder) / "answer.json"
-        run(*command(mpirun_or_exit(), ranks, script, [*words, str(out)], environ=environ))
+        run(*command(mpirun_or_exit(), ranks, script, [*arguments, str(out)], environ=environ))
         return json.loads(out.read_text())
 
 

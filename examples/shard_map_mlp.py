@@ -82,7 +82,7 @@ def batches(steps, rows):
 
 
 def part(array, spec, axes, rank):
-    """Returns a rank's part of a global array. Ranks are numbered in row-major order, like devices."""
+    """Returns a rank's part of a global array. Ranks are numbered in row-major order."""
     where = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
     for dim, axis in enumerate(spec):
         if axis is not None:

@@ -170,14 +170,14 @@ def on_four_devices(quick_compiler: dict[str, str]) -> Callable[..., str]:
     The script may import `tests.support`.
     """
 
-    def call(script: str, *words: str, timeout: float = 240) -> str:
+    def call(script: str, *arguments: str, timeout: float = 240) -> str:
         env = {
             **os.environ,
             "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
             "PYTHONPATH": str(TESTS.parent),
         }
         done = subprocess.run(
-            [*warm_python.COMMAND, "-c", script, *words],
+            [*warm_python.COMMAND, "-c", script, *arguments],
             env=env,
             capture_output=True,
             text=True,

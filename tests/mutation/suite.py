@@ -215,8 +215,8 @@ def commit(tree: Path) -> str:
     """
     paths = ["--", "jaxcross", "tests", "benchmarks", "examples", "pyproject.toml"]
 
-    def git(*words: str) -> str:
-        line = ["git", "-C", os.fspath(tree), *words, *paths]
+    def git(*arguments: str) -> str:
+        line = ["git", "-C", os.fspath(tree), *arguments, *paths]
         return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
 
     return f"{git('log', '-1', '--format=%H')[:12]}{'+' if git('status', '--porcelain') else ''}"

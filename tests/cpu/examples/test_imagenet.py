@@ -170,8 +170,8 @@ def test_schedule_warms_up_and_decays(example: ModuleType) -> None:
     assert 0 < sizes[-1] < 0.1
 
 
-def parse(example: ModuleType, *words: str) -> Any:
-    return example.imagenet_options.parse("", ["--data-dir", "x", *words])
+def parse(example: ModuleType, *arguments: str) -> Any:
+    return example.imagenet_options.parse("", ["--data-dir", "x", *arguments])
 
 
 def test_options(example: ModuleType) -> None:

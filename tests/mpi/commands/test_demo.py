@@ -171,9 +171,9 @@ def test_unwritable_output_is_reported_before_training(tmp_path, option):
     file = tmp_path / "file"
     file.touch()
     folders = {"--output": str(tmp_path / "out"), option: str(file / "result")}
-    words = [word for pair in folders.items() for word in pair]
+    arguments = [word for pair in folders.items() for word in pair]
     done = subprocess.run(
-        demo("--link", "none", *words), capture_output=True, text=True, check=False, timeout=240
+        demo("--link", "none", *arguments), capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 1
     assert done.stderr.startswith("jaxcross demo: nothing can be written into")

@@ -18,8 +18,8 @@ def compare(
     mpirun(2, CASE, str(folder / "whole"), str(trials), str(whole), timeout=900, env=env).check()
     killed = folder / "killed.json"
     for rank, count in kills:
-        words = (str(folder / "killed"), str(trials), str(killed), str(rank), str(count))
-        assert mpirun(2, CASE, *words, timeout=900, env=env).returncode != 0
+        arguments = (str(folder / "killed"), str(trials), str(killed), str(rank), str(count))
+        assert mpirun(2, CASE, *arguments, timeout=900, env=env).returncode != 0
         assert not killed.exists()
     mpirun(2, CASE, str(folder / "killed"), str(trials), str(killed), timeout=900, env=env).check()
     found = json.loads(whole.read_text())

@@ -105,11 +105,11 @@ def test_launcher_command_names_the_hosts(tmp_path, line):
             "exec ", "printf '%s\\n' ", 1
         )
         done = subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True)
-        words = done.stdout.splitlines()
+        arguments = done.stdout.splitlines()
         parser = argparse.ArgumentParser()
         launch.add_parser(parser.add_subparsers())
-        args = parser.parse_args(words[1:])
-        assert words[0] == "jaxcross" and args.program == ["train.py"]
+        args = parser.parse_args(arguments[1:])
+        assert arguments[0] == "jaxcross" and args.program == ["train.py"]
         assert parse_hosts(args.hosts) == names and args.max_restarts == 3
         checked += 1
     assert checked
