@@ -161,7 +161,7 @@ try:
     print(f"rank {WORLD.rank} ends: {ends}", flush=True)
 except jaxcross.JobError as error:
     steps = {job.name: job.step for job in runner.jobs}
-    print(f"rank {WORLD.rank} goes on: {steps}: {str(error).splitlines()[0]}", flush=True)
+    print(f"rank {WORLD.rank} continues: {steps}: {str(error).splitlines()[0]}", flush=True)
 except SystemExit:
     steps = {job.name: job.step for job in runner.jobs}
     print(f"rank {WORLD.rank} leaves: {steps}", flush=True)

@@ -224,7 +224,7 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
             yield f"exit code {code}, not 0"
         for rank in range(case.ranks):
             if not re.search(
-                rf"rank {rank} goes on: .*'a': 8.*Job `b` failed .*on rank {victim}\b", output
+                rf"rank {rank} continues: .*'a': 8.*Job `b` failed .*on rank {victim}\b", output
             ):
                 yield f"rank {rank} has not gone on without job b"
     elif case.outcome == "stops":
@@ -275,7 +275,7 @@ def lives(pid: int, patience_s: float = 5.0) -> bool:
 
 def steps_left(output: str) -> dict[str, int]:
     """Returns each job's step at the end, if the ranks ended together. Pure."""
-    found = re.search(r"rank 0 (?:leaves|goes on): (\{.*?\})", output)
+    found = re.search(r"rank 0 (?:leaves|continues): (\{.*?\})", output)
     return {} if found is None else ast.literal_eval(found[1])
 
 
@@ -287,7 +287,7 @@ def check_restart(case: Case, code: int, output: str, left: Mapping[str, int]) -
     for rank in range(case.ranks):
         if f"rank {rank} ends: {{'a': (8, 36.0), 'b': (8, 72.0)}}" not in output:
             yield (
-                f"started again, rank {rank} does not come to the end: exit code {code}: "
+                f"after the restart, rank {rank} does not finish: exit code {code}: "
                 f"{output[-1000:]}"
             )
         begun = {
@@ -296,11 +296,11 @@ def check_restart(case: Case, code: int, output: str, left: Mapping[str, int]) -
         }
         if left and begun != left:
             yield (
-                f"started again, rank {rank} begins after {begun}, not where the jobs were left: "
+                f"after the restart, rank {rank} begins after {begun}, not where the jobs were left: "
                 f"{left}"
             )
         if not left and case.point != "compile" and not begun.get("b"):
-            yield f"started again, rank {rank} does not go on from a checkpoint of job b"
+            yield f"after the restart, rank {rank} does not resume from a checkpoint of job b"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     good = sum(not r.problems for r in results)
     print(
-        f"{good} of {len(results)} as the table says; longest {longest}; all others told after "
+        f"{good} of {len(results)} as the table says; longest {longest}; all others notified after "
         f"{notified}"
     )
     write_json(

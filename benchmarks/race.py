@@ -150,7 +150,7 @@ def race(
         entrants.stage.ask(entrants.teams["crossed"], "forget_cuts")
         samples, measured = alternate(entrants, rate, args, result)
         if not samples:
-            print(f"{case} at {rate}: nobody came to the end of a repeat", flush=True)
+            print(f"{case} at {rate}: no rival finished a repeat", flush=True)
             continue
         calibration = Calibration.of(entrants.jobs, measured, lab.rate or "")
         facts = {

@@ -171,13 +171,14 @@ def main():
     before, after = (COMM.allreduce(float(jnp.sum(height))) for height in (start[0], alone[0]))
     if not (COMM.allreduce(same, MPI.LAND) and COMM.allreduce(together, MPI.LAND)):
         raise SystemExit(
-            "results differ between jit, crossover alone, and crossover next to another job"
+            "results differ between jit, crossover alone, and crossover alongside another job"
         )
     if options.times:
         times = race({"jit": plain, "crossover": crossed}, start, options.steps)
     if world.rank == 0:
         print(
-            f"{options.steps} steps under jit, in crossover, and next to another job: the same bits"
+            f"{options.steps} steps under jit, in crossover, and alongside another job: the same "
+            "bits"
         )
         print(f"water: {before:.2f} before, {after:.2f} after")
         if options.times:

@@ -306,5 +306,5 @@ def test_a_race_whose_rivals_all_fail_says_so(monkeypatch, capsys, repeats):
     raced(made, ["balanced", "compute"], result, monkeypatch, repeats=repeats)
     assert result["rows"] == result["links"] == []
     said = capsys.readouterr().out
-    assert "two at balanced: nobody came to the end of a repeat" in said
+    assert "two at balanced: no rival finished a repeat" in said
     assert "two at compute: no rival is left that lacks a row" in said

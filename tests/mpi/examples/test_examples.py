@@ -55,7 +55,7 @@ def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks
     done = mpirun(
         ranks, str(EXAMPLES / "basin.py"), "--size", "24", "--steps", "40", env=env
     ).check()
-    assert done.stdout.count("next to another job: the same bits") == 1
+    assert done.stdout.count("alongside another job: the same bits") == 1
 
 
 @pytest.mark.parametrize(
