@@ -296,7 +296,7 @@ def check_restart(case: Case, code: int, output: str, left: Mapping[str, int]) -
         }
         if left and begun != left:
             yield (
-                f"after the restart, rank {rank} begins after {begun}, not where the jobs were left: "
+                f"after the restart, rank {rank} begins after {begun}, but the jobs were left at "
                 f"{left}"
             )
         if not left and case.point != "compile" and not begun.get("b"):
