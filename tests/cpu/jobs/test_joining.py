@@ -340,5 +340,6 @@ def test_many_short_jobs_leave_nothing_behind():
         assert [job.state for job in runner.jobs[1:]] == [2.0] * 60
         return [max(numbers) for numbers in zip(*peak, strict=True)]
 
-    # The parent's seat, one row each for it and its child, and their threads.
+    # Whenever a child has ended, the router only knows the parent. There are at most two rows and
+    # two threads, one for the parent and one for its current child.
     assert run_ranks(2, work) == [[1, 2, 2]] * 2

@@ -45,8 +45,8 @@ def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
             "FloatingPointError: the loss overflowed."
         )
         assert isinstance(error.__cause__, FloatingPointError) == (rank == 1)
-    # Before the commit, step 2 had no effect on any rank; after the commit, the other rank has
-    # state 2.
+    # If the failure came before the commit, step 2 had no effect on any rank. If it came after the
+    # commit, the other rank has made step 2.
     assert [bad.step for _, bad in results] == ([2, 1] if segment == 4 else [1, 1])
     assert (results[0][1].state == results[1][1].state) == (segment != 4)
 

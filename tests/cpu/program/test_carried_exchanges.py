@@ -171,7 +171,11 @@ def of_the_batch(state: Any, x: Any) -> Any:
 
 
 def of_arithmetic_with_other_readers(state: Any, x: Any) -> Any:
-    """Computed twice, the product may differ bitwise where it's contracted with its reader."""
+    """The product has two readers, so it mustn't be computed twice.
+
+    XLA may contract a multiplication and the addition that reads it into one operation, so a second
+    copy of the product could differ in its last bit.
+    """
     scaled = state[1]["a"] * 3
     return jax.grad(loss_of)(state[0], x), lax.psum(scaled, "batch"), scaled + 1
 

@@ -175,13 +175,13 @@ def list_of_rows(order: Any, tree: Any) -> Any:
 
 
 def list_with_zeros(order: Any, tree: Any) -> Any:
-    """The exchanges of `a` and `b` can't be intended as turns: a value is matched with a value."""
+    """Swapping the exchanges of `a` and `b` can't be intended, since both have values as origins."""
     known = {**tree, "c": jnp.zeros_like(tree["c"])}
     return [lax.pmean(known[k], "x") for k in order]
 
 
 def named_by_place(order: Any, tree: Any) -> Any:
-    """Here the use has a name, and the origin a place."""
+    """Here an exchange's use is identified by a name, but its origin only by its position."""
     return {
         k: lax.pmean(v, "x") for k, v in zip(order, (tree[k] for k in sorted(order)), strict=True)
     }

@@ -30,7 +30,7 @@ import workloads
 from tests.support.compiled_steps import AXES, N, compiled
 
 FENCE_BYTES = 4
-"""A compute segment's last result, by which its end is known."""
+"""The size of an extra result of each compute segment, from which we know that it has ended."""
 
 
 def alive(execution: Execution) -> set[int]:

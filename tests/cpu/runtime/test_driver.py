@@ -321,7 +321,7 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
             if isinstance(event, m.RunStarted):
                 found.append(threading.Thread(target=found[0].stop))
                 found[1].start()
-                found[1].join(0.2)  # it can't overtake: not all is handed over yet
+                found[1].join(0.2)  # the stop must wait until all jobs have been handed over
             super().post(event)
 
     monkeypatch.setattr("jaxcross.jobs.runner.Driver", Overtaken)

@@ -361,8 +361,8 @@ def test_cross_entropy_of_the_tokens_that_count() -> None:
     )
     assert float(loss) == pytest.approx(2.7233, abs=1e-4)
     assert not gradient[1].any() and np.isfinite(of_weights).all()
-    # Leaving out a token is no reason to change the derivative in its weight, which exists for
-    # finite logits.
+    # The second token has weight 0, so it doesn't affect the loss. The derivative with respect to
+    # its weight still exists if its logits are finite, and mustn't be replaced by zero.
     loss, (_, of_weights) = call(
         logits.at[1, 2].set(0), jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1])
     )

@@ -119,8 +119,10 @@ def test_signals_reach_the_child_once(start, number):
 
 @pytest.mark.parametrize(("module", "held"), [("jaxcross.commands.rank", "[2]"), ("mpi4py", "[]")])
 def test_ctrl_c_waits_until_a_rank_can_take_it(module, held):
-    """A rank unblocks the signal. Another program can't know that it has to, so nothing is blocked
-    in it.
+    """The supervisor starts a rank with SIGINT blocked, and the rank unblocks it when it's ready.
+
+    A program that doesn't use jaxcross wouldn't know that it has to do that, so for such a program
+    nothing is blocked.
     """
     code = "import signal; print([int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])])"
     line = [
