@@ -9,8 +9,8 @@ alone, and then all cases of a part run, in a different order each time.
 
 The predictions are made by the twin (`jaxcross.plan.predict`), which simulates a run. Its inputs
 are the profiles of the solo runs, averaged over all repeats, and the contention that
-`jaxcross.plan.machine_contention` gives for the rate of the link. No run of several jobs enters a
-prediction.
+`jaxcross.plan.machine_contention` gives for the rate of the link. Predictions don't use anything
+that was measured while several jobs were running.
 
 T is the seconds per job-step. It's measured from the moment when all jobs have made their first
 step, because a first step has to get its memory from the kernel, until the end of the last span. If

@@ -222,8 +222,8 @@ def _sparse_nodes(s: Setting) -> optax.GradientTransformation:
     )
 
 
-# Some of the same strategies with a different communication pattern (nodes of two ranks, a ring, a
-# tree, a grid), or with 16-bit values on the wire.
+# Some of the strategies above, but with a different communication pattern (nodes of two ranks, a
+# ring, a tree or a grid), or with 16-bit values on the wire.
 ROUTES = (
     Strategy(
         name="mean, hierarchical",

@@ -9,8 +9,9 @@ import statistics
 from typing import Any
 
 FAR = {"1-D": {"tensor": 64}, "2-D [8,8,1]": {"side": 8}, "2.5-D [4,4,4]": {"side": 4, "depth": 4}}
-# Sequences b, tokens per sequence s, and features h. The products b s are 12, 96 and 2.7 times h.
-# A rank receives less with [4,4,4] than with [8,8,1] if b s is more than 3 times h.
+# A batch has b sequences of s tokens each, and the model has h features. We chose sizes for which
+# b s is 12, 96 and 2.7 times h, because a rank receives less with [4,4,4] than with [8,8,1] if b s
+# is more than 3 times h.
 SIZES = ((96, 512, 4096), (384, 512, 2048), (16, 512, 3072))
 
 

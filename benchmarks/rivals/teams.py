@@ -245,9 +245,9 @@ class Stage:
 def _plain_environment(smoke: bool, keeps_memory: bool) -> dict[str, str]:
     """Returns the environment for all teams, which must not favour any of them.
 
-    It's the caller's environment without variables that change the size of thread pools or the
-    compiled code, or that point to stored cuts. All teams get the same MPI settings. Toy models are
-    compiled without optimisation.
+    We start from the caller's environment, and remove the variables that would change the size of
+    thread pools or the compiled code, or that point to stored cuts. All teams get the same MPI
+    settings. Toy models are compiled without optimisation.
     """
     plain = MPI_SETTINGS | {k: v for k, v in os.environ.items() if k not in SETTINGS}
     plain |= malloc.settings(plain) if keeps_memory else {}

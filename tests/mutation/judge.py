@@ -159,8 +159,10 @@ class Judge:
         return known
 
     def _allowed_s(self, name: str) -> float:
-        """Returns the seconds after which a test counts as hung. Includes time for its file's
-        shared fixtures, in case the test has to set them up.
+        """Returns the seconds after which a test counts as hung.
+
+        If the tests of a file share fixtures, the first one has to set them up, so the limit
+        includes the time for that.
         """
         return self._grace_s + 3 * self._covering.longest_s(name)
 

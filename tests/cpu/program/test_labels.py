@@ -175,7 +175,7 @@ def list_of_rows(order: Any, tree: Any) -> Any:
 
 
 def list_with_zeros(order: Any, tree: Any) -> Any:
-    """Swapping the exchanges of `a` and `b` can't be intended, since both have values as origins."""
+    """Swapping the exchanges of `a` and `b` can't be intended, since values are their origins."""
     known = {**tree, "c": jnp.zeros_like(tree["c"])}
     return [lax.pmean(known[k], "x") for k in order]
 

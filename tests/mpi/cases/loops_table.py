@@ -1,7 +1,7 @@
 """Loops that exchange, and whose number of iterations differs between ranks.
 
-Runs every row of the table on this run's ranks and compares it with `vmap`, compares two jobs in
-crossover with each job alone, and checks what happens if a rank fails.
+We run every row of the table on these ranks and compare it with `vmap`. We also compare two jobs in
+crossover with each of them alone, and check what happens if a rank fails.
 
 Prints `passed NAME` for each case on rank 0. The command line names cases, or rows of the table for
 `rows`.

@@ -1,7 +1,8 @@
 """The model of `tensor_case` on meshes of four or eight ranks.
 
-Compares each mesh with the serial model, and two jobs in crossover with each job alone. On four
-ranks, also runs different jobs together: 1-D, 2-D, and one that averages gradients itself.
+We compare each mesh with the serial model, and two jobs in crossover with each of them alone. On
+four ranks, we also run different jobs together: a 1-D job, a 2-D job, and a data-parallel job that
+averages its gradients itself.
 
 Prints `rank R: tensor done` if all meshes hold. Every rank trains the serial model and cuts out its
 shards.

@@ -81,8 +81,8 @@ def check_numbers(folder):
     assert [set(job) for job in result["jobs"]] == [
         {"name", "images_per_second", "steps", "final_loss"}
     ] * 2
-    # On a busy machine, two jobs of three steps may have no round together in one of the two turns.
-    # That turn is then left out.
+    # Each job makes only three steps. If the machine is busy, it can happen that the two jobs don't
+    # share a whole round in one of the two turns, and the demo then leaves out that turn.
     turns = [
         Report.load(folder / "out" / f"{run}.json").rounds for run in ("crossover", "crossover-2")
     ]

@@ -1,5 +1,6 @@
-"""A sweep that is killed twice ends like an undisturbed one: the same trials, pruned at the same
-steps, with the same bits.
+"""A sweep that's killed twice gives the same result as an undisturbed one.
+
+Both have the same trials, which are pruned at the same steps and have bitwise identical states.
 """
 
 import json

@@ -109,8 +109,10 @@ def test_lines_of_a_run_whose_checkpoints_are_gone_stay(tmp_path: Path) -> None:
 
 
 def test_what_is_logged_before_the_state_is_restored(tmp_path: Path) -> None:
-    """It isn't known yet where to truncate the files, so the line waits. If the run resumes, the
-    files already contain that line.
+    """A line that's logged before the job restores its state is held back.
+
+    Until the state is restored, we don't know at which step to truncate the files of the previous
+    run. If the job resumes, the files already contain this line, so it's dropped.
     """
     for begin, losses in ((0, [(0, 9.0), (1, 1.0)]), (1, [(0, 9.0), (1, 1.0), (2, 2.0)])):
         files = MetricFiles(tmp_path / "metrics", tmp_path / "checkpoints")

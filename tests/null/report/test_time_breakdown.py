@@ -98,8 +98,9 @@ def test_early_rank_waits_for_its_peer():
 
 
 def test_jitter_between_equal_ranks_is_peer_waiting():
-    # Each rank is 0.5 s late in every other step, so each computes for 1.25 s on average, but the
-    # pair takes 1.5 s.
+    # The ranks are slow in turn: in every step, one of them computes for 1.5 s and the other one
+    # for 1 s. So each rank computes for 1.25 s on average, but because they wait for each other,
+    # every step takes as long as the slower one, i.e. 1.5 s.
     spans = []
     for step in range(5):
         begin = 2.5 * step
@@ -195,8 +196,8 @@ def test_enqueued_compute_begins_when_previous_ends():
 
 
 def test_exchange_beside_own_backward_shortens_chain():
-    # Segment 1 exchanges the result of segment 0. It takes 1 s and overlaps with segment 2, which
-    # computes for 2 s.
+    # Segment 1 exchanges the result of segment 0, which takes 1 s. Meanwhile segment 2 computes for
+    # 2 s, so the exchange is hidden.
     spans = []
     for step in range(4):
         t = 4 * step
