@@ -227,7 +227,8 @@ class RankModel:
         ]
         if left or self.spec.finished.keys() != self.threads.keys():
             raise InternalError(
-                f"all is over, but the threads of jobs {left} wait; ends are {self.spec.finished}"
+                f"every job has ended, but the threads of jobs {left} wait; ends are "
+                f"{self.spec.finished}"
             )
 
     def _add(self, wanted: str, script: Any) -> None:

@@ -156,7 +156,7 @@ class Spec:
                 self._must(
                     not early,
                     instruction,
-                    f"it is of a step, and jobs {self.behind} have not come to theirs",
+                    f"it is of a step, and jobs {self.behind} have not called theirs",
                 )
                 self._must(call.graph.kinds[segment] == "compute", instruction, "it is an exchange")
                 self._must(
@@ -231,7 +231,7 @@ class Spec:
                 self.failed.discard(job)
                 self.paused.pop(job, None)
             case m.Raised(job):
-                self._must(job in self.finished, instruction, "its job goes on")
+                self._must(job in self.finished, instruction, "its job has not ended")
                 self.calls.pop(job, None)
             case m.JobJoined(job, name):
                 self._must(job not in self.steps, instruction, "that job was there before")
@@ -260,7 +260,7 @@ class Spec:
         """Returns the call that the job is in, and raises InternalError if there is none."""
         call = self.calls.get(job)
         if job in self.finished:
-            raise InternalError(f"something was asked of job {job}, which is over")
+            raise InternalError(f"something was asked of job {job}, which has ended")
         if call is None:
             raise InternalError(f"something was asked of job {job}, which has called no step")
         return call

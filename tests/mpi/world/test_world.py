@@ -181,12 +181,12 @@ def test_one_process_without_a_launcher_is_a_world():
 
 RECORDS_ENVIRONMENT = """
 import os, sys
-class Told:  # what the environment is when MPI is about to be loaded, which starts it
+class StartRecorder:  # what the environment is when MPI is about to be loaded, which starts it
     def find_spec(self, name, *rest):
         if name == "mpi4py.MPI":
             names = ("OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle")
             print(*(os.environ.get(x) for x in names))
-sys.meta_path.insert(0, Told())
+sys.meta_path.insert(0, StartRecorder())
 """
 
 

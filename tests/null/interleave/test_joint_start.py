@@ -182,10 +182,10 @@ class Forgetful(Interleaver):
         (
             BeginsAlone,
             together(ONE, ONE),
-            r"it is of a step, and jobs \{1\} have not come to theirs",
+            r"it is of a step, and jobs \{1\} have not called theirs",
         ),
-        (NeverExcuses, together((Await(1),), ONE), "ranks meet for ever and nothing comes of it"),
-        (Forgetful, together(ONE, (step(BETWEEN),)), "ranks meet for ever|a rank stands still"),
+        (NeverExcuses, together((Await(1),), ONE), "ranks keep meeting without progress"),
+        (Forgetful, together(ONE, (step(BETWEEN),)), "ranks keep meeting|a rank stands still"),
     ],
 )
 def test_a_wrong_joint_start_is_found_out(wrong, case, message):

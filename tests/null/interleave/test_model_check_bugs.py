@@ -195,9 +195,9 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
 @pytest.mark.mostly_integration(
     "TakesTheCommitForGranted-case1-overwrites the state of a step that is not committed",
     "ContinuesAfterFailure-case5-its job has failed here",
-    "ForgetsBatches-case9-ranks meet for ever and nothing comes of it",
-    "ForgetsOpenLoops-case10-ranks meet for ever and nothing comes of it",
-    "LeavesThreadsBehind-case11-all is over, but the threads of jobs \\\\[0\\\\] wait",
+    "ForgetsBatches-case9-ranks keep meeting without progress",
+    "ForgetsOpenLoops-case10-ranks keep meeting without progress",
+    "LeavesThreadsBehind-case11-every job has ended, but the threads of jobs \\\\[0\\\\] wait",
 )
 @pytest.mark.parametrize(
     ("wrong", "case", "message"),
@@ -235,13 +235,13 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
             "makes steps while it is paused",
         ),
         (MakesNoZeros, FAILING, "a rank stands still"),
-        (ForgetsBatches, alike(2, fed(1)), "ranks meet for ever and nothing comes of it"),
+        (ForgetsBatches, alike(2, fed(1)), "ranks keep meeting without progress"),
         (
             ForgetsOpenLoops,
             alike(1, loops(0, 1, 2, 0)),
-            "ranks meet for ever and nothing comes of it",
+            "ranks keep meeting without progress",
         ),
-        (LeavesThreadsBehind, FAILING, r"all is over, but the threads of jobs \[0\] wait"),
+        (LeavesThreadsBehind, FAILING, r"every job has ended, but the threads of jobs \[0\] wait"),
         (
             MixesFunctions,
             unlike((step(TRAIN),), (step(EVALUATE),)),

@@ -214,7 +214,8 @@ def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
 
 
 def test_unequal_rates_share_a_round_of_as_many_steps():
-    """A round has as many job-steps as there are jobs, so a job may have a fraction of a step in it.
+    """A round has as many job-steps as there are jobs, so a job may have a fraction of a step in
+    it.
 
     Here one job makes three steps of 1 s while the other job makes a single step of 3 s, i.e. four
     job-steps in 6 s. So a round of two job-steps takes 3 s.
