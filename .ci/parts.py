@@ -97,8 +97,8 @@ ROWS = {
     "tests/model": ("interleave",),
     "tests/mutation": ("jaxcross",),
 }
-# We run Open MPI, with the newest Python and JAX, only if one of these folders or the code that its
-# ranks run has changed.
+# The tests over Open MPI, which also use the newest Python and JAX, run only for changes in these
+# folders or in the code that their ranks run.
 ON_OPEN_MPI = ("wire", "world", "health", "server", "lab", "commands")
 UNDER_OPEN_MPI = (*ALL, "jaxcross/_jax_compat", "tests/mpi/cases")
 
@@ -135,14 +135,14 @@ ONCE = (
     "tests/mpi/benchmarks/test_plan.py",
     "tests/mpi/benchmarks/test_race.py::test_memory",
     "tests/mpi/benchmarks/test_race.py::test_race",
-    "tests/mpi/checkpoint/test_checkpoint.py::test_many_killed_runs_go_on",
+    "tests/mpi/checkpoint/test_checkpoint.py::test_many_killed_runs_resume",
 )
 # Tier -> the Python that runs it, and pytest's arguments.
 TIERS = {
     "integration": (["uv", "run", "python"], ["-m", "not exhaustive", *FULL, "-n", "4"]),
-    # Some of these tests compute for minutes, so pytest would print their stacks as if they hung.
-    # To do that, `faulthandler` reads the frames of a running thread, which isn't safe. This may be
-    # why a worker crashed in `plan/test_rates.py`.
+    # pytest prints the stacks of a test that takes too long, but some of these tests compute for
+    # minutes without hanging. Printing isn't harmless either, because `faulthandler` reads the
+    # frames of a running thread. We suspect that this crashed a worker in `plan/test_rates.py`.
     "exhaustive": (
         ["uv", "run", "python"],
         ["-m", "exhaustive", *FULL, "-n", "3", "-o", "faulthandler_timeout=0"],
@@ -234,17 +234,17 @@ def _python_files(path: Path) -> list[Path]:
 def covered(folder: str, file: str | None = None, tiers: Sequence[str] = RUNS_ON) -> list[str]:
     """Returns the paths that affect a folder's tests, or one of its test files.
 
-    A part is due if one of these paths has changed: the folder of the package, everything it
-    imports directly or indirectly, and the folders that the tests and their programs name. For
-    instance, some tests of `checkpoint` run jobs. Only the tests in `tests/null`, `tests/cpu` and
-    `tests/mpi` that `tiers` names count.
+    If one of these paths changes, the tests have to run again. The paths are the tests themselves,
+    the folder of the package that they test, and everything that it imports directly or indirectly.
+    In addition, we include the folders that the tests and their programs name; for instance, some
+    tests of `checkpoint` run jobs. `tiers` limits the tests to some of `tests/null`, `tests/cpu`
+    and `tests/mpi`.
     """
-    if (
-        folder == MUTANTS
-    ):  # compares two suites: if you move or delete tests, name the commit before
-        tool = sorted(
-            (ROOT / "tests/mutation").rglob("*.py")
-        )  # its README and its kept results are no part of it
+    if folder == MUTANTS:
+        # This part compares two suites, so changed tests don't make it due by themselves: if you
+        # move or delete tests, run it with the commit before that. The tool's README and its kept
+        # results don't count either.
+        tool = sorted((ROOT / "tests/mutation").rglob("*.py"))
         return [*(str(file.relative_to(ROOT)) for file in tool), ".ci/mutants"]
     if folder == WHEEL:
         return [
@@ -318,8 +318,9 @@ def why(
     files: Sequence[str] | None,
     counts: Callable[[str], bool] = lambda file: True,
 ) -> str:
-    """Returns why tests that cover `paths` must run if `files` have changed, or "" if they
-    needn't. Only files for which `counts` returns True count.
+    """Returns the reason to run tests that cover `paths` if `files` have changed.
+
+    The reason is empty if there's none. Changed files for which `counts` returns False are ignored.
     """
     if files is None:
         return "nothing to compare with"
@@ -339,7 +340,7 @@ def counts_for(folder: str, commit: str | None) -> Callable[[str], bool]:
     """Returns a function that tells whether a file, changed since a commit, affects a folder."""
     if folder in READ_TEXTS or commit is None:
         return lambda file: True
-    help_counts = folder != MUTANTS  # no test reads the help of its programs
+    help_counts = folder != MUTANTS  # no test reads the help of the mutation tool's programs
     return lambda file: not is_reworded(commit, file, help_counts=help_counts)
 
 
@@ -353,9 +354,9 @@ def find_base() -> str | None:
     return left
 
 
-def collected(*words: str) -> list[str]:
+def collected(*arguments: str) -> list[str]:
     """Returns the ids of the tests that pytest would run."""
-    line = ["uv", "run", "pytest", "--collect-only", "-q", "-n", "0", *words]
+    line = ["uv", "run", "pytest", "--collect-only", "-q", "-n", "0", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in NOTHING_FAILED:
         sys.exit(done.stdout + done.stderr)
@@ -543,8 +544,8 @@ def parts() -> dict[str, Part]:
 def command_of(run: Sequence[Part], commit: str | None) -> list[str]:
     """Returns the command that runs one part, or several parts of one tier.
 
-    A tier's command records each of its parts at `commit` as soon as the part has passed. If
-    `commit` is None, nothing is recorded.
+    While the command runs the parts of a tier, it records each part that has passed, at `commit`.
+    If `commit` is None, it records nothing.
     """
     (first, *_) = run
     if not first.tier:

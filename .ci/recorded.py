@@ -2,10 +2,11 @@
 
     python .ci/recorded.py TIER COMMIT [ARGUMENTS OF PYTEST]
 
-`.ci/more` runs all due folders of a tier in one go. With one run per folder, we spent much of the
-time starting pytest and its workers, and waiting for each folder's last test. If the run is killed,
-only the unfinished folders are lost. If the working tree has changes, pass `-` as COMMIT, so that
-nothing is recorded.
+`.ci/more` uses this to run all due folders of a tier in a single pytest run. We used to have one
+run per folder, but spent much of the time on starting pytest and its workers, and on waiting for
+each folder's last test. Since each folder is recorded separately, a run that's killed only loses
+the unfinished folders. If the working tree has changes, pass `-` as COMMIT, so that nothing is
+recorded.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ NOTHING_FAILED = (
 )  # most folders have no exhaustive tests
 
 
-def git(*words: str) -> str | None:
+def git(*arguments: str) -> str | None:
     """Returns git's output, or None if git fails."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 

@@ -3,8 +3,8 @@
     python .ci/wheel.py quick             # in .ci/run: installs the wheel and trains on two ranks,
                                           in seconds
     python .ci/wheel.py release           # in .ci/more: rehearses a release from a tag
-    python .ci/wheel.py tests [WORDS]     # in .ci/more: the quick tests, with the installed wheel;
-                                          WORDS go to pytest
+    python .ci/wheel.py tests [ARGUMENTS] # in .ci/more: the quick tests, with the installed wheel;
+                                          ARGUMENTS go to pytest
 
 `quick` uses the Python and the package versions of the clone's environment, because uv already has
 their wheels in its cache.
@@ -15,9 +15,9 @@ the changelog. Then it installs the wheel with pip on the oldest supported Pytho
 newest one, and trains in both environments. If the machine lacks one of these Pythons, the last
 line says so.
 
-`tests` runs in a copy of the clone without the folder `jaxcross`, so that only the installed
-package can be imported. mpi4jax isn't installed, because that would need a compiler. Exchanges
-therefore use the mpi4py wire, and tests that call mpi4jax are skipped.
+`tests` runs in a copy of the clone without the folder `jaxcross`, so that Python can only import
+the installed package. We don't install mpi4jax there, because building it needs a compiler.
+Exchanges therefore go over mpi4py, and tests that call mpi4jax are skipped.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ ABOUT_THE_CLONE = (
 )
 
 
-def step(words: str) -> None:
-    print(f"\n== {words}", flush=True)
+def step(title: str) -> None:
+    print(f"\n== {title}", flush=True)
 
 
 def quick(scratch: Path) -> None:
@@ -162,9 +162,9 @@ def release(scratch: Path) -> int:
     return int(bool(faults))
 
 
-def git(tree: Path, *words: str) -> str:
+def git(tree: Path, *arguments: str) -> str:
     return subprocess.run(
-        ["git", *words], cwd=tree, capture_output=True, text=True, check=True
+        ["git", *arguments], cwd=tree, capture_output=True, text=True, check=True
     ).stdout
 
 
@@ -257,9 +257,9 @@ def faults_of_wheel(has: Mapping[str, int], files: Sequence[str]) -> list[str]:
 def faults_of_changelog(text: str, version: str, *, released: bool) -> list[str]:
     """Returns what is wrong with the changelog's top entry.
 
-    The top entry must be `Unreleased` or the version. On a commit that has the version's tag, it
-    must be the version. If an entry further down has this version or a later one, the version has
-    already been released and must be raised.
+    The top entry must be either `Unreleased` or the version in pyproject.toml, and on a commit with
+    that version's tag, it must be the version. If an entry further down has the same version or a
+    later one, that version has already been released, so the one in pyproject.toml must be raised.
     """
     entries = re.findall(r"^## \[?([^\]\s]+)", text, re.MULTILINE)
     if not entries:
@@ -272,7 +272,7 @@ def faults_of_changelog(text: str, version: str, *, released: bool) -> list[str]
     return faults
 
 
-def tests(scratch: Path, words: Sequence[str]) -> int:
+def tests(scratch: Path, arguments: Sequence[str]) -> int:
     step("build and install")
     copy = scratch / "copy"
     for name in git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
@@ -314,7 +314,7 @@ def tests(scratch: Path, words: Sequence[str]) -> int:
     )
 
     step("quick tests")
-    line = ["python", "-m", "pytest", *ABOUT_THE_CLONE, *words]
+    line = ["python", "-m", "pytest", *ABOUT_THE_CLONE, *arguments]
     return subprocess.run(line, cwd=copy, env=environ, check=False).returncode
 
 
@@ -325,13 +325,13 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("quick", "release", "tests"):
         commands.add_parser(name)
-    args, words = parser.parse_known_args()
+    args, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="jaxcross-wheel-") as folder:
         scratch = Path(folder)
         if args.command == "tests":
-            return tests(scratch, words)
-        if words:
-            parser.error(f"`{args.command}` takes no further arguments, got {words}")
+            return tests(scratch, arguments)
+        if arguments:
+            parser.error(f"`{args.command}` takes no further arguments, got {arguments}")
         if args.command == "release":
             return release(scratch)
         quick(scratch)

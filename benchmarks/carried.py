@@ -51,8 +51,8 @@ from pathlib import Path
 from typing import Any
 
 import carried_show
-from ended import ends_when_told
-from parts import in_order, is_over, parse_options
+from ended import ends_on_signals
+from parts import in_order, is_too_late, parse_options
 from rivals.cases import EVERY
 from rivals.teams import Stage, Team, TeamError, lab_or_exit
 from workloads import kept, parser, write_json
@@ -83,7 +83,7 @@ def main() -> int:
         carried_show.draw(result, args.png)
         return 0
     with (
-        ends_when_told(),
+        ends_on_signals(),
         tempfile.TemporaryDirectory(prefix="carried-") as folder,
         lab_or_exit(hosts=2, rate=f"{args.rates[0]}mbit") as lab,
         Stage(lab, Path(folder)) as stage,
@@ -97,7 +97,7 @@ def main() -> int:
         )
         for part in args.only:
             for rate in args.rates if part == "alone" else args.rates[:1]:
-                if is_over(part, rate, begin=bench.begin, minutes=args.minutes):
+                if is_too_late(part, rate, begin=bench.begin, minutes=args.minutes):
                     continue
                 made = bench.measure(part, rate)
                 print("\n".join(carried_show.lines(made)), flush=True)

@@ -154,8 +154,8 @@ def train(
     )
     run, points = jax.jit(more, donate_argnums=0), []
     for first in range(0, steps, every):
-        carry, told = run(carry, keys, jnp.int32(first))
-        points.append(jax.device_get(told))
+        carry, measured = run(carry, keys, jnp.int32(first))
+        points.append(jax.device_get(measured))
     return {
         name: [[round(float(p[n][seed]), 4) for p in points] for seed in range(seeds)]
         for n, name in enumerate(("loss", "test_loss", "accuracy"))

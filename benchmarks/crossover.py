@@ -41,7 +41,7 @@ JOBS = 2
 def main() -> int:
     options = parser_of_hosts(__doc__)
     options.add_argument(
-        "--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)"
+        "--steps", type=int, default=8, help="steps per job and repeat (default %(default)s)"
     )
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     args = options.parse_args()

@@ -15,16 +15,16 @@ PATIENCE_S = 30
 
 
 @contextmanager
-def ends_when_told() -> Iterator[None]:
+def ends_on_signals() -> Iterator[None]:
     """Raises SystemExit inside on SIGTERM or SIGHUP, so that open resources are closed."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    told = [
+    handled = [
         n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
     ]  # ignored e.g. under nohup
-    before = {number: signal.signal(number, end) for number in told}
+    before = {number: signal.signal(number, end) for number in handled}
     try:
         yield
     finally:

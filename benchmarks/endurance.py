@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ended import ends_when_told
+from ended import ends_on_signals
 from ranks import answer
 from workloads import parser, write_json
 
@@ -256,7 +256,7 @@ def launch(args: Any) -> list[dict[str, Any]]:
     sizes = [f"--{name}={getattr(args, name)}" for name in ("joins", "jobs", "steps", "elements")]
     sizes += [] if args.wire is None else [f"--wire={args.wire}"]
     sizes += [] if args.only is None else [f"--only={args.only}"]
-    with ends_when_told():
+    with ends_on_signals():
         return answer(__file__, [*sizes, "--worker"], args.ranks)
 
 
@@ -296,10 +296,10 @@ def main() -> int:
         "seconds": {part: found["s"] for part, found in ranks[0]["parts"].items()},
     }
     what = {"joins": f"{args.joins} joins", "steps": f"{args.jobs} jobs, {args.steps} steps"}
-    told = "; ".join(
+    summary = "; ".join(
         f"{what[part]} in {seconds:.0f} s" for part, seconds in result["seconds"].items()
     )
-    print(f"{args.ranks} ranks over {ranks[0]['wire']}: {told}")
+    print(f"{args.ranks} ranks over {ranks[0]['wire']}: {summary}")
     beyond = []
     for part, unit in (("joins", "a join"), ("steps", "1,000 job-steps")):
         for name, row in result["table"].get(part, {}).items():

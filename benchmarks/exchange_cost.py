@@ -89,10 +89,10 @@ SETTINGS = {
 }
 
 
-def limits(words: str) -> dict[str, int]:
+def limits(text: str) -> dict[str, int]:
     """For `argparse`: maps each word of `none,64k,4m` to its bytes."""
     found = {}
-    for word in filter(None, words.split(",")):
+    for word in filter(None, text.split(",")):
         if (match := re.fullmatch(r"none|(\d+)([km])", word)) is None:
             raise argparse.ArgumentTypeError(f"`{word}` is neither `none` nor bytes as 64k or 4m.")
         found[word] = int(match[1]) << {"k": 10, "m": 20}[match[2]] if match[1] else 0
@@ -134,14 +134,14 @@ def main() -> int:
 
 
 def launched(
-    args: Any, environment: Mapping[str, str] | None = None, words: Sequence[str] = ()
+    args: Any, environment: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Runs all measurements in one launch, whose ranks also receive `words`.
+    """Runs all measurements in one launch, whose ranks also receive `arguments`.
 
     Raises:
         RuntimeError: Fewer bytes crossed the link than the exchanges need.
     """
-    result = on_hosts(str(RANK), args.rate, words=words, environment=environment)
+    result = on_hosts(str(RANK), args.rate, arguments=arguments, environment=environment)
     needed = 2 * result["bytes"] * result["exchanges"]  # both ranks send their operand once
     if result["bytes_crossed"] < needed:
         raise RuntimeError(

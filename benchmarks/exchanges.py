@@ -35,8 +35,8 @@ from hosts import on_hosts, parser_of_hosts
 from pages.exchanges import ratios
 from workloads import spread, write_json
 
-# What is compared, of which strategies, and the target: a strategy's time over another's. `as
-# chosen` is what users get by default; the other selections are forced.
+# Each target limits the ratio of one strategy's time to another's. `as chosen` is the selection
+# that users get by default; the other selections are forced.
 TOP_K = ("top_k 1%, as chosen", "top_k 1%, exact", "top_k 1%, threshold")
 TARGETS = (
     *(("top-k at 1%, wire", "wire", name, "mean", 1 / 20) for name in TOP_K),
@@ -243,8 +243,8 @@ def worker(args: Any) -> int:
                     for key, value in own.items():
                         raw[name][key].append(value)
                 if world.rank == 0:
-                    told = ", ".join(f"{key} {value:.4f} s" for key, value in own.items())
-                    print(f"{model}, repeat {repeat}: {name}: {told}", flush=True)
+                    times = ", ".join(f"{key} {value:.4f} s" for key, value in own.items())
+                    print(f"{model}, repeat {repeat}: {name}: {times}", flush=True)
         whole = sum(x.nbytes for x in jax.tree.leaves(params))
         nbytes |= dict.fromkeys(servers, 2 * (world.size - 1) / world.size * whole)
         rows: dict[str, Any] = {

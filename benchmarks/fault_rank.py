@@ -96,8 +96,9 @@ class Injector:
     def comes(self, activity: Any) -> bool:
         """Returns whether this is the point. True only once, although several threads ask."""
         with self.lock:
-            # A save doesn't count as near, because it may be the first one. Until it has finished,
-            # there's no checkpoint to resume from.
+            # Saving a checkpoint at this step doesn't count as being near the point, because it may
+            # be the job's first checkpoint. If a fault interrupted that one, there would be nothing
+            # to resume from.
             self.near |= activity.job == "b" and activity.step == AT_STEP and activity.segment >= 0
             here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
             here |= self.near and (
@@ -161,7 +162,7 @@ try:
     print(f"rank {WORLD.rank} ends: {ends}", flush=True)
 except jaxcross.JobError as error:
     steps = {job.name: job.step for job in runner.jobs}
-    print(f"rank {WORLD.rank} goes on: {steps}: {str(error).splitlines()[0]}", flush=True)
+    print(f"rank {WORLD.rank} continues: {steps}: {str(error).splitlines()[0]}", flush=True)
 except SystemExit:
     steps = {job.name: job.step for job in runner.jobs}
     print(f"rank {WORLD.rank} leaves: {steps}", flush=True)

@@ -5,7 +5,7 @@
 There are two jobs, started by `jaxcross launch`. We inject each fault at every kind of point in a
 step of one of them (see `fault_rank.py`). The seconds are measured from the fault to the end of the
 command, including its post-mortem. If the fault terminates all ranks, `told_s` is the time from the
-fault until all other ranks have written their last lines.
+fault until each of the other ranks has written its final event.
 
 Then we run the same command again, without the fault. It must resume from the checkpoints, so the
 fault must not have damaged them, and it must reach the same values as an undisturbed run. If the
@@ -132,7 +132,7 @@ class Result:
     Attributes:
         code: Exit code of `jaxcross launch`.
         seconds: From the fault to the end.
-        told_s: From the fault to the last words of all other ranks, if all ranks end.
+        told_s: From the fault to the last rank's final event, if all ranks end.
         verdict: The verdict of the post-mortem.
         problems: Deviations from the table.
         output: The output of all ranks.
@@ -192,9 +192,9 @@ def run_case(case: Case) -> Result:
 def launch(case: Case, folder: Path, fault: str) -> tuple[int, str]:
     """Returns exit code and output of `fault_rank.py` under `jaxcross launch`."""
     line = f"-m jaxcross.cli launch -n {case.ranks} --events {folder / 'events'}"
-    words = [*line.split(), *program(folder, fault, case.point, case.slack)]
+    program_line = [*line.split(), *program(folder, fault, case.point, case.slack)]
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *program_line],
         text=True,
         start_new_session=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -224,7 +224,7 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
             yield f"exit code {code}, not 0"
         for rank in range(case.ranks):
             if not re.search(
-                rf"rank {rank} goes on: .*'a': 8.*Job `b` failed .*on rank {victim}\b", output
+                rf"rank {rank} continues: .*'a': 8.*Job `b` failed .*on rank {victim}\b", output
             ):
                 yield f"rank {rank} has not gone on without job b"
     elif case.outcome == "stops":
@@ -242,14 +242,14 @@ def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:
         if code == 0:
             yield "exit code 0"
         for rank in others:
-            words = re.search(rf"rank {rank} (of \d+ )?ends .*because .*rank {victim}\b.*", output)
-            if words is None or not re.search(case.named, words[0]):
+            notice = re.search(rf"rank {rank} (of \d+ )?ends .*because .*rank {victim}\b.*", output)
+            if notice is None or not re.search(case.named, notice[0]):
                 yield (
                     f"rank {rank} does not name rank {victim} and {case.named}: "
-                    f"{words and words[0]}"
+                    f"{notice and notice[0]}"
                 )
-        # The post-mortem first says what the rank was in, then what the other ranks did at that
-        # time.
+        # The post-mortem starts with the faulty rank's activity, followed by what the other ranks
+        # were doing at that time.
         own = re.split(r"\. Ranks? [\d, ]+ (?:waited|ended) ", said)[0]
         if not re.match(rf"Rank {victim} (ended|stopped) first", own) or not re.search(
             case.where, own
@@ -275,7 +275,7 @@ def lives(pid: int, patience_s: float = 5.0) -> bool:
 
 def steps_left(output: str) -> dict[str, int]:
     """Returns each job's step at the end, if the ranks ended together. Pure."""
-    found = re.search(r"rank 0 (?:leaves|goes on): (\{.*?\})", output)
+    found = re.search(r"rank 0 (?:leaves|continues): (\{.*?\})", output)
     return {} if found is None else ast.literal_eval(found[1])
 
 
@@ -287,7 +287,7 @@ def check_restart(case: Case, code: int, output: str, left: Mapping[str, int]) -
     for rank in range(case.ranks):
         if f"rank {rank} ends: {{'a': (8, 36.0), 'b': (8, 72.0)}}" not in output:
             yield (
-                f"started again, rank {rank} does not come to the end: exit code {code}: "
+                f"after the restart, rank {rank} does not finish: exit code {code}: "
                 f"{output[-1000:]}"
             )
         begun = {
@@ -296,11 +296,11 @@ def check_restart(case: Case, code: int, output: str, left: Mapping[str, int]) -
         }
         if left and begun != left:
             yield (
-                f"started again, rank {rank} begins after {begun}, not where the jobs were left: "
+                f"after the restart, rank {rank} begins after {begun}, but the jobs were left at "
                 f"{left}"
             )
         if not left and case.point != "compile" and not begun.get("b"):
-            yield f"started again, rank {rank} does not go on from a checkpoint of job b"
+            yield f"after the restart, rank {rank} does not resume from a checkpoint of job b"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -342,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome: max((r.seconds for r in results if r.case.outcome == outcome), default=None)
         for outcome in ("leaves", "ends", "stops")
     }
-    told = {
+    notified = {
         fault: max(
             (r.told_s for r in results if r.case.fault == fault and r.told_s is not None),
             default=None,
@@ -351,8 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     good = sum(not r.problems for r in results)
     print(
-        f"{good} of {len(results)} as the table says; longest {longest}; all others told after "
-        f"{told}"
+        f"{good} of {len(results)} as the table says; longest {longest}; all others notified after "
+        f"{notified}"
     )
     write_json(
         options.json,
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "cases": len(results),
             "as_expected": good,
             "longest_s": longest,
-            "told_s": told,
+            "told_s": notified,
             "promised_s": PROMISED_S,
             "rows": rows,
         },

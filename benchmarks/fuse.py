@@ -33,7 +33,7 @@ def main() -> int:
     options = parser_of_hosts(__doc__)
     options.set_defaults(rate="1000mbit")
     options.add_argument(
-        "--steps", type=int, default=60, help="of each job, a repeat (default %(default)s)"
+        "--steps", type=int, default=60, help="steps per job and repeat (default %(default)s)"
     )
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     options.add_argument(
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def cases(smoke: bool) -> dict[str, tuple[int, Callable[[], Workload]]]:
-    """Name -> number of jobs, and the network."""
+    """Maps the name of each case to its number of jobs and its network."""
     if smoke:
         return {"dense": (2, lambda: workloads.mlp(width=8, batch_size=4))}
     return {

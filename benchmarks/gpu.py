@@ -331,15 +331,15 @@ def profile(work: Workload, device: Any, *, steps: int) -> dict[str, Any]:
     jobs(3, 2)  # compiles
     loop(2)
     recording = record(lambda: loop(steps))
-    result: dict[str, Any] = {"plain_jit": _told(recording, None, device.platform)}
+    result: dict[str, Any] = {"plain_jit": _result_of(recording, None, device.platform)}
     for count in (1, 2, 3):
         box: list[Any] = []
         recording = record(lambda count=count, box=box: box.append(jobs(count, steps)))
-        result[f"{count}_jobs"] = _told(recording, box[0], device.platform)
+        result[f"{count}_jobs"] = _result_of(recording, box[0], device.platform)
     return result
 
 
-def _told(recording: Recording | None, report: Any, platform: str) -> dict[str, Any]:
+def _result_of(recording: Recording | None, report: Any, platform: str) -> dict[str, Any]:
     spans = [] if report is None else [s for s in report.spans if s.kind == "compute"]
     account = {} if report is None else {"account": report.summary()}
     if recording is None:

@@ -104,8 +104,7 @@ def clock_shift_ns(data: Any) -> float:
     ]
     if not shifts:
         raise ValueError(
-            f"the profile has no mark `{MARK}...`, so its clock cannot be told. Make it with "
-            "`record`."
+            f"the profile has no mark `{MARK}...`, so its clock is unknown. Make it with `record`."
         )
     return max(shifts)  # a mark starts after its name was made, so the quickest is the best
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import ranks
 import workloads
-from ended import ends_when_told, run, started
+from ended import ends_on_signals, run, started
 from hosts import bytes_crossed
 from workloads import spread
 
@@ -90,14 +90,14 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
 
     mpirun = ranks.mpirun_or_exit()
     reason = "as was asked for" if args.no_lab else available()
-    with ends_when_told(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with ends_on_signals(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         lab = stack.enter_context(Lab(hosts=RANKS, rate=args.rate)) if reason is None else None
         out = Path(folder) / "jobs.json"
 
         def command(role: str, *flags: str) -> tuple[list[str], dict[str, str]]:
-            words = ["--role", role, "--out", str(out), *_words(args), *flags]
+            arguments = ["--role", role, "--out", str(out), *_arguments(args), *flags]
             plain = shared_by(RANKS * (args.jobs if role == "process" else 1), os.environ)
-            line, environ = ranks.command(mpirun, RANKS, __file__, words, environ=plain)
+            line, environ = ranks.command(mpirun, RANKS, __file__, arguments, environ=plain)
             return (line, environ) if lab is None else (lab.wrap(line), lab.environment(environ))
 
         def jobs(*flags: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
     return result
 
 
-def _words(args: argparse.Namespace) -> list[str]:
+def _arguments(args: argparse.Namespace) -> list[str]:
     flags = [f"--{name.replace('_', '-')}" for name in ("smoke", "stand_in") if getattr(args, name)]
     names = ("model", "rate", "jobs", "steps", "repeats", "batch_size")
     return [

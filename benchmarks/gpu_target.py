@@ -8,9 +8,9 @@ plugin but no GPU can then compile for exactly this card:
     jax.experimental.topologies.get_topology_desc(platform="cuda", topology="1x1x1",
         target_config=TEXT)
 
-After writing the file, the script makes this call itself. XLA only describes GPUs. On other
-devices, there's no text to write, and the result says so. This is an error unless you pass
-`--stand-in`.
+After writing the file, the script makes this call itself. XLA can only describe GPUs. On any other
+device, the script writes no description, and the result gives the reason. This is an error unless
+you pass `--stand-in`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ended import ends_when_told, run
+from ended import ends_on_signals, run
 from ranks import command, mpirun_or_exit
 from rivals.teams import lab_or_exit
 from workloads import parser
@@ -34,7 +34,7 @@ def on_hosts(
     script: str,
     rate: str,
     hosts: int = 2,
-    words: Sequence[str] = (),
+    arguments: Sequence[str] = (),
     *,
     local: int = 1,
     burst_kb: int = 256,
@@ -46,7 +46,7 @@ def on_hosts(
         script: The benchmark's file.
         rate: The rate of each host's link, in each direction.
         hosts: Number of hosts. If there are more hosts than cores, they share the cores.
-        words: Additional arguments for the script.
+        arguments: Additional arguments for the script.
         local: Ranks per host, numbered consecutively.
         burst_kb: Kilobytes that an idle link passes at full speed.
         environment: Additional environment variables for the ranks, which override the lab's.
@@ -59,13 +59,13 @@ def on_hosts(
     """
     mpirun = mpirun_or_exit()
     with (
-        ends_when_told(),
+        ends_on_signals(),
         tempfile.TemporaryDirectory() as folder,
         lab_or_exit(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab,
     ):
         out = Path(folder) / "result.json"
-        words = [*sys.argv[1:], *words, "--worker", str(out)]
-        line, environ = command(mpirun, hosts * local, script, words, cores=1)
+        arguments = [*sys.argv[1:], *arguments, "--worker", str(out)]
+        line, environ = command(mpirun, hosts * local, script, arguments, cores=1)
         if local > 1:
             line[1:1] = (
                 ["--map-by", f"ppr:{local}:node"]
@@ -87,6 +87,6 @@ def bytes_crossed(lab: Lab, least: float = 1e5) -> int:
     crossed = lab.bytes_crossed()
     if crossed < least:
         raise RuntimeError(
-            f"{crossed} bytes crossed the {lab.description}: nothing of this can be told."
+            f"only {crossed} bytes crossed the {lab.description}, so the times mean nothing."
         )
     return crossed

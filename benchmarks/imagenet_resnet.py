@@ -48,7 +48,7 @@ import jax.numpy as jnp
 import numpy as np
 import page_cache
 import ranks
-from ended import ends_when_told, run
+from ended import ends_on_signals, run
 from hosts import bytes_crossed
 from imagenet_table import CACHES, POLICIES, show, speedups, throughput_of
 from workloads import parser, spread, write_json  # makes the examples importable
@@ -105,12 +105,12 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     return args, rest if given(rest, ["--job"]) else [*rest, *JOBS]
 
 
-def given(words: list[str], names: Iterable[str]) -> list[str]:
-    """Returns which of these options are among the words.
+def given(arguments: list[str], names: Iterable[str]) -> list[str]:
+    """Returns which of these options are among the arguments.
 
     Options also match as `--job=...` or abbreviated, because argparse accepts both.
     """
-    begun = [word.split("=")[0] for word in words if word.startswith("--")]
+    begun = [word.split("=")[0] for word in arguments if word.startswith("--")]
     return [
         name for name in names if any(len(word) > 2 and name.startswith(word) for word in begun)
     ]
@@ -129,7 +129,7 @@ def main() -> None:
             show(result)
             write_json(args.json, __doc__, result)
         return
-    with ends_when_told(), tempfile.TemporaryDirectory() as folder:
+    with ends_on_signals(), tempfile.TemporaryDirectory() as folder:
         if args.data_dir is None:
             size: dict[str, Any] = {"width": 64, "height": 48} if args.smoke else {}
             synthesise(f"{folder}/data", images=args.images, classes=4 if args.smoke else 8, **size)
@@ -142,7 +142,7 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
 
     mpirun = ranks.mpirun_or_exit()
     out = folder / "result.json"
-    words = [
+    arguments = [
         "--data-dir",
         args.data_dir or f"{folder}/data",
         "--json",
@@ -150,15 +150,15 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         "--accuracy",
         str(args.accuracy),
     ]
-    words += ["--repeats", str(args.repeats), *(["--smoke"] if args.smoke else []), *rest]
+    arguments += ["--repeats", str(args.repeats), *(["--smoke"] if args.smoke else []), *rest]
     for name in ("accuracy_steps", "evaluate_every"):
         value = getattr(args, name)
-        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+        arguments += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
 
     def line(*link: str) -> tuple[list[str], dict[str, str]]:
         # Ranks may share an accelerator, so none may preallocate most of its memory.
         environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-        return ranks.command(mpirun, args.ranks, __file__, [*words, *link], environ=environ)
+        return ranks.command(mpirun, args.ranks, __file__, [*arguments, *link], environ=environ)
 
     linkless = (
         "--rate none"
@@ -308,14 +308,14 @@ class Ranks(NamedTuple):
                     link = report.link
                 if not self.example.same_bits(*finals):
                     raise SystemExit("sequential and crossover end in different states")
-        told = {
+        facts = {
             c: {
                 p: {"images_per_s": spread([r["images_per_s"] for r in runs]), "runs": runs}
                 for p, runs in by.items()
             }
             for c, by in rows.items()
         }
-        return {"link": link, "equal_to_the_bit": True, **told}
+        return {"link": link, "equal_to_the_bit": True, **facts}
 
     def _set_cache(self, cache: str) -> float | None:
         """Drops or fills the page cache.

@@ -229,7 +229,7 @@ def main() -> None:
         killer.around(arrays, "write", "write"),
     ):
         runner.run()
-    told = {
+    outcome = {
         job.name: {
             "digest": digest(job.state),
             "step": job.step,
@@ -240,7 +240,7 @@ def main() -> None:
         }
         for job in jobs
     }
-    (folder / f"final-{WORLD.rank}.json").write_text(json.dumps(told))
+    (folder / f"final-{WORLD.rank}.json").write_text(json.dumps(outcome))
 
 
 main()

@@ -90,9 +90,9 @@ def main() -> None:
     sizes, repeats = ((4, 8), 1) if args.smoke else (SIZES, args.repeats)
     rows = []
     for leaves in sizes:
-        words = {how: ["--worker", how, str(leaves)] for how in ("jit", "jaxcross")}
+        arguments = {how: ["--worker", how, str(leaves)] for how in ("jit", "jaxcross")}
         raw = [
-            {how: answer(__file__, each, args.ranks) for how, each in words.items()}
+            {how: answer(__file__, each, args.ranks) for how, each in arguments.items()}
             for _ in range(repeats)
         ]
         row: dict[str, Any] = {"leaves": leaves}

@@ -76,8 +76,8 @@ def main() -> int:
                 for row in result["rows"]
             ):
                 continue
-            words = ["--task", task, "--only", name]
-            row = on_hosts(__file__, args.rate, RANKS, words, burst_kb=BURST_KB)
+            arguments = ["--task", task, "--only", name]
+            row = on_hosts(__file__, args.rate, RANKS, arguments, burst_kb=BURST_KB)
             result["rows"].append({"rate": args.rate, **row})
             print(link_loss_show.line(row), flush=True)
             write_json(args.json, __doc__, result)

@@ -11,8 +11,8 @@ from pathlib import Path
 def machine() -> str:
     """Returns the architecture, usable cores and, if known, the CPU and its widest vectors."""
     parts = [platform.machine(), f"{len(os.sched_getaffinity(0))} cores"]
-    told = Path("/proc/cpuinfo")
-    text = told.read_text() if told.exists() else ""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
     if model := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
         parts.append(model[1])
     if widest := next(

@@ -44,15 +44,15 @@ def measure(
         stand_in: Whether a second CPU device stands in for an accelerator. None means no
             accelerator.
     """
-    words = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut)]
-    words += ["--smoke"] * smoke + (
+    arguments = ["--workload", workload, "--jobs", str(jobs), "--cut", str(cut)]
+    arguments += ["--smoke"] * smoke + (
         [] if stand_in is None else ["--device", "stand-in" if stand_in else "gpu"]
     )
     # With this setting, arrays are mapped from the kernel and returned to it, so the resident set
     # is what is in use.
     tunables = "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=1"
     environ = {**gpu_ranks.shared_by(RANKS, os.environ), "GLIBC_TUNABLES": tunables}
-    ranks = answer(__file__, [*words, "--out"], RANKS, environ=environ)
+    ranks = answer(__file__, [*arguments, "--out"], RANKS, environ=environ)
     worst = max(ranks, key=lambda rank: rank["needed_bytes"])
     row = {"workload": workload, "jobs": jobs, "cut": cut, **worst}
     over = worst["booked_bytes"] / worst["needed_bytes"] if worst["needed_bytes"] > 0 else None

@@ -177,13 +177,13 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
         )
     )
     yield "2 ranks, two are added in unlike orders", both, {"ended, ended, ended"}
-    told = alike(
+    alone = alike(
         2,
         (step(SHORT),),
         outside=((m.TextSubmitted("new"),), ()),
         submitted=(("new", (step(SHORT),)),),
     )
-    yield "2 ranks, rank 0 submits one", told, {"ended", "ended, ended"}
+    yield "2 ranks, rank 0 submits one", alone, {"ended", "ended, ended"}
     failing = Case(
         scripts=(
             ((Add("new", (Fail("x"),)), step(SHORT)),),

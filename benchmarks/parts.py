@@ -46,11 +46,11 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in words(text)]
 
 
-def is_over(part: str, rate: int, *, begin: float, minutes: float) -> bool:
+def is_too_late(part: str, rate: int, *, begin: float, minutes: float) -> bool:
     """Returns whether it's too late to start a part. If so, prints that the part is left out."""
     late = time.monotonic() - begin > 60 * minutes
     if late:
-        print(f"{part} at {rate} Mbit/s is left out: {minutes:g} minutes are over", flush=True)
+        print(f"{part} at {rate} Mbit/s is left out: {minutes:g} minutes have passed", flush=True)
     return late
 
 

@@ -9,8 +9,8 @@ alone, and then all cases of a part run, in a different order each time.
 
 The predictions are made by the twin (`jaxcross.plan.predict`), which simulates a run. Its inputs
 are the profiles of the solo runs, averaged over all repeats, and the contention that
-`jaxcross.plan.machine_contention` gives for the rate of the link. No run of several jobs enters a
-prediction.
+`jaxcross.plan.machine_contention` gives for the rate of the link. Predictions don't use anything
+that was measured while several jobs were running.
 
 T is the seconds per job-step. It's measured from the moment when all jobs have made their first
 step, because a first step has to get its memory from the kernel, until the end of the last span. If
@@ -48,8 +48,8 @@ from pathlib import Path
 from typing import Any
 
 import plan_show
-from ended import ends_when_told
-from parts import in_order, is_over, parse_options, words
+from ended import ends_on_signals
+from parts import in_order, is_too_late, parse_options, words
 from plan_cases import CASES, ESTIMATED, PARTS, PIECES, RATES
 from rivals.teams import Stage, Team, lab_or_exit
 from workloads import kept, parser, write_json
@@ -76,7 +76,7 @@ def main() -> int:
         return 0
     rate = f"{args.rates[0]}mbit"
     with (
-        ends_when_told(),
+        ends_on_signals(),
         tempfile.TemporaryDirectory(prefix="plan-") as folder,
         lab_or_exit(hosts=2, rate=rate) as lab,
         Stage(lab, Path(folder)) as stage,
@@ -86,7 +86,7 @@ def main() -> int:
         )
         for part in args.only:
             for rate in args.rates:
-                if bench.is_over(part, rate):
+                if bench.is_too_late(part, rate):
                     continue
                 made = bench.pair() if part == "pair" else bench.cases(part, rate)
                 plan_show.keep(result, made)
@@ -109,10 +109,10 @@ class Bench:
     rate: int = 0
     runs: int = 0
 
-    def is_over(self, part: str, rate: int) -> bool:
+    def is_too_late(self, part: str, rate: int) -> bool:
         """Returns whether there's nothing to do for a part at a rate, or no time left."""
         wanted = rate == PAIR_RATE if part == "pair" else bool(self._cases(part, rate))
-        return not wanted or is_over(part, rate, begin=self.begin, minutes=self.args.minutes)
+        return not wanted or is_too_late(part, rate, begin=self.begin, minutes=self.args.minutes)
 
     def _cases(self, part: str, rate: int) -> list[str]:
         every = [name for name, case in CASES.items() if case.part == part and rate in case.rates]

@@ -71,7 +71,7 @@ from jaxcross.lab import Lab
 
 REFERENCE = "500mbit"
 NEEDED = ("crossed",)
-"""Measures m, whoever races."""
+"""The teams that every case needs, because they measure m."""
 Sample = dict[str, Any]
 
 
@@ -95,8 +95,11 @@ def main() -> int:
 def lacking(
     case: str, args: argparse.Namespace, result: dict[str, Any]
 ) -> dict[tuple[Rival, ...], list[str]]:
-    """The rivals that have no row yet, and whom they are held against -> the rates at which just
-    these have none.
+    """Groups the rates at which something remains to be measured by the rivals that must run there.
+
+    With `--resume`, jaxcross has to run again along with the rivals that have no row yet, because
+    we only compare rows of the same run. So a group consists of the rivals without a row and, if
+    the case already has rows, of the jaxcross rivals that they are compared with.
     """
     done = {(row["rate"], row["rival"]) for row in result["rows"] if row["case"] == case}
     found: dict[tuple[Rival, ...], list[str]] = {}
@@ -118,8 +121,9 @@ def race(
     args: argparse.Namespace,
     result: dict[str, Any],
 ) -> None:
-    """Runs a case at all of its rates with the same processes, and keeps each rate's rows as soon
-    as it is through.
+    """Runs a case at all of its rates with the same processes.
+
+    The result file is written after each rate, so an interrupted race loses one rate at most.
     """
     case = entrants.case
     for kind in dict.fromkeys((*NEEDED, *(rival.team for rival in entrants.rivals))):
@@ -146,7 +150,7 @@ def race(
         entrants.stage.ask(entrants.teams["crossed"], "forget_cuts")
         samples, measured = alternate(entrants, rate, args, result)
         if not samples:
-            print(f"{case} at {rate}: nobody came to the end of a repeat", flush=True)
+            print(f"{case} at {rate}: no rival finished a repeat", flush=True)
             continue
         calibration = Calibration.of(entrants.jobs, measured, lab.rate or "")
         facts = {
@@ -176,8 +180,10 @@ def race(
 
 
 def any_lacks(entrants: Entrants, rate: str, result: dict[str, Any]) -> bool:
-    """Whether one of the rivals that are left has no row at this rate: else nobody races. Says
-    so.
+    """Returns whether any remaining rival still lacks a row at this rate. If not, prints a line.
+
+    A rival that failed is no longer among the remaining ones. If those that remain are only the
+    references of a failed rival, there's nothing left to measure.
     """
     done = {
         row["rival"]
@@ -193,9 +199,12 @@ def any_lacks(entrants: Entrants, rate: str, result: dict[str, Any]) -> bool:
 def find_rate(
     entrants: Entrants, factor: float, at: Calibration, times: int
 ) -> list[dict[str, Any]]:
-    """Sets the link to the rate at which sum m = factor * sum c, within a twentieth, or to the
-    closest of three tries, which it returns: m is not all bytes over rate, and a shared machine
-    computes faster or slower a minute later.
+    """Sets the link to the rate at which sum m = factor * sum c, and returns the rates it tried.
+
+    The rate can't be computed directly: part of m doesn't depend on the rate, and c drifts, because
+    on a shared machine the same step may be faster or slower a minute later. So we try a rate,
+    calibrate again, and correct it. After three tries, or once a rate is within 5%, we take the
+    closest one.
     """
     tries: list[dict[str, Any]] = []
     while True:
@@ -223,9 +232,13 @@ def find_rate(
 def alternate(
     entrants: Entrants, rate: str, args: argparse.Namespace, result: dict[str, Any]
 ) -> tuple[dict[str, list[Sample]], list[dict[Spec, dict[str, Any]]]]:
-    """All repeats of all rivals, in turn, and what c, m and tax were before each repeat.
+    """Runs all repeats, in each of which every rival runs once. Measures c, m and tax before each.
 
-    Who fails is left out from there on, with those who share its processes.
+    If a rival fails, we leave it out from then on, along with all rivals that use the same
+    processes.
+
+    Returns:
+        Each rival's samples, and the measurements of each repeat.
     """
     samples: dict[str, list[Sample]] = {}
     measured = []
@@ -233,10 +246,10 @@ def alternate(
         if not entrants.rivals:
             break
         measured.append(entrants.measure(times=args.times))
-        order, turns = (
-            in_order(entrants.rivals, repeat),
-            [],
-        )  # no rival always comes first, or after the same one
+        # Each repeat starts with a different rival, and every other one runs backwards, so that no
+        # rival always comes first or always follows the same one.
+        order = in_order(entrants.rivals, repeat)
+        turns = []
         for rival in order if repeat % 2 == 0 else order[::-1]:
             if rival not in entrants.rivals or not stands(entrants, rival.team, result):
                 continue
@@ -263,7 +276,7 @@ def alternate(
 
 
 def share_compute(jobs: Sequence[Spec], turns: Sequence[tuple[str, Sample]]) -> None:
-    """Gives the samples of a repeat one c a framework, whose rivals all run the same step."""
+    """Pools c over all rivals of a framework within a repeat, because they run the same step."""
     for framework in dict(turns):
         alike = [sample for name, sample in turns if name == framework]
         for sample in alike:
@@ -271,7 +284,7 @@ def share_compute(jobs: Sequence[Spec], turns: Sequence[tuple[str, Sample]]) -> 
 
 
 def leave_out(entrants: Entrants, kind: str, reason: str, result: dict[str, Any]) -> None:
-    """The case goes on without a kind of team."""
+    """Ends a kind of team and drops its rivals, so that the case continues without them."""
     print(f"{kind} is left out: {reason}", flush=True)
     result["left_out"][f"{entrants.case}/{kind}"] = reason
     entrants.end(kind)
@@ -279,8 +292,9 @@ def leave_out(entrants: Entrants, kind: str, reason: str, result: dict[str, Any]
 
 
 def stands(entrants: Entrants, kind: str, result: dict[str, Any]) -> bool:
-    """Whether a kind's processes are there: where they are not yet, or had to make room, they are
-    started first.
+    """Makes sure that a kind's processes are running, and returns whether they are.
+
+    They are started if they never ran, or if they were ended to make room for another kind.
     """
     if kind in entrants.teams:
         return True
@@ -293,7 +307,7 @@ def stands(entrants: Entrants, kind: str, result: dict[str, Any]) -> bool:
 
 
 def missing(kind: str) -> str | None:
-    """Why a kind can never start on this machine."""
+    """Returns why a kind can't run on this machine at all, or None if nothing speaks against it."""
     return (
         "PyTorch is not installed"
         if kind == "ddp" and importlib.util.find_spec("torch") is None
@@ -302,7 +316,7 @@ def missing(kind: str) -> str | None:
 
 
 def start(entrants: Entrants, kind: str) -> str | None:
-    """None when the processes stand and have compiled, else why not."""
+    """Starts a kind's processes and compiles their steps. Returns the reason if that fails."""
     if (reason := missing(kind)) is not None:
         return reason
     try:
@@ -322,8 +336,9 @@ def start(entrants: Entrants, kind: str) -> str | None:
 def row_of(
     rival: Rival, samples: list[Sample], calibration: Calibration, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """One line of the table: medians of the repeats, each judged by what its framework computed in
-    that repeat.
+    """Returns one line of the table: the medians over the repeats.
+
+    Each repeat is compared with the bound that follows from the c of the same repeat.
     """
     judged = [{**sample, **judge(rival, sample, calibration)} for sample in samples]
     seconds = [sample["s_per_job_step"] for sample in samples]
@@ -351,7 +366,7 @@ def row_of(
 
 
 def judge(rival: Rival, sample: Sample, calibration: Calibration) -> dict[str, float]:
-    """A repeat against its bounds."""
+    """Compares the time of one repeat with the bounds."""
     costs: list[Cost] = calibration.costs(rival.wire, sample["c_s"])
     chain, took = not rival.overlaps_itself, sample["s_per_job_step"]
     bounds = {
@@ -382,24 +397,27 @@ def options() -> argparse.Namespace:
         "--rivals", default="", metavar="A,B", help=f"of {', '.join(RIVALS)} (default: all)"
     )
     made.add_argument(
-        "--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)"
+        "--steps", type=int, default=8, help="steps per job and repeat (default %(default)s)"
     )
     made.add_argument("--repeats", type=int, help="default 3, or 1 with --smoke")
     made.add_argument(
         "--times",
         type=int,
         default=5,
-        help="steps and exchanges of a calibration (default %(default)s)",
+        help="steps and exchanges per calibration (default %(default)s)",
     )
     made.add_argument(
         "--apart",
         default="",
         metavar="A,B",
-        help="kinds of processes, of gloo, ddp and so on, of which "
-        "one stands at a time: where memory does not hold all; each starts anew for its turns",
+        help="kinds of processes (gloo, ddp, ...) of which only one runs at a time, if memory "
+        "isn't enough for all; each is restarted when it's needed",
     )
     made.add_argument(
-        "--patience", type=float, default=900, help="seconds for an answer (default %(default)s)"
+        "--patience",
+        type=float,
+        default=900,
+        help="seconds to wait for an answer (default %(default)s)",
     )
     made.add_argument(
         "--json",
@@ -407,12 +425,14 @@ def options() -> argparse.Namespace:
         metavar="FILE",
         help="rows and raw numbers; written after every rate",
     )
-    made.add_argument("--png", type=out_folder, metavar="DIR", help="a picture a case")
+    made.add_argument("--png", type=out_folder, metavar="DIR", help="write one picture per case")
     made.add_argument(
         "--resume", action="store_true", help="keep FILE's rows, and run the rivals that have none"
     )
     made.add_argument(
-        "--smoke", action="store_true", help="toy models, one case and rate: to see that it runs"
+        "--smoke",
+        action="store_true",
+        help="toy models, one case and one rate, to see that it runs",
     )
     args = made.parse_args()
     args.cases = args.cases.split(",")

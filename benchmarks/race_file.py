@@ -1,4 +1,4 @@
-"""How results are written, and what a race's file has from before."""
+"""Writes result files, and reads a race's earlier rows in order to resume it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ PACKAGES = (
 
 
 def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """What the file has, if it is to be resumed, else a new result; with one more run, which rows
-    name by its number.
+    """Returns the content of the result file if the race is resumed, otherwise an empty result.
+
+    Either way, this run is appended to `runs`. Rows refer to it by its index.
 
     Raises:
-        SystemExit: The file's rows of these cases cannot stand beside new ones: versions, steps or
-            models are others.
+        SystemExit: The file has rows of these cases that can't be compared with new ones, because
+            versions, steps or models differ.
     """
     run = this_run(args)
     result: dict[str, Any] = {"left_out": {}, "links": [], "rows": [], "runs": []}
@@ -76,13 +77,14 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: who is cut off leaves what was there before. A device or a pipe is
-    written to as it is.
+    """Replaces a file atomically, so that an interrupted run leaves the previous content intact.
+
+    A device or a pipe can't be replaced, so it's written to directly.
     """
     if _is_no_plain_file(path):
         path.write_text(text)
         return
-    path = path.resolve()  # of a link, what it leads to
+    path = path.resolve()  # replace the target of a link rather than the link
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         new.write_text(text)
@@ -92,10 +94,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def out_file(word: str) -> Path:
-    """For `argparse`: a file that `write_whole` can write. Ranks do not look: who started them has,
-    where it counts.
+    """Type for `argparse`: a file that `write_whole` can write.
+
+    On a rank we don't check this. The process that started the ranks has already done so, and only
+    its own file system matters.
     """
-    from jaxcross.world.launch_env import read_launch  # not for rivals, which have nothing of it
+    # Imported here because rivals also import this module, and must not import jaxcross.
+    from jaxcross.world.launch_env import read_launch
 
     path = Path(word)
     if _is_no_plain_file(path):
@@ -110,7 +115,7 @@ def out_file(word: str) -> Path:
 
 
 def out_folder(word: str) -> Path:
-    """For `argparse`: a folder that takes files, made if it is not there."""
+    """Type for `argparse`: a folder in which files can be created, made if it doesn't exist."""
     path = Path(word)
     with contextlib.suppress(OSError):
         path.mkdir(parents=True, exist_ok=True)
@@ -122,7 +127,10 @@ def out_folder(word: str) -> Path:
 
 
 def _is_no_plain_file(path: Path) -> bool:
-    """Whether something else is there; what cannot be looked at counts as nothing."""
+    """Returns whether the path is something other than a file.
+
+    A path that we aren't allowed to look at counts as free.
+    """
     return os.access(path, os.F_OK) and not path.is_file()
 
 

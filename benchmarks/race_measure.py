@@ -1,4 +1,4 @@
-"""What a race asks of its teams: calibration at a rate, and runs of rivals in turn."""
+"""Commands the teams of a race: calibrates them at a rate, and runs one rival after another."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from rivals.teams import Stage, Team, TeamError
 
 WIRES = ("float32", "bfloat16")
 INSIDE = ("steady_s_per_job_step", "hidden_share_from_trace", "account")
-"""What jaxcross's report says of a run."""
+"""Numbers from jaxcross's report, which other rivals don't have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What the exchanges of the case's jobs cost at one rate, and what JAX computes beside them. A
-    number a job.
+    """What computing and exchanging cost at one rate, with one number per job of the case.
 
     Attributes:
-        compute_s: c of JAX: the step without its exchange.
-        exchange_s: Wire -> m.
-        tax_s: Wire -> what an exchange takes of the core that computes, at most.
-        beside_s: Wire -> a step without its exchange while others exchange.
-        rate_bits_per_s: Of the link at that time.
-        sent_bytes: One direction of the float32 exchange, headers included.
-        raw: All that was measured, of each distinct job.
+        compute_s: c under JAX, i.e. the step without its exchange.
+        exchange_s: Maps a wire to m.
+        tax_s: Maps a wire to the CPU time that an exchange takes from the core that computes, at
+            most.
+        beside_s: Maps a wire to the time of a step without its exchange while exchanges run
+            alongside it.
+        rate_bits_per_s: The link's rate during the calibration.
+        sent_bytes: Bytes of the float32 exchange in one direction, including headers.
+        raw: All measurements, per distinct job.
     """
 
     compute_s: list[float]
@@ -45,7 +46,7 @@ class Calibration:
     def of(
         cls, jobs: Sequence[Spec], measured: Sequence[dict[Spec, dict[str, Any]]], rate: str
     ) -> Calibration:
-        """From what was measured once or several times: medians over all of it, on each rank."""
+        """Combines one or more measurements: each rank's median, averaged over the ranks."""
         raw = {spec: _joined([once[spec] for once in measured]) for spec in measured[0]}
         per_job = [raw[spec] for spec in jobs]
 
@@ -65,12 +66,13 @@ class Calibration:
 
     @property
     def ratio(self) -> float:
-        """Sum m over sum c, as at the named rates."""
+        """Sum m over sum c, the ratio by which named rates are defined."""
         return sum(self.exchange_s["float32"]) / sum(self.compute_s)
 
     def slow_down(self, wire: str) -> list[float]:
-        """How many times as long a step of JAX's takes beside exchanges; both measured within the
-        same seconds.
+        """Returns the factor by which a JAX step slows down while exchanges run alongside it.
+
+        Both times were measured within a few seconds of each other.
         """
         return [
             beside / alone
@@ -78,7 +80,7 @@ class Calibration:
         ]
 
     def costs(self, wire: str, compute_s: Sequence[float] | None = None) -> list[Cost]:
-        """One cost a job. With `compute_s` another c than JAX's at the time of the calibration."""
+        """Returns each job's cost. `compute_s` replaces the c that JAX had in the calibration."""
         compute_s = self.compute_s if compute_s is None else compute_s
         tax_s = self.tax_s.get(wire, [0.0] * len(compute_s))
         each = zip(compute_s, self.exchange_s[wire], tax_s, strict=True)
@@ -87,9 +89,9 @@ class Calibration:
 
 @dataclass
 class Entrants:
-    """A case's teams on a stage, and what it costs them to get ready.
+    """A case's teams on a stage, and what it costs to start them.
 
-    Of the kinds in `apart` only one stands at a time.
+    Of the kinds in `apart`, only one runs at a time.
     """
 
     stage: Stage
@@ -108,10 +110,10 @@ class Entrants:
         return jobs_of(self.case, self.smoke, self.image_size)
 
     def start(self, kind: str, *, rests: bool = True) -> None:
-        """Starts the processes of one kind of team, one after the other, and compiles what their
-        rivals run.
+        """Starts the processes of one kind of team, one after the other, and compiles their steps.
 
-        They then rest: what memory they no longer need goes back, as others are to have theirs.
+        Then they rest, i.e. they return the memory that they no longer need, so that other teams
+        can use it.
         """
         numbers: list[int | None] = [None] if takes_all_jobs(kind) else list(range(len(self.jobs)))
         begin = time.perf_counter()
@@ -137,8 +139,8 @@ class Entrants:
         }
 
     def make_room(self, kind: str) -> None:
-        """Ends the kinds that may not stand beside this one; it is about to start, so whoever ran
-        last rests.
+        """Prepares for starting a kind: the processes that ran last return memory, and the kinds
+        that may not run alongside this one are ended.
         """
         self.rest()
         if kind in self.apart:
@@ -146,12 +148,12 @@ class Entrants:
                 self.end(other)
 
     def end(self, kind: str) -> None:
-        """Ends a kind's processes, also where they did not come to stand."""
+        """Ends a kind's processes, even if only some of them could be started."""
         self.stage.end(kind)
         self.teams.pop(kind, None)
 
     def measure(self, *, times: int, tax: bool = True) -> dict[Spec, dict[str, Any]]:
-        """Measures c, m and the tax of each distinct job once, one at a time. The link keeps its
+        """Measures c, m and the tax of each distinct job, one job at a time, at the link's current
         rate.
         """
         self.rest()
@@ -202,11 +204,11 @@ class Entrants:
         return {spec: self.jobs.index(spec) for spec in dict.fromkeys(self.jobs)}
 
     def wait_free(self, calibration: Calibration, own_c: Sequence[float]) -> dict[str, Any]:
-        """What a job that overlaps with itself could reach: its first bucket, then the wire; or c,
-        then its last one.
+        """Returns the best time of a single job whose exchange overlaps with its own computation.
 
-        `pieces` is how many exchange segments `cut="auto"` chose at this rate; the first and the
-        last bucket are those of its finest cut, whatever it chose.
+        See `wait_free_s`. The sizes of the first and the last bucket are those of the finest cut
+        that `cut="auto"` considers, whatever it chose. `pieces` is the number of exchange segments
+        that it did choose at this rate.
         """
         (cost,), (raw,) = calibration.costs("float32", own_c), calibration.raw.values()
         first, share = _middle(raw["first"]), statistics.fmean(raw["last_share"])
@@ -221,26 +223,24 @@ class Entrants:
         }
 
     def calibrated(self, times: int) -> Calibration:
-        """c and m at the link's present rate."""
+        """Measures c and m at the link's current rate."""
         return Calibration.of(
             self.jobs, [self.measure(times=times, tax=False)], self.stage.lab.rate or ""
         )
 
     def rate(self, factor: float, at: Calibration) -> str:
-        """The rate at which sum m = factor * sum c, as `tc` spells it, as far as one calibration
-        tells.
-        """
+        """Estimates the rate at which sum m = factor * sum c, and returns it in `tc`'s format."""
         costs = at.costs("float32")
         target = factor * sum(cost.compute_s for cost in costs)
         return f"{rate_for(target, costs, at.sent_bytes, at.rate_bits_per_s) / 1e6:.1f}mbit"
 
     def turn(self, rival: Rival, steps: int) -> dict[str, Any]:
-        """One repeat of one rival: it warms up, computes alone, is timed, and computes alone again.
+        """Runs one repeat of one rival, and measures its c right before and right after.
 
-        The machine is shared: what a step computes is measured right before and right after, in the
-        same processes. `own_c_s` is of these alone. They rest when others are asked next; a rival
-        that runs the same processes in the same way, at once instead of one after the other, goes
-        on where the one before it ended.
+        On a shared machine, c drifts within minutes, so a c from the calibration would be stale.
+        `own_c_s` comes from these two measurements only. If the next rival uses the same processes
+        in the same variant (e.g. `fused-k` after `fused`), it takes over the last measurement and
+        doesn't warm up again. Otherwise, the processes rest first.
         """
         teams = self.teams[rival.team]
         if (rival.team, rival.variant) != self._warm:
@@ -257,7 +257,7 @@ class Entrants:
         return {**sample, "own_c_s": pooled_c(self.jobs, [sample])}
 
     def rest(self) -> None:
-        """The processes that ran last give back memory: it is for the next ones."""
+        """Has the processes that ran last return memory to the kernel for those that run next."""
         if self._warm is not None and self._warm[0] in self.teams:
             self.stage.ask(self.teams[self._warm[0]], "rest")
         self._warm = None
@@ -265,24 +265,22 @@ class Entrants:
     def _own_compute(self, teams: Sequence[Team]) -> dict[Spec, list[list[float]]]:
         found: dict[Spec, list[list[float]]] = {}
         for spec, number in self._distinct().items():
-            # all jobs in one process, or each in its own
+            # Either one process runs all jobs, or each job has its own process.
             team = teams[0] if len(teams) == 1 else teams[number]
             found[spec] = _raw(self.stage.ask(team, "compute", job=number, steps=3))
         return found
 
     def prepare(self, rival: Rival) -> None:
-        """The rival's processes run some steps, so that the next ones neither compile nor ask for
-        memory.
-        """
+        """Runs a few steps, so that the steps after them neither compile nor allocate memory."""
         for team in self.teams[rival.team]:
             self.stage.ask(team, "prepare", variant=rival.variant)
 
     def run(self, rival: Rival, steps: int) -> dict[str, Any]:
-        """`steps` steps of each job, by one command. Checks that their bytes crossed the link.
+        """Runs `steps` steps of each job, and checks that the expected bytes crossed the link.
 
         Raises:
-            TeamError: Fewer bytes crossed than the rival's all-reduces need: it did not use the
-                link.
+            TeamError: Fewer bytes crossed the link than the rival's all-reduces need. So its ranks
+                must have communicated in some other way, e.g. through shared memory.
         """
         teams, count = self.teams[rival.team], steps * len(self.jobs)
         together = rival.at_once or takes_all_jobs(rival.team)
@@ -307,19 +305,18 @@ class Entrants:
             "s_per_job_step": seconds / count,
             "cpu_s": sum(a["cpu_s"] for a in every) / count,
             "wire_bytes": crossed / count,
-            # one after the other, a process could hand its memory to the next; at once, all of them
-            # have theirs
+            # If groups run one after the other, each could reuse the memory of the previous one, so
+            # only the largest group counts. Processes of one group run at once.
             "peak_rss_bytes": max(_host_bytes(group) for group in answers),
             **{key: every[0][key] for key in INSIDE if key in every[0]},
         }
 
 
 def pooled_c(jobs: Sequence[Spec], samples: Sequence[dict[str, Any]]) -> list[float]:
-    """c of each job, from what all these turns measured before and after: the mean over ranks of
-    the medians.
+    """Returns each job's c, pooled over all these samples: the mean over ranks of the medians.
 
-    Rivals of one framework run the same step: what one of their processes happened to need longer
-    for is not its own.
+    Rivals of one framework run the same step. If one of their processes happened to compute more
+    slowly, that's noise of the machine rather than a property of the rival.
     """
     kinds = list(dict.fromkeys(jobs))
     found = []
@@ -336,7 +333,9 @@ def pooled_c(jobs: Sequence[Spec], samples: Sequence[dict[str, Any]]) -> list[fl
 
 
 def _host_bytes(answers: Sequence[dict[str, Any]]) -> int:
-    """The fuller host's processes: answers come rank by rank, and each rank has its own host."""
+    """Returns the memory of the host that uses more. Each rank has its own host, and the answers
+    of a team are sorted by rank.
+    """
     return max(sum(a["peak_rss_bytes"] for a in answers[rank::RANKS]) for rank in range(RANKS))
 
 
@@ -345,7 +344,7 @@ def _raw(answers: Sequence[dict[str, Any]], key: str = "raw") -> list[list[float
 
 
 def _joined(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each rank's numbers of several times, one after the other."""
+    """Concatenates each rank's numbers from several measurements."""
     first = measured[0]
     return {
         name: [[x for once in measured for x in once[name][rank]] for rank in range(len(values))]
@@ -356,5 +355,5 @@ def _joined(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _middle(raw: Sequence[Sequence[float]]) -> float:
-    """Mean over ranks of each rank's median."""
+    """Returns the mean over ranks of each rank's median."""
     return statistics.fmean(statistics.median(values) for values in raw)

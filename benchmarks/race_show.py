@@ -1,4 +1,4 @@
-"""A race's rows as a table and as a picture."""
+"""Prints a race's rows as a table, and draws them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Prints one table: a case at a rate."""
+    """Prints the table of one case at one rate."""
     there, back = (rate / 1e6 for rate in facts["tcp_bits_per_s"])
     first = rows[0]
     title = (
@@ -51,10 +51,10 @@ def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         )
     console = Console(width=None if Console().is_terminal else 140)
     console.print(table)
-    words = ", ".join(f"{c:.3f} + {m:.3f}" for c, m in zip(first["c_s"], first["m_s"], strict=True))
+    costs = ", ".join(f"{c:.3f} + {m:.3f}" for c, m in zip(first["c_s"], first["m_s"], strict=True))
     console.print(
         f"bound of {first['rival']}: {first['bound_s']:.3f} s a job-step, with tax "
-        f"{first['bound_with_tax_s']:.3f}; c + m of each job: {words}; tax of an exchange "
+        f"{first['bound_with_tax_s']:.3f}; c + m of each job: {costs}; tax of an exchange "
         f"{', '.join(f'{s:.3f}' for s in first['tax_s'])} s"
     )
     if (found := facts.get("wait_free")) is not None:
@@ -69,12 +69,15 @@ REFERENCES = {
     "float32": ("crossover", "wait-free"),
     "bfloat16": ("crossover-bf16", "wait-free-bf16"),
 }
-"""Of a case with many jobs, and with one: whom the others with the same wire are held against."""
+"""Per wire, the jaxcross rivals that all others are compared with: in cases with many jobs, and in
+cases with one job.
+"""
 
 
 def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """The row's T over jaxcross's on the same wire, in the same run, case and rate: how many times
-    as fast it is.
+    """Returns how many times as fast jaxcross is as this row's rival, or None if that's unknown.
+
+    Compares the two values of T, for the same wire, run, case and rate.
     """
     same = [r for r in rows if all(r.get(key) == row.get(key) for key in ("run", "case", "rate"))]
     own = next((r for r in same if r["rival"] in REFERENCES[RIVALS[row["rival"]].wire]), None)
@@ -82,7 +85,7 @@ def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | N
 
 
 LOOKS = {"crossed": "#0072b2", "crossed-mpi4py": "#0072b2", "ddp": "#e69f00"}
-"""Colours of jaxcross and of PyTorch, the same in every picture; all other rivals are grey."""
+"""The colours of jaxcross and PyTorch, the same in every picture. Other rivals are grey."""
 
 BARS = (
     "crossover",
@@ -97,15 +100,14 @@ BARS = (
     "fused-k",
     "fused",
 )
-"""What is drawn, from top to bottom, of what was raced: with float32 on the wire."""
+"""The rivals to draw, from top to bottom. All of them send float32."""
 
 
 def draw(case: str, result: dict[str, Any], path: Path) -> None:
-    """Writes a picture of one case: seconds a job-step of jaxcross and its rivals at each rate,
-    against the bound.
+    """Draws one case: the seconds per job-step of jaxcross and its rivals, with the bound.
 
-    Of a rate that was raced several times, the run with the most rivals counts; others of the same
-    machine add theirs.
+    If a rate was measured in several runs, we take the run with the most rivals, and add from other
+    runs on the same machine the rivals that it lacks.
     """
     import matplotlib as mpl
 
@@ -166,7 +168,7 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
 
 
 def _answer(case: str, shown: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The question of a picture with its answer, from what it shows."""
+    """Returns the picture's title, which states the result that the picture shows."""
     own = next(
         (n for n in ("crossover", "wait-free") if any(n in rows for rows in shown.values())), ""
     )
@@ -185,7 +187,7 @@ def _answer(case: str, shown: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def _shown(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows of one rate: rival -> the row to draw."""
+    """Returns, for the rows of one rate, a mapping from rival to the row to draw."""
     raced = sorted(
         {row["run"] for row in rows}, key=lambda run: sum(row["run"] == run for row in rows)
     )

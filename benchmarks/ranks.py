@@ -1,4 +1,7 @@
-"""Starts a benchmark's script as ranks, or again as a rank is started. Measures nothing itself."""
+"""Starts a benchmark's script on several ranks, or restarts it with a rank's memory settings.
+
+This module doesn't measure anything itself.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,13 @@ def mpirun_or_exit() -> launch.Mpirun:
 
 
 def start_workers(ranks: int) -> int:
-    """Runs this script again on so many ranks, with its own words and `--worker`; returns the exit
-    code.
+    """Runs this script on several ranks, with its own arguments plus `--worker`.
 
-    The ranks have the environment that `jaxcross launch` gives them. In particular, they keep their
-    memory.
+    The ranks get the environment that `jaxcross launch` would give them. In particular, they don't
+    return freed memory to the kernel.
+
+    Returns:
+        The exit code.
     """
     line, environ = command(mpirun_or_exit(), ranks, sys.argv[0], [*sys.argv[1:], "--worker"])
     return subprocess.run(line, env=environ, check=True).returncode
@@ -39,18 +44,19 @@ def command(
     mpirun: launch.Mpirun,
     ranks: int,
     script: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     cores: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the line that starts a script on ranks, which share so many cores or all, and its
-    whole environment.
+    """Returns the command that starts a script on ranks, and the complete environment for it.
+
+    The ranks share `cores` cores, or all cores if it's None.
     """
     line, extra = launch.mpirun_command(
         mpirun=mpirun,
         ranks=ranks,
-        program=launch.python_program([str(Path(script).resolve()), *words]),
+        program=launch.python_program([str(Path(script).resolve()), *arguments]),
         root=os.geteuid() == 0,
         cores=cores or xla_pool.cores(),
         environ=environ,
@@ -59,20 +65,22 @@ def command(
 
 
 def answer(
-    script: str, words: Sequence[str], ranks: int, *, environ: Mapping[str, str] = os.environ
+    script: str, arguments: Sequence[str], ranks: int, *, environ: Mapping[str, str] = os.environ
 ) -> Any:
-    """Runs a script on ranks of this machine; returns the JSON that they write to the file that its
-    last word names.
+    """Runs a script on ranks of this machine, and returns its result.
+
+    The script gets the name of a file as its last argument, and must write JSON to it.
     """
     with tempfile.TemporaryDirectory(prefix=f"{Path(script).stem}-") as folder:
         out = Path(folder) / "answer.json"
-        run(*command(mpirun_or_exit(), ranks, script, [*words, str(out)], environ=environ))
+        run(*command(mpirun_or_exit(), ranks, script, [*arguments, str(out)], environ=environ))
         return json.loads(out.read_text())
 
 
 def as_rank(cores: int = 0) -> None:
-    """Starts this process again with a rank's memory settings if it has none, and keeps so many
-    cores, 0: all.
+    """Restarts this process with a rank's memory settings, unless it already has them.
+
+    Then restricts the process to `cores` cores, unless that's 0.
     """
     if environment := malloc.settings(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})

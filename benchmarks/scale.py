@@ -39,7 +39,7 @@ RUN_SEGMENTS = (3, 11, 31, 101, 301, 1001)
 
 
 def graph(segments: int) -> StepGraph:
-    """Compute and exchange in turn, all of a backward pass that is cut small, and the update."""
+    """Returns a step like a backward pass that is cut into many segments, followed by an update."""
     kinds = tuple("collective" if n % 2 else "compute" for n in range(segments - 1))
     needs = tuple((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(segments - 1))
     last = segments - 1
@@ -52,7 +52,7 @@ def graph(segments: int) -> StepGraph:
 
 
 def decisions(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Microseconds of each event that one rank's interleaver handled; medians over the repeats."""
+    """Returns the microseconds per event that one rank's interleaver handles."""
     raw = [decided(jobs, segments, steps) for _ in range(repeats)]
     found = {
         f"{name}_us": spread([float(of(took)) for took in raw])
@@ -66,7 +66,7 @@ def decisions(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, A
 
 
 def decided(jobs: int, segments: int, steps: int) -> list[float]:
-    """One repeat."""
+    """Simulates two ranks once, and returns how long rank 0's interleaver took for each event."""
     plan = graph(segments)
 
     def loop() -> Any:
@@ -93,7 +93,7 @@ def decided(jobs: int, segments: int, steps: int) -> list[float]:
 
 
 def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
-    """k jobs through the runner, in this process."""
+    """Runs k jobs through the whole runner, in this process."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -104,9 +104,8 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
 
     def tiny(state: Any, batch: Any) -> Any:
         for _ in range((segments - 1) // 2):
-            state = lax.pmean(
-                state @ batch, "batch"
-            )  # a product is a segment's work; a sum would join another's
+            # A product gets its own segment. A sum would be fused into a neighbouring one.
+            state = lax.pmean(state @ batch, "batch")
         return state + 1, {}
 
     step = jaxcross.crossover(tiny, axes="batch")
@@ -128,9 +127,9 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
     jax.block_until_ready(step(first, batch))
     first_s = time.perf_counter() - begin
     run(2)
-    # The difference of a long and a short run leaves out what a run costs once.
+    # We subtract a short run from a long one, which removes the costs that occur once per run.
     raw = [(run(2 * steps) - run(steps)) / (steps * jobs * segments) * 1e6 for _ in range(repeats)]
-    # Not `ru_maxrss`: a process inherits that of the one that started it.
+    # We can't use `ru_maxrss`, because a process inherits it from the process that started it.
     return {
         "jobs": jobs,
         "segments": segments,
@@ -140,16 +139,16 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
     }
 
 
-@functools.cache  # a size of both tables is measured once
+@functools.cache  # some sizes are in both tables
 def run(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Does the same in a separate process, whose peak memory is that of this size only."""
     line = [sys.executable, __file__, "--here", f"{jobs},{segments},{steps},{repeats}"]
     done = subprocess.run(line, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def slope(sizes: list[int], values: list[float]) -> float:
-    """The exponent of growth over the upper half of the sizes."""
+    """Fits the exponent p of a growth as n^p to the upper half of the sizes."""
     upper = slice(len(sizes) // 2 - 1, None)
     return float(np.polyfit(np.log(sizes[upper]), np.log(values[upper]), 1)[0])
 

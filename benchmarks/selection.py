@@ -47,9 +47,7 @@ TARGET_S, TARGET_COUNT_ERROR, TARGET_OVER_EXACT = 0.15, 0.01, 1 / 5
 
 
 def vector(data: str, size: int, seed: int = 0) -> np.ndarray:
-    """Normal numbers; with another scale for each of 161 blocks; or small wherever the threshold's
-    sample looks.
-    """
+    """Returns the data that the module's head describes: `normal`, `layers` or `misleading`."""
     rng = np.random.default_rng((size, seed))
     x = rng.standard_normal(size, dtype=np.float32)
     if data == "layers":
@@ -63,11 +61,11 @@ def vector(data: str, size: int, seed: int = 0) -> np.ndarray:
 
 
 def measure(size: int, density: float, repeats: int, data: str = "normal") -> dict[str, Any]:
-    """One length, density and kind of data: seconds of each way, and what it found."""
+    """Times both ways on one length, density and kind of data, and checks what they select."""
     k = sparse.slots(density, size)
-    # A few milliseconds a turn: a call of a short vector's is as short as the clock's and the
-    # dispatch's noise. Each has other numbers: a processor learns the branches that sorting the
-    # same ones takes.
+    # On a short vector, a single call takes no longer than the noise of the clock and of JAX's
+    # dispatch, so we time many calls at once. Each call gets different numbers, because a processor
+    # learns to predict the branches of a sort if it sorts the same numbers again.
     steps = max(1, min(100, (1 << 20) // size))
     xs = [jnp.asarray(vector(data, size, seed)) for seed in range(steps)]
     x = xs[0]
@@ -102,9 +100,7 @@ def measure(size: int, density: float, repeats: int, data: str = "normal") -> di
 
 
 def verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """What the library's way takes of the longest vector at 1%, against the targets of the
-    backend.
-    """
+    """Compares the way that the library chooses for the longest vector at 1% with the targets."""
     own, exact = (row["ways"][way] for way in (row["chosen"], "exact"))
     over = own["s"]["median"] / exact["s"]["median"]
     fast = (
@@ -130,7 +126,7 @@ def main() -> int:
         type=int,
         default=1,
         metavar="N",
-        help="cores of the process, 0: all (default: 1)",
+        help="number of cores to use, or 0 for all (default: 1)",
     )
     options.add_argument("--repeats", type=int, default=11, help="default %(default)s")
     options.add_argument(

@@ -32,23 +32,24 @@ def one_axis(ranks: int) -> dict[str, int]:
 
 
 def pairs(ranks: int) -> dict[str, int]:
-    """Nodes of two ranks each; of one, where there are but two ranks."""
+    """Groups the ranks into nodes of two, or of one if there are only two or oddly many ranks."""
     local = 2 if ranks > 2 and ranks % 2 == 0 else 1
     return dict(zip(NODES, (ranks // local, local), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a strategy is made for.
+    """The ranks and optimizers for which a strategy is made.
 
     Attributes:
-        ranks: Along the axis.
-        optimizer: Behind exchanges of gradients, inside those of parameters.
-        signs: In its place behind gradients whose elements are 1 or -1.
-        adam_rate: Of the strategy that is an Adam itself; may be a schedule.
-        norms: A LARS or LAMB whose norms are shared out over the axis, behind the mean.
-        freeze_step: Where 1-bit Adam begins to send signs, and where a density that falls has
-            fallen; one that falls at once does so at twice of it.
+        ranks: The number of ranks along the axis.
+        optimizer: Follows an exchange of gradients, or is wrapped by an exchange of parameters.
+        signs: Replaces `optimizer` if the exchanged gradients consist of 1 and -1.
+        adam_rate: The learning rate, or its schedule, of the strategy that's an Adam itself.
+        norms: A LARS or LAMB that follows the mean and computes its norms over the axis.
+        freeze_step: The step at which 1-bit Adam begins to send signs, and at which a density that
+            falls gradually has reached its final value. A density that falls only once does so at
+            twice this step.
     """
 
     ranks: int
@@ -64,13 +65,13 @@ class Strategy:
     """A way to train on several ranks.
 
     Attributes:
-        name: The exchange, and what is particular of it here.
-        make: Setting -> the whole optimizer, its exchanges in it.
-        axes: Ranks -> the axes that its exchanges go over.
-        cycle: Steps after which its messages repeat.
-        begins: The steps from which on its messages are others, ascending.
-        model: (parameters of all ranks, state of all ranks) -> the parameters to evaluate, ranks
-            along the first axis.
+        name: The exchange, followed by its settings.
+        make: Makes the whole optimizer, including its exchanges, for a setting.
+        axes: Maps the number of ranks to the axes over which it exchanges.
+        cycle: The number of steps after which its messages repeat.
+        begins: The steps at which its messages change, in ascending order.
+        model: Maps the parameters and states of all ranks, with ranks along the first axis, to the
+            parameters to evaluate.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Strategy:
     )
 
     def like(self, step: int, setting: Setting) -> int:
-        """The first step that sends what `step` does."""
+        """Returns the first step that sends the same messages as `step`."""
         begins = self.begins(setting)
         return (
             max((first for first in begins if first <= step), default=0)
@@ -99,9 +100,9 @@ def _before(
 
 
 def _one_bit(s: Setting, eps: float = 1e-4) -> optax.GradientTransformation:
-    # Not the defaults, as docs/reference/exchanges.md says. Fewer elements a scale, because these
-    # models' layers are small. With `eps` at 1e-8, elements of a tiny second moment that share a
-    # scale with larger ones overflow as soon as signs are sent.
+    # These aren't the defaults; docs/reference/exchanges.md explains why. The layers of these
+    # models are small, so fewer elements share a scale. With `eps=1e-8`, elements with a tiny
+    # second moment that share a scale with larger ones overflow as soon as signs are sent.
     return optax.chain(
         exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256, eps=eps),
         optax.scale_by_learning_rate(s.adam_rate),
@@ -109,12 +110,12 @@ def _one_bit(s: Setting, eps: float = 1e-4) -> optax.GradientTransformation:
 
 
 def _first(tree: Any) -> Any:
-    """What the first rank holds, of ranks along the first axis."""
+    """Returns the first rank's values from a tree with ranks along the first axis."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def agreed(params: Any, state: Any) -> Any:
-    """The anchor that all ranks hold."""
+    """Returns the anchor, i.e. the parameters that are identical on all ranks."""
     return exchange.finish(*_first((params, state)))
 
 
@@ -221,8 +222,8 @@ def _sparse_nodes(s: Setting) -> optax.GradientTransformation:
     )
 
 
-# The same by other routes: through nodes of two ranks, along a ring, a tree or a grid, and with
-# 16-bit values.
+# Some of the strategies above, but with a different communication pattern (nodes of two ranks, a
+# ring, a tree or a grid), or with 16-bit values on the wire.
 ROUTES = (
     Strategy(
         name="mean, hierarchical",
@@ -251,8 +252,9 @@ ROUTES = (
 
 
 def _falling(s: Setting) -> list[tuple[int, float]]:
-    """Quarters of the steps to `freeze_step`: densities of 25, 6.25, 3.2 and 1.6%, as in arXiv
-    1712.01887.
+    """Returns a density schedule like that of arXiv 1712.01887.
+
+    The densities are 25, 6.25, 3.2 and 1.6%, each for a quarter of the steps up to `freeze_step`.
     """
     return [
         (s.freeze_step * (n + 1) // 4, density)
@@ -270,8 +272,8 @@ def _warmed_up(name: str, stages: Callable[[Setting], list[tuple[int, float]]]) 
     )
 
 
-# Top-k that loses less behind Adam: it sends or begins with more, or selects from what each rank's
-# own optimizer made.
+# Variants of top-k that lose less accuracy with Adam: they send more elements, at least at first,
+# or they select from the updates of each rank's own optimizer rather than from gradients.
 GENTLER = (
     Strategy(
         name="top_k 2%, exact", make=_before(lambda: exchange.top_k(0.02, AXIS, selection="exact"))
@@ -300,7 +302,8 @@ def _diloco(every: int, name: str = "", outer: optax.GradientTransformation = OU
     )
 
 
-# Rounds of other lengths, and other outer optimizers: how much of the gap is theirs.
+# Different numbers of local steps and different outer optimizers, to see which part of the gap in
+# accuracy each of them causes.
 ROUNDS = (
     _diloco(4),
     _diloco(4, ", outer momentum 0.5", optax.sgd(0.7, momentum=0.5, nesterov=True)),
@@ -322,7 +325,7 @@ ROUNDS = (
 )
 
 
-# What the settings above are for: the same without them.
+# Controls for the settings above: the same strategy with the default value.
 CONTROLS = (
     Strategy(
         name="one_bit_adam, eps 1e-8",
@@ -335,14 +338,15 @@ CONTROLS = (
 def received_bytes(
     tx: optax.GradientTransformation, params: Any, axes: dict[str, int], steps: Iterable[int] = (0,)
 ) -> dict[int, int]:
-    """Bytes that one rank receives in each of some steps, cut as by default, by its exchanges'
-    formulas.
+    """Computes how many bytes a rank receives in some steps, from the formulas of the exchanges.
+
+    The step is cut as by default.
 
     Args:
-        tx: With its exchanges over `axes`.
+        tx: An optimizer that exchanges over `axes`.
         params: Arrays, or their types.
-        axes: Each with its ranks.
-        steps: Counted from 0.
+        axes: Maps each axis to its number of ranks.
+        steps: The steps to look at, counted from 0.
     """
     traced, wanted = trace_update(tx, params, axes), set(steps)
     found: dict[int, int] = {}
@@ -357,10 +361,10 @@ def received_bytes(
 def _counters(
     tx: optax.GradientTransformation, params: Any, axes: dict[str, int]
 ) -> Iterator[list[jax.Array]]:
-    """Yields the whole numbers of a rank's state before each step, which decide what it sends.
+    """Yields the integers in a rank's state before each step. They decide what the step sends.
 
-    They do not depend on values, so updates of zeros give them, and XLA removes all other work from
-    these.
+    These counters don't depend on the gradients, so we can compute them by updating with zeros. XLA
+    then removes all computations that the counters don't need.
     """
 
     def zeros(of_rank: jax.Array) -> Any:

@@ -31,7 +31,7 @@ from pages import (
 )
 
 RENAMED = {"parameter_server": "sharded_optimizer", "auto": "choose_compression"}
-"""Present names of exchanges that older results know by another one."""
+"""Maps the names that exchanges have in older results to their present names."""
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
 TABLES = (
     benchmarks.TABLES
@@ -79,12 +79,12 @@ def present_names(kept: Any) -> Any:
 
 
 def filled(page: str, read: Read) -> str:
-    """The page with its tables made anew."""
+    """Returns the page with all of its tables regenerated."""
     return MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{table(read, m[1], m[2] or '')}", page)
 
 
 def pages_of(root: Path) -> list[Path]:
-    """The pages that may have tables: of the documentation, and next to the results."""
+    """Returns the pages that may have tables: all of docs/, and those alongside the results."""
     return sorted(
         [*(root / "docs").glob("**/*.md"), *(root / "benchmarks" / "results").glob("*.md")]
     )

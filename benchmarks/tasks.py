@@ -23,8 +23,12 @@ LENGTH, TEST_TEXTS = 32, 128
 
 
 class Task(NamedTuple):
-    """Attributes: `model`, whose logits are one row a label; `batch`, key and size -> (input,
-    label), drawn from the training data; `test`, the (input, label) that training does not see.
+    """A model with training and test data.
+
+    Attributes:
+        model: Gives one row of logits per label.
+        batch: Maps a key and a size to inputs and labels, which it draws from the training data.
+        test: Inputs and labels that aren't used for training.
     """
 
     model: nn.Module
@@ -39,7 +43,7 @@ class Task(NamedTuple):
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
     def evaluate(self, params: Any) -> tuple[jax.Array, jax.Array]:
-        """Loss and accuracy on the test data."""
+        """Returns the loss and the accuracy on the test data."""
         logits: Any = self.model.apply(params, self.test[0])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, self.test[1]).mean()
         return loss, jnp.mean(jnp.argmax(logits, -1) == self.test[1])
@@ -48,10 +52,10 @@ class Task(NamedTuple):
 def convolve(
     x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, **options: Any
 ) -> jax.Array:
-    """A convolution of stride 1 that keeps the size, as a matrix product of shifted copies.
+    """Computes a size-preserving convolution with stride 1 as a matrix product of shifted copies.
 
-    Under `vmap` each rank has its own kernel, and what a convolution then becomes (a grouped one)
-    XLA's CPU backend makes with plain loops.
+    We simulate ranks with `vmap`, so each rank has its own kernel. An ordinary convolution then
+    becomes a grouped one, which XLA's CPU backend computes with slow plain loops.
     """
     (high, wide), (height, width) = kernel.shape[:2], x.shape[1:3]
     padded = jnp.pad(x, ((0, 0), (high // 2, high // 2), (wide // 2, wide // 2), (0, 0)))
@@ -60,7 +64,7 @@ def convolve(
 
 
 class ConvNet(nn.Module):
-    """Images `[batch, 8, 8, 1]` to ten logits."""
+    """Maps images of shape `[batch, 8, 8, 1]` to ten logits."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

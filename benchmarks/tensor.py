@@ -43,22 +43,22 @@ MESHES = {
     4: {"1-D": {"tensor": 4}, "2-D": {"side": 2}},
     8: {"1-D": {"tensor": 8}, "2.5-D": {"side": 2, "depth": 2}},
 }
-SMALLER = (
-    (128, 16),
-    (128, 32),
-    (256, 8),
-)  # features and batch of the steps that the constants are fitted to
-# a rested link passes so much at full speed: of the usual 256 a step of many messages gains a fifth
+# The features and batch sizes of the steps to which the constants are fitted.
+SMALLER = ((128, 16), (128, 32), (256, 8))
+# A link that was idle passes this much at full speed. With the usual 256 kB, a step with many
+# messages would be a fifth faster than the link's rate allows.
 BURST_KB = 64
 CALIBRATED_BITS_PER_S = 200e6
-STRONG = 16  # sequences; weak scaling has four a rank, so that both have them on four ranks
+# Sequences per batch. Weak scaling has four per rank, so on four ranks both kinds of scaling have
+# the same batch.
+STRONG = 16
 
 
 def main() -> int:
     options = parser_of_hosts(__doc__)
     options.set_defaults(rate="200mbit")
     options.add_argument(
-        "--steps", type=int, default=2, help="of a mesh, a repeat (default %(default)s)"
+        "--steps", type=int, default=2, help="steps per mesh and repeat (default %(default)s)"
     )
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     options.add_argument(
@@ -81,9 +81,8 @@ def main() -> int:
     rate = f"{balanced_bits_per_s(result['calibration']) / 1e3:.0f}kbit"
     for part in ("crossover", "unlike"):
         result[part] = on_hosts(__file__, rate, 2, ["--part", part])
-    result["far"] = far(
-        next(iter(result["scaling"].values()))["machine"]
-    )  # where the fewest ranks share a core
+    # The constants come from the smallest number of ranks, where the fewest ranks share a core.
+    result["far"] = far(next(iter(result["scaling"].values()))["machine"])
     say(result)
     write_json(args.json, __doc__, result)
     if args.png:
@@ -92,8 +91,9 @@ def main() -> int:
 
 
 def balanced_bits_per_s(found: dict[str, Any]) -> float:
-    """The rate at which an exchange lasts as long as the computation: part of it is no matter of
-    the rate.
+    """Returns the rate at which an exchange takes as long as the computation.
+
+    Part of an exchange's time doesn't depend on the rate, so only the rest is scaled.
     """
     true_bits_per_s = statistics.fmean(found["tcp_bits_per_s"])
     fixed_s = found["exchange_s"] - 8 * found["received_bytes"] / true_bits_per_s
@@ -118,7 +118,7 @@ def worker(args: Any) -> int:
 
 
 class Work:
-    """A GPT on a mesh: a rank's step, its first state and its rows of one batch."""
+    """A GPT on a mesh: one rank's step, its part of the initial state, and its rows of a batch."""
 
     def __init__(self, mesh: Any, batch: int, rank: int, smoke: bool, **sizes: int) -> None:
         import jax
@@ -139,8 +139,8 @@ class Work:
         )
         self.batch = mesh.local_batch({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, rank)
         self.batch = jax.tree.map(jnp.asarray, self.batch)
-        # Drawn on the host: eight ranks would compile the initialisation for longer than they
-        # measure.
+        # We draw the parameters with NumPy. With eight ranks on this machine, compiling the model's
+        # initialisation would take longer than the measurement.
         draw = np.random.default_rng(0)
         types = jax.eval_shape(
             lambda: tensor.init(model, jax.random.key(0), jnp.zeros((1, length), jnp.int32), rank)
@@ -162,7 +162,7 @@ class Work:
 
 
 def scaling(world: Any, args: Any) -> dict[str, Any]:
-    """Every mesh of this many ranks at both batches, and the model's constants on these ranks."""
+    """Measures every mesh of this many ranks with both batch sizes, and fits the constants."""
     import jax
 
     import jaxcross
@@ -184,7 +184,7 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
     for repeat in range(-1, repeats):
         for key, work in works.items():
             params = work.params
-            world.control.allgather_text("")  # all ranks begin together
+            world.control.allgather_text("")  # so that all ranks begin together
             start = time.perf_counter()
             for _ in range(steps):
                 params, metrics = calls[key](params, work.batch)
@@ -204,7 +204,7 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
     rows = []
     for key in accounts:
         (name, _, batch), work = key, works[key]
-        # What the step holds on the device and what it compiled are not offered to users.
+        # There's no public way to get the compiled program and its memory.
         compiled = calls[key]._last[2].compiled[0]
         sent = sum(wire_bytes(x, work.mesh.axes) for x in compiled.program.exchanges)
         assert sent == work.cost.received_bytes, "the formula is exact"
@@ -232,8 +232,10 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
 
 
 def constants(rows: Sequence[tuple[Any, float]]) -> tuple[Any, dict[str, Any]]:
-    """Alpha, beta and operations a second, fitted to steps of smaller models and batches on the
-    same meshes.
+    """Fits alpha, beta and the operations per second to steps of smaller models on the same meshes.
+
+    Returns:
+        The fitted machine, and how good the fit is.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -244,9 +246,8 @@ def constants(rows: Sequence[tuple[Any, float]]) -> tuple[Any, dict[str, Any]]:
         [(cost.messages, cost.received_bytes, cost.operations, seconds) for cost, seconds in rows],
         float,
     )
-    relative = (
-        table[:, :3] / table[:, 3:]
-    )  # relative errors count: else the longest step alone would decide
+    # We minimise relative errors, because otherwise the longest step alone would decide the fit.
+    relative = table[:, :3] / table[:, 3:]
     scale = relative.max(axis=0)
     found = nnls(relative / scale, np.ones(len(table)))[0] / scale
     off = float(np.sqrt(np.mean((relative @ found - 1) ** 2)))
@@ -263,7 +264,7 @@ def constants(rows: Sequence[tuple[Any, float]]) -> tuple[Any, dict[str, Any]]:
 
 
 def job_of(world: Any, args: Any, cut: int = 1, **sizes: int) -> tuple[Work, Any]:
-    """A job on two ranks, of which or beside which another one runs: its work and its step."""
+    """Makes one of the jobs that run in pairs on two ranks. Returns its work and its step."""
     import jaxcross
     from jaxcross.tensor import Mesh
 
@@ -273,7 +274,7 @@ def job_of(world: Any, args: Any, cut: int = 1, **sizes: int) -> tuple[Work, Any
 
 
 def calibrate(world: Any, args: Any) -> dict[str, Any]:
-    """A job's bytes, and its seconds of computation and of exchange, nothing else beside it."""
+    """Measures how long a single job computes and exchanges per step, and how much it receives."""
     import jaxcross
 
     work, step = job_of(world, args, tensor=2)
@@ -290,15 +291,15 @@ def calibrate(world: Any, args: Any) -> dict[str, Any]:
 
 
 def crossover(world: Any, args: Any) -> dict[str, Any]:
-    """Two jobs one after the other and in turns."""
+    """Runs two jobs one after the other and in crossover, and compares their final states."""
     import jax
     import numpy as np
 
     import jaxcross
 
-    unlike = (
-        args.part == "unlike"
-    )  # by whole steps, the one of fewer exchanges would soon have none left to hide behind
+    # With round robin, the job with fewer exchanges would finish its steps early, and the other job
+    # would have nothing left to overlap with. Equal shares keep both jobs busy until the end.
+    unlike = args.part == "unlike"
     one = job_of(world, args, tensor=2)
     jobs = [one, job_of(world, args, cut=4 if args.smoke else 32, data=2) if unlike else one]
     turns = partial(jaxcross.Weighted, (1.0, 1.0)) if unlike else jaxcross.RoundRobin
@@ -333,14 +334,14 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
 def run(
     world: Any, jobs: Sequence[tuple[Work, Any]], policy: Any, steps: int
 ) -> tuple[Any, list[Any]]:
-    """Jobs of so many steps, of a work and a step each; the report and the final states."""
+    """Runs jobs for some steps. Returns the report and the jobs' final states."""
     import jax
     import jax.numpy as jnp
 
     import jaxcross
 
     def loop(job: Any, work: Work, step: Any) -> Any:
-        # Ranks hold other parts of the model, although they draw the same numbers.
+        # Ranks draw the same numbers but keep different parts of them, so the state is rank-local.
         params = job.restore(
             jax.tree.map(jnp.array, work.params), mode="local", rank_local=tuple(work.params)
         )

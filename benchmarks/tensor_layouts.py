@@ -21,11 +21,11 @@ from matplotlib.patches import Rectangle
 MESHES = {
     "1-D on 4": Mesh(tensor=4), "2-D [2,2,1]": Mesh(side=2), "2.5-D [2,2,2]": Mesh(side=2, depth=2),
 }  # fmt: skip
-CELLS = 4  # a side; every mesh divides it
+CELLS = 4  # per side; every mesh divides this number
 
 
 def tensors(mesh: Mesh) -> dict[str, Any]:
-    """What is drawn: name -> the axes over which rows and columns are cut."""
+    """Maps the name of each drawn tensor to the axes over which its rows and columns are cut."""
     rows = tuple(mesh.batch) or None
     return {
         "activations between blocks\nbatch x features": (rows, *(mesh.hidden or (None,))),
@@ -36,7 +36,7 @@ def tensors(mesh: Mesh) -> dict[str, Any]:
 
 
 def holders(mesh: Mesh, spec: Any) -> dict[tuple[int, int, int, int], list[int]]:
-    """Rectangle (row, column, height, width) in cells -> the ranks that hold it."""
+    """Maps each rectangle (row, column, height, width), in cells, to the ranks that hold it."""
     cells, found = np.arange(CELLS**2).reshape(CELLS, CELLS), {}
     for rank in range(mesh.ranks):
         mine = mesh.part(cells, spec, rank)

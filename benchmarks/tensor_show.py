@@ -1,5 +1,6 @@
-"""What `tensor.py` found, told and drawn; and the model's word on meshes that do not fit here.
-Measures nothing.
+"""Prints and draws the results of `tensor.py`, and predicts meshes that don't fit on this machine.
+
+This module doesn't measure anything.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ import statistics
 from typing import Any
 
 FAR = {"1-D": {"tensor": 64}, "2-D [8,8,1]": {"side": 8}, "2.5-D [4,4,4]": {"side": 4, "depth": 4}}
-# Sequences, tokens a sequence, features: b s is 12, 96 and 2.7 times h. The crossing is at 3.
+# A batch has b sequences of s tokens each, and the model has h features. We chose sizes for which
+# b s is 12, 96 and 2.7 times h, because a rank receives less with [4,4,4] than with [8,8,1] if b s
+# is more than 3 times h.
 SIZES = ((96, 512, 4096), (384, 512, 2048), (16, 512, 3072))
 
 
 def far(machine: dict[str, float]) -> list[dict[str, Any]]:
-    """A layer's bytes and seconds on 64 ranks, by the model alone: the difference that one more
-    layer makes.
-    """
+    """Predicts a layer's bytes and seconds on 64 ranks, by subtracting one layer from two."""
     from jaxcross import tensor
 
     constants, rows = tensor.Machine(**machine), []
@@ -38,15 +39,14 @@ def far(machine: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def overhead(summary: dict[str, Any]) -> float:
-    """Share of a round in which the lane that sets the pace waited for the host: dispatch and
-    votes.
-    """
+    """Returns the share of a round in which the slower lane waited for dispatches and votes."""
     return sum(summary["lost_s"][cause] for cause in ("dispatch", "votes")) / summary["period_s"]
 
 
 def speedup(found: dict[str, Any]) -> float:
-    """How much faster two jobs are in crossover: of each repeat, whose two follow each other; the
-    median.
+    """Returns the median over the repeats of how much faster two jobs are in crossover.
+
+    Within a repeat, both ways run right after each other.
     """
     alone, together = (
         found["s_per_job_step"][name]["raw"] for name in ("one after the other", "crossover")
@@ -55,7 +55,7 @@ def speedup(found: dict[str, Any]) -> float:
 
 
 def say(result: dict[str, Any]) -> None:
-    """The numbers as lines, and what is derived from them into the result."""
+    """Prints the numbers, and adds derived ones to the result."""
     for ranks, part in result["scaling"].items():
         machine, fit = part["machine"], part["fit"]
         print(
@@ -107,7 +107,7 @@ def say(result: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Left: measured steps beside the model's. Right: bytes a layer on 64 ranks against b s / h."""
+    """Draws measured and modelled steps, and the bytes per layer on 64 ranks for each b s / h."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""Train steps that the benchmarks share, and how they write their results. Measures nothing itself.
+"""Training steps and result files for all benchmarks. Measures nothing itself.
 
-This module doesn't measure anything itself. A workload is `make(exchange)` ->
-`step(state, batch) -> (state, metrics)`. `exchange` is applied to the gradients and metrics: it's
-`lax.pmean` for jaxcross, an mpi4jax call for its rival, and the identity for a plain step.
+A workload has a function `make(exchange)` that returns a training step `step(state, batch) ->
+(state, metrics)`. The step applies `exchange` to its gradients and metrics. We pass `lax.pmean` for
+jaxcross, an mpi4jax call for its rival, and the identity for a plain step.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "numpy")
 
 
 class Workload(NamedTuple):
-    """A train step with its initial state and one batch.
+    """A training step with its initial state and one batch.
 
-    `gradients`, where a workload has it: (parameters, statistics, batch) -> ((loss, new
+    Some workloads also have `gradients`, which maps (parameters, statistics, batch) to ((loss, new
     statistics), gradients).
     """
 
@@ -46,7 +46,7 @@ class Workload(NamedTuple):
 
 
 def momentum() -> optax.GradientTransformation:
-    """SGD with momentum and weight decay, as ResNets are trained."""
+    """Returns the usual optimizer for ResNets: SGD with momentum and weight decay."""
     return optax.chain(
         optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9, nesterov=True)
     )
@@ -61,10 +61,10 @@ def resnet(
     tx: optax.GradientTransformation | None = None,
     **options: Any,
 ) -> Workload:
-    """ResNet with momentum SGD and weight decay, or another optimizer, BatchNorm local, metrics
-    averaged.
+    """Returns a ResNet, trained with momentum SGD and weight decay unless `tx` is given.
 
-    Other options are the model's, such as `stage_sizes`.
+    BatchNorm statistics are rank-local, and metrics are averaged. Other options are passed to the
+    model, such as `stage_sizes`.
     """
     from resnet import MODELS
 
@@ -125,7 +125,7 @@ def _maker(
 
 
 def mlp(*, width: int = 256, batch_size: int = 64) -> Workload:
-    """Three dense layers and momentum SGD: about a millisecond a step on one core."""
+    """Returns three dense layers with momentum SGD. A step takes about 1 ms on one core."""
     sizes = (width, width, width, 10)
     tx = optax.sgd(0.1, momentum=0.9)
 
@@ -154,7 +154,7 @@ def mlp(*, width: int = 256, batch_size: int = 64) -> Workload:
 
 
 class Convolution(nn.Module):
-    """Two convolutions with pooling, and a dense layer: a network for handwritten digits."""
+    """A network for handwritten digits: two convolutions with pooling, and a dense layer."""
 
     channels: int
 
@@ -166,7 +166,7 @@ class Convolution(nn.Module):
 
 
 def convolution(*, channels: int = 8, batch_size: int = 16) -> Workload:
-    """A small network for images of 28x28 pixels, with momentum SGD."""
+    """Returns a small convolutional network for images of 28x28 pixels, with momentum SGD."""
     model, tx = Convolution(channels), optax.sgd(0.1, momentum=0.9)
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -202,7 +202,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids `[batch, length]` to logits."""
+    """Maps token ids of shape `[batch, length]` to logits."""
 
     layers: int
     width: int
@@ -225,7 +225,7 @@ def transformer(
     batch_size: int = 4,
     vocabulary: int = 4096,
 ) -> Workload:
-    """A small language model with AdamW."""
+    """Returns a small language model with AdamW."""
     model, tx = Transformer(layers, width, vocabulary), optax.adamw(1e-3)
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -255,8 +255,9 @@ def in_turn(
     repeats: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    """Seconds a step of each rival, `steps` at a time, one rival after the other. Two rounds before
-    warm up.
+    """Measures the seconds per step of each rival.
+
+    In each repeat, every rival makes `steps` steps. Two more rounds come first, as a warm-up.
     """
     raw: dict[str, list[float]] = {name: [] for name in rivals}
     for repeat in range(-2, repeats):
@@ -273,7 +274,7 @@ def in_turn(
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line with `--json` and `--smoke`."""
+    """Returns a command line with `--json` and `--smoke`."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -285,7 +286,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def spread(raw: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles and the raw numbers."""
+    """Returns the median, quartiles, minimum and raw numbers."""
     low, high = (float(np.percentile(raw, q)) for q in (25, 75))
     return {
         "median": statistics.median(raw),
@@ -323,7 +324,7 @@ def kept(path: Path | None, empty: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for what JSON has no number for: the loss of a run that diverged."""
+    """Replaces numbers that JSON doesn't have by null, e.g. the loss of a run that diverged."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

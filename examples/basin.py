@@ -27,9 +27,7 @@ INNER = (slice(1, -1), slice(1, -1))
 
 
 class Block:
-    """This rank's part of the basin, with one row or column of its neighbours' cells on each
-    side.
-    """
+    """This rank's part of the basin, including one row or column of cells of each neighbour."""
 
     def __init__(self, rank, ranks, size):
         self.grid = (2, ranks // 2) if ranks % 2 == 0 else (1, ranks)
@@ -41,13 +39,13 @@ class Block:
         self.shape = tuple(size // n for n in self.grid)
 
     def neighbour(self, axis, step):
-        """The rank on one side, or None if there's a wall."""
+        """Returns the rank on one side, or None if there's a wall."""
         at = list(self.at)
         at[axis] += step
         return int(np.ravel_multi_index(at, self.grid)) if 0 <= at[axis] < self.grid[axis] else None
 
     def with_borders(self, field):
-        """The field surrounded by its neighbours' nearest rows and columns.
+        """Returns the field surrounded by its neighbours' nearest rows and columns.
 
         At a wall, the field is continued instead.
         """
@@ -71,7 +69,7 @@ class Block:
         return field
 
     def start(self, size):
-        """A hill of water near one corner, at rest."""
+        """Returns the initial state: a hill of water near one corner, at rest."""
         rows, columns = (np.arange(n) + n * at for n, at in zip(self.shape, self.at, strict=True))
         hill = np.exp(
             -((rows[:, None] - size / 3) ** 2 + (columns - size / 4) ** 2) / (size / 12) ** 2
@@ -80,7 +78,7 @@ class Block:
 
 
 def make_step(block):
-    """One step of the linear shallow-water equations: first the velocities, then the height."""
+    """Returns one step of the linear shallow-water equations: first velocities, then the height."""
     dt = 0.5 * SPACING / np.sqrt(GRAVITY * DEPTH)
     walls = [block.neighbour(axis, 1) is None for axis in (0, 1)]
 
@@ -139,7 +137,7 @@ def equal(one, other):
 
 
 def race(rivals, state, steps, rounds=9):
-    """Milliseconds per step: the median over rounds in which the rivals take turns."""
+    """Measures the milliseconds per step of several ways, as medians over alternating rounds."""
     times = {name: [] for name in rivals}
     for _ in range(rounds):
         for name, step in rivals.items():
@@ -173,13 +171,14 @@ def main():
     before, after = (COMM.allreduce(float(jnp.sum(height))) for height in (start[0], alone[0]))
     if not (COMM.allreduce(same, MPI.LAND) and COMM.allreduce(together, MPI.LAND)):
         raise SystemExit(
-            "results differ between jit, crossover alone, and crossover next to another job"
+            "results differ between jit, crossover alone, and crossover alongside another job"
         )
     if options.times:
         times = race({"jit": plain, "crossover": crossed}, start, options.steps)
     if world.rank == 0:
         print(
-            f"{options.steps} steps under jit, in crossover, and next to another job: the same bits"
+            f"{options.steps} steps under jit, in crossover, and alongside another job: the same "
+            "bits"
         )
         print(f"water: {before:.2f} before, {after:.2f} after")
         if options.times:

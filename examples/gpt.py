@@ -34,7 +34,7 @@ ALPHABET = [chr(code) for code in range(32, 127)] + [
 
 
 def text(file, length):
-    """The file, or every page of the documentation, as numbers below 96.
+    """Returns the text of the file, or of all pages of the documentation, as numbers below 96.
 
     Characters outside the alphabet are dropped.
     """
@@ -50,7 +50,7 @@ def text(file, length):
 
 
 def mesh_for(kind, ranks, depth):
-    """All ranks as a single mesh of this kind."""
+    """Returns a mesh of this kind that consists of all ranks."""
     if kind == "serial" and ranks > 1:
         raise SystemExit(f"--mesh serial is for one rank, but there are {ranks}.")
     if kind in ("serial", "1d"):
@@ -65,7 +65,7 @@ def mesh_for(kind, ranks, depth):
 
 
 def batches(data, steps, batch_size, length, mesh, rank):
-    """This rank's rows of random global batches.
+    """Yields this rank's rows of random global batches.
 
     Every rank draws the same random numbers and keeps its own rows.
     """
@@ -107,7 +107,7 @@ def check_copies(world, model, specs, batch):
 
 
 def write(model, params, prompt, letters, key):
-    """What the serial model writes after `prompt`, one character at a time. Doesn't communicate."""
+    """Lets the serial model continue `prompt` character by character. Doesn't communicate."""
     model = model.clone(mesh=tensor.Mesh())
 
     @jax.jit

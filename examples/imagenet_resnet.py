@@ -7,9 +7,10 @@
 The recipe follows Goyal et al. (2017): SGD with Nesterov momentum, weight decay on kernels only, a
 linear warm-up, and a cosine decay.
 
-`--policy compare` trains the jobs one after the other and in crossover, and checks that the final
-states are equal. It does this in two turns, each with half of the steps. So if the machine is busy
-with something else for a while, both ways are affected.
+With `--policy compare`, the example trains the jobs in both ways, one after the other and in
+crossover, and checks that the final states are equal. Each way makes half of its steps, then the
+other way takes over, and so on. So if the machine is busy with something else for a while, it slows
+down both ways.
 """
 
 from functools import partial, update_wrapper

@@ -37,7 +37,7 @@ def create(hidden):
 
 
 def update(model, optimizer, batch):
-    """The training step of both styles. Changes `model` and `optimizer` in place."""
+    """Does the training step of both styles. Changes `model` and `optimizer` in place."""
 
     def loss_fn(model):
         logits = model(batch["x"])
@@ -49,7 +49,9 @@ def update(model, optimizer, batch):
 
 
 def functional(job, hidden, data):
-    """The state is an argument and a result. The step merges and splits it."""
+    """Trains in functional style: the state is an argument and a result, which the step merges and
+    splits.
+    """
     graphdef, state = nnx.split(create(hidden))
 
     @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -65,7 +67,7 @@ def functional(job, hidden, data):
 
 
 def objects(job, hidden, data):
-    """Module and optimizer are arguments that change in place, as under `nnx.jit`."""
+    """Trains in NNX's own style: the step changes module and optimizer in place."""
     train_step = jaxcross.crossover(update, axes="batch")
     model, optimizer = create(hidden)
     for batch in job.batches(data):
@@ -74,7 +76,7 @@ def objects(job, hidden, data):
 
 
 def examples(rng, count):
-    """Points around one centre per class."""
+    """Yields batches of points that are scattered around one centre per class."""
     centres = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
     y = rng.integers(CLASSES, size=count)
     return {

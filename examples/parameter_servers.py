@@ -43,7 +43,7 @@ def loss_and_gradient(params, batch):
 
 
 def examples(rng, count):
-    """Points around one centre per class."""
+    """Yields batches of points that are scattered around one centre per class."""
     centres = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
     y = rng.integers(CLASSES, size=count)
     return {

@@ -3,9 +3,10 @@
     python examples/shard_map_mlp.py --devices 8 --save devices.npz
     mpirun -n 8 python examples/shard_map_mlp.py --save ranks.npz --compare devices.npz
 
-The step is a plain `jax.shard_map` and uses nothing from jaxcross; JAX itself inserts the exchanges
-of its gradients. On ranks, the mesh is an abstract one, since a rank doesn't have the other ranks'
-devices. Both ways give the same parameters, up to rounding.
+The training step is a plain `jax.shard_map` and uses nothing from jaxcross. JAX itself inserts the
+exchanges of the gradients. With `--devices`, it runs in one process with many devices. Under
+`mpirun`, each rank is one position of the mesh; since a rank doesn't have the other ranks' devices,
+the mesh is an abstract one. Both ways give the same parameters, up to rounding.
 """
 
 import argparse
@@ -28,7 +29,7 @@ BATCH = {"x": P("data"), "label": P("data")}
 
 
 def make_train_step(mesh, rate=0.05, decay=0.9):
-    """A step for any mesh with the axes `data` and `tensor`. Nothing is specific to jaxcross."""
+    """Returns a step for any mesh with the axes `data` and `tensor`. It doesn't use jaxcross."""
 
     def loss_fn(params, batch):
         x = batch["x"]
@@ -72,7 +73,7 @@ def first_state(seed=0):
 
 
 def batches(steps, rows):
-    """Global batches, identical wherever they're created."""
+    """Yields global batches, which are the same in every process."""
     rng = np.random.default_rng(1)
     teacher = rng.standard_normal((FEATURES, CLASSES))
     for _ in range(steps):
@@ -81,7 +82,7 @@ def batches(steps, rows):
 
 
 def part(array, spec, axes, rank):
-    """The part of a global array on `rank`: row-major over the axes, like devices on a mesh."""
+    """Returns a rank's part of a global array. Ranks are numbered in row-major order."""
     where = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
     for dim, axis in enumerate(spec):
         if axis is not None:
@@ -90,7 +91,7 @@ def part(array, spec, axes, rank):
 
 
 def gather(array, spec):
-    """The global array on every rank. Call it inside a step."""
+    """Gathers the global array on every rank. Must be called inside a step."""
     for dim, axis in enumerate(spec):
         if axis is not None:
             array = lax.all_gather(array, axis, axis=dim, tiled=True)
@@ -98,7 +99,7 @@ def gather(array, spec):
 
 
 def on_devices(axes, args):
-    """One process with many devices: global arrays, sharded by XLA."""
+    """Trains in one process with many devices, on global arrays that XLA shards."""
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
     put = partial(jax.tree.map, lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)))
@@ -109,7 +110,7 @@ def on_devices(axes, args):
 
 
 def on_ranks(axes, args, world):
-    """Many processes with one device each: every rank passes and gets back its own shards."""
+    """Trains in many processes with one device each. Every rank passes and receives its shards."""
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     mine = partial(jax.tree.map, lambda spec, x: part(x, spec, axes, world.rank))
     step = jaxcross.crossover(make_train_step(mesh), axes=axes, donate_argnums=0)

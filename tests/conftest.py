@@ -41,17 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # terminal's size on to its workers.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
-    # There are more ranks than cores here, and MPICH waits by polling. With this setting it sleeps
-    # briefly after each poll instead of only yielding the core. Two ranks that train eight small
-    # trials then need a fifth of the CPU time.
+    # MPICH waits by polling, which is wasteful here because there are more ranks than cores. With
+    # this setting, it sleeps briefly after each poll instead of only yielding the core. Two ranks
+    # that train eight small trials then need only a fifth of the CPU time.
     os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     os.environ.pop(
         "PYTHONUNBUFFERED", None
     )  # buffered, a line is a single write; otherwise the ranks' lines get mixed up
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
-    # A script that starts pytest in the background makes it ignore these signals. Children would
-    # inherit that and ignore the signals that tests send.
+    # If a script starts pytest in the background, the shell makes pytest ignore these signals.
+    # Child processes would inherit that, and ignore the signals that our tests send to them.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def keep_bytecode(config: pytest.Config) -> None:
     """Keeps bytecode in pytest's cache if `PYTHONDONTWRITEBYTECODE` is set.
 
-    Otherwise every worker and every rank recompiles JAX's source, and importing JAX takes 1.6 s of
-    CPU time instead of 0.7 s.
+    Without bytecode, every pytest worker and every rank would compile JAX's source again, so each
+    import of JAX would take 1.6 s of CPU time instead of 0.7 s.
     """
     if not sys.dont_write_bytecode:
         return
@@ -111,9 +111,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Collects garbage before a pytest-xdist worker reports that its tests have ended.
 
-    After that report, execnet gives the worker 5 s to exit, then interrupts it with SIGINT. In this
-    time pytest collects garbage twice. At the end of a plain run a worker has a million objects,
-    and the two collections once took 8 s on a busy day.
+    Once a worker has reported that its tests have ended, execnet gives it 5 s to exit and then
+    interrupts it with SIGINT. pytest collects garbage twice in that time. At the end of a plain
+    run, a worker has a million objects, and on a busy machine the two collections once took 8 s. If
+    we collect before the report, they have little left to do.
     """
     if hasattr(session.config, "workerinput"):
         gc.collect()
@@ -135,16 +136,18 @@ def quick_compiler() -> dict[str, str]:
 def compiled_quickly() -> Iterator[None]:
     """Makes XLA compile faster but optimize less in this process, too.
 
-    Use it for tests whose values don't depend on the compiler's options. An executable whose
-    results are compared bit for bit with another one's must be compiled as users have it. The
-    caches are cleared, so that a test compiles the same whichever test ran before.
+    Use this fixture only if a test's expected values don't depend on the compiler's options. If a
+    test compares the results of two executables bit for bit, both must be compiled with the options
+    that users have. The fixture clears JAX's caches, so that it doesn't matter which test ran
+    before.
     """
     import jax
     from jax._src import compiler
 
-    # `jax_disable_most_optimizations` needs no patch, but with it jaxlib 0.10 still emits loops
-    # through MLIR. CPU seconds of tensor/test_layers.py with jaxlib 0.10: 27 with the option, 17
-    # with the patch, 38 with neither; with jaxlib 0.12: 28, 28 and 33.
+    # JAX's own option `jax_disable_most_optimizations` would work without a patch, but jaxlib 0.10
+    # then still emits loops through MLIR, which is slow. tensor/test_layers.py takes 27 s of CPU
+    # time with the option, 17 s with the patch, and 38 s with neither. With jaxlib 0.12, it takes
+    # 28, 28 and 33 s.
     as_users_have_it = compiler.get_compile_options
 
     def quick(
@@ -167,14 +170,14 @@ def on_four_devices(quick_compiler: dict[str, str]) -> Callable[..., str]:
     The script may import `tests.support`.
     """
 
-    def call(script: str, *words: str, timeout: float = 240) -> str:
+    def call(script: str, *arguments: str, timeout: float = 240) -> str:
         env = {
             **os.environ,
             "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
             "PYTHONPATH": str(TESTS.parent),
         }
         done = subprocess.run(
-            [*warm_python.COMMAND, "-c", script, *words],
+            [*warm_python.COMMAND, "-c", script, *arguments],
             env=env,
             capture_output=True,
             text=True,

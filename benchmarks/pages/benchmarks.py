@@ -232,14 +232,14 @@ def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
         "over it alone",
     )
     for row in ({"environment": {}, **found}, *found["settings"]):
-        words = ", ".join(f"`{name}={value}`" for name, value in row["environment"].items())
+        settings = ", ".join(f"`{name}={value}`" for name, value in row["environment"].items())
         if "failed" in row:
-            yield words, row["failed"], "", "", "", ""
+            yield settings, row["failed"], "", "", "", ""
             continue
         alone, beside = row["exchange"]["alone"], row["exchange"]["beside"]
         computed = [row["computation_s"][name]["median"] for name in ("alone", "beside exchanges")]
         yield (
-            words or "as jaxcross starts it",
+            settings or "as jaxcross starts it",
             f"{alone['s']['median']:.2f} s",
             f"{beside['s']['median']:.2f} s",
             f"{alone['fill']:.0%}, {beside['fill']:.0%}",

@@ -145,8 +145,8 @@ def _over(
 ) -> list[float]:
     """Returns T of the fastest of `others` over T of `name`, in each repeat.
 
-    Only runs that have all of them count. With `own_c`, we first divide each T by what its
-    framework computes in that repeat.
+    Ignores runs in which one of these rivals is missing. With `own_c`, each T is first divided by
+    the c of its own framework in that repeat.
     """
 
     def took(row: dict[str, Any]) -> list[float]:

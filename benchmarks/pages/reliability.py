@@ -33,12 +33,12 @@ def _orders(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _faults(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    longest, told = (
+    longest, notified = (
         max(s for s in found[key].values() if s is not None) for key in ("longest_s", "told_s")
     )
     came = (
         f"{found['as_expected']} ended as the table says, after {longest:.1f} s at the latest, and "
-        f"went on when restarted; the other ranks knew after {told:.1f} s"
+        f"went on when restarted; the other ranks knew after {notified:.1f} s"
     )
     yield "faults of one rank", f"{found['cases']}", came
 
@@ -51,8 +51,8 @@ def _killed(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _lasting(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    told = found["raw"][0]
-    over = f" over {told['wire']}" if "wire" in told else ""
+    record = found["raw"][0]
+    over = f" over {record['wire']}" if "wire" in record else ""
     for part, what in (("joins", "jobs that join and leave"), ("steps", "steps of many jobs")):
         if part not in found["table"]:
             continue

@@ -1,6 +1,4 @@
-"""jaxcross: jobs whose exchange runs in its own step, is carried to the next one, or is left
-out.
-"""
+"""jaxcross: jobs whose exchange runs within a step, is carried to the next one, or is left out."""
 
 from __future__ import annotations
 
@@ -35,19 +33,19 @@ from rivals.cases import EVERY, Spec
 from rivals.serving import arguments, own_jobs, serve
 
 ALONE = "alone"
-"""An axis of one rank, on which nothing is sent."""
+"""An axis with a single rank, so nothing is sent over it."""
 FRAGMENTS, BITS = 4, 8
 DELAY = EVERY // FRAGMENTS
-"""Steps over which a fragment's exchange is spread: all until the next one's turn, so that the link
-never rests.
+"""Steps over which a fragment's exchange is spread. It ends when the next fragment's exchange
+begins, so the link is never idle.
 """
 
 
 def optimizer_of(variant: str) -> optax.GradientTransformation:
-    """The optimizer of a variant, with its exchange in it."""
+    """Returns a variant's optimizer, which includes the exchange."""
     if variant in ("blocking", "carried", "work"):
-        # The outer optimizer of the paper. Without a delay the exchange is in the step that needs
-        # it.
+        # The outer optimizer is the paper's. Without a delay, the exchange runs in the step that
+        # needs its result.
         outer, delay = (
             optax.sgd(0.7, momentum=0.9, nesterov=True),
             0 if variant == "blocking" else DELAY,
@@ -70,7 +68,7 @@ def optimizer_of(variant: str) -> optax.GradientTransformation:
 
 
 class Branches:
-    """The branches that the host has taken of a step's conditions, each decided once."""
+    """Records which branches of a step's conditions are taken, and decides each one only once."""
 
     def __init__(self, traced: Any) -> None:
         self._known: dict[tuple[int, ...], Any] = {(): traced}
@@ -89,12 +87,12 @@ class Branches:
 
     @property
     def decided(self) -> list[Any]:
-        """The steps without conditions that were taken."""
+        """The programs without conditions that the recorded branches lead to."""
         return [traced for traced in self._known.values() if traced.undecided is None]
 
 
 class Jobs:
-    """One model in all variants; each job has a state of its own, which goes on from run to run."""
+    """One model in all variants. Each job has its own state, which it keeps from run to run."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -104,12 +102,14 @@ class Jobs:
         self._collectives: dict[str, Collectives] = {}
 
     def forget(self) -> None:
-        """States are made anew when they are next wanted."""
+        """Discards all states. They are initialised again on their next use."""
         self._states.clear()
 
     def prepare(self, variant: str, number: int, steps: int) -> dict[str, Any]:
-        """Compiles and gets memory. Returns the bytes of arrays at the fullest moment of its
-        steps.
+        """Runs some steps, which compile and allocate memory, and returns how many bytes they need.
+
+        `peak_bytes` is the peak of live bytes over the variant's programs, `state_bytes` the size
+        of its state, and `pending_bytes` the part of the state that is still being exchanged.
         """
         if variant == "jit":
             self.loop(number, 2)
@@ -145,7 +145,7 @@ class Jobs:
         }
 
     def run(self, variants: Sequence[str], steps: Sequence[int], policy: str) -> dict[str, Any]:
-        """Runs one job a variant, together or one after the other."""
+        """Runs one job per variant, in crossover or one after the other."""
         if variants == ["jit"]:
             return self.loop(0, steps[0])
         policies = {"crossover": jaxcross.RoundRobin, "sequential": jaxcross.Sequential}
@@ -153,7 +153,7 @@ class Jobs:
         return self._together(variants, numbers, steps, policies[policy]())
 
     def loop(self, number: int, steps: int) -> dict[str, Any]:
-        """The step without its exchange in one `jax.jit`, in a plain loop."""
+        """Runs the step without its exchange under `jax.jit`, in a plain loop."""
         state, batch = self._arguments("jit", number)
         loop = jax_work.Loop(self._step("jit"), state, batch)
         del state
@@ -166,13 +166,13 @@ class Jobs:
         return {"wall_s": seconds}
 
     def exchange(self, variant: str, times: int) -> dict[str, Any]:
-        """Seconds of the variant's exchanges alone."""
+        """Measures the variant's exchanges alone."""
         collectives = self._exchanges(variant)
         collectives.timed(1)
         return {"raw": collectives.timed(times)[0]}
 
     def beside(self, variant: str, exchanges: int) -> dict[str, Any]:
-        """Seconds of the variant's exchanges next to a computation, and of that."""
+        """Measures the variant's exchanges alongside a computation, and that computation."""
         collectives = self._exchanges(variant)
         state, batch = self._arguments("jit", 0)
         loop = jax_work.Loop(self._step("jit"), state, batch)

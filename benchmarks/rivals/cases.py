@@ -1,6 +1,4 @@
-"""What is raced: the jobs of each case and the rivals of each kind of process. Plain data; imports
-no framework.
-"""
+"""The cases of a race with their jobs, and the rivals. Plain data, so it imports no framework."""
 
 from __future__ import annotations
 
@@ -9,16 +7,14 @@ from typing import Any
 
 RANKS = 2
 WARM_UP = 2
-"""Steps before any measured one: the first of them compile, and all of them get memory that later
-ones keep.
-"""
+"""Steps before the measured ones. They compile, and allocate the memory that later steps reuse."""
 EVERY = 16
-"""Local steps of rivals that do not exchange in each."""
+"""Local steps per exchange, for rivals that don't exchange in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One job: which model, at which size. Jobs of equal specs are alike."""
+    """A job's model and its sizes. Jobs with equal specs run the same step."""
 
     model: str
     options: tuple[tuple[str, int], ...]
@@ -47,9 +43,7 @@ _TOYS = {RESNET: TOY_RESNET, LANGUAGE: TOY_LANGUAGE}
 
 
 def jobs_of(case: str, smoke: bool, image_size: int | None = None) -> tuple[Spec, ...]:
-    """The case's jobs; images of another size than usual where it is given and the jobs have
-    any.
-    """
+    """Returns the case's jobs. `image_size` replaces the usual size for jobs that use images."""
     jobs = [_TOYS[spec] if smoke else spec for spec in CASES[case]]
     if image_size is not None:
         jobs = [_with_images(spec, image_size) for spec in jobs]
@@ -65,14 +59,16 @@ class Rival:
     """One way to run a case's jobs.
 
     Attributes:
-        name: As on the command line.
-        team: Which program's processes run it.
-        at_once: Whether the jobs' own processes run at the same time; else one after the other.
-        variant: Told to the processes: how their jobs step.
-        framework: Whose compute time counts as its own.
-        overlaps_itself: Whether one job's exchange may run beside the same job's compute.
-        wire: Element type on the wire.
-        cases: `many` jobs, `one`, `any`, or a case's name.
+        name: Its name on the command line.
+        team: The kind of team, i.e. the program whose processes run it.
+        at_once: Whether the processes of the jobs run at the same time. Otherwise they run one
+            after the other.
+        variant: Passed to the processes, and says how their jobs run a step.
+        framework: Rivals of the same framework share one compute time.
+        overlaps_itself: Whether a job's exchange can overlap with the same job's computation.
+        wire: The element type on the wire.
+        cases: The cases in which it takes part: those with `many` jobs, those with `one`, `any`, or
+            the name of a case.
     """
 
     name: str
@@ -147,7 +143,7 @@ RIVALS: dict[str, Rival] = {
 
 
 def takes_all_jobs(team: str) -> bool:
-    """Whether one process a rank runs all jobs of a case; else each job has its own."""
+    """Returns whether one process per rank runs all jobs of a case, rather than one per job."""
     return team.startswith("crossed")
 
 
@@ -161,9 +157,7 @@ def rivals_of(case: str, only: set[str] | None = None) -> list[Rival]:
 
 
 def parameters(spec: Spec) -> int:
-    """How many parameters the model has: each float32 one is a gradient that must cross the
-    link.
-    """
+    """Returns the model's number of parameters, each of which has a gradient to exchange."""
     sizes = spec.sizes()
     if spec.model == "transformer":
         width, vocabulary = sizes["width"], sizes["vocabulary"]

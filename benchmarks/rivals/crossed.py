@@ -1,7 +1,8 @@
-"""jaxcross: all jobs of the case in one process a host, one after the other or in crossover.
+"""jaxcross: all jobs of the case in one process per host, one after the other or in crossover.
 
-Also measures `c`, the steps without their exchange; `m`, their own collective segments without
-their computation; and the tax, what an exchange takes of a core on which a step computes.
+This program also calibrates the race. It measures c, i.e. the steps without their exchange; m, i.e.
+the collective segments of the same steps without any computation; and the tax, i.e. the CPU time
+that an exchange takes from a core on which a step is computing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxcross.program import stages
 from jaxcross.step.cut_tuner import SEGMENT_COUNTS
 from jaxcross.world.sched_slice import ask_for_short_slices
 
-# before the imports that make JAX arrays
+# This must come before the imports that create JAX arrays.
 world = jaxcross.initialize(stall_timeout_s=900)
 
 import jax  # noqa: E402
@@ -53,15 +54,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def exchange(wire: str) -> Callable[[Any], Any]:
-    """The mean over ranks; gradients as `wire`, metrics as they are."""
+    """Averages over the ranks. Gradients are sent as `wire`, metrics in their own type."""
     mean = jaxcross.exchange.mean(AXIS, wire_dtype=None if wire == "float32" else jnp.dtype(wire))
     return lambda tree: (mean.update(tree[0], optax.EmptyState())[0], lax.pmean(tree[1], AXIS))
 
 
 class Jobs:
-    """The case's jobs with their states; like jobs share their steps, which are made when they are
-    first wanted.
-    """
+    """The case's jobs with their states. Jobs with equal specs share a step, made on first use."""
 
     def __init__(self, specs: list[tuple[int, Spec]]) -> None:
         self.specs = [spec for _, spec in specs]
@@ -85,8 +84,10 @@ class Jobs:
     def run(
         self, steps: int, policy: Any, wire: str = "float32", cut: Any = "whole", others: Any = None
     ) -> dict[str, Any]:
-        """`others` is the cut of all but the largest jobs, where that is another one; shares are
-        then by pieces.
+        """Runs all jobs, and returns what the report says about them.
+
+        `others` is a different cut for all jobs but the largest ones. If it's given, a job's share
+        is its number of segments.
         """
         largest = max(map(parameters, self.specs))
         cuts = [
@@ -114,8 +115,8 @@ class Jobs:
         }
 
     def _train(self, job: jaxcross.JobContext, *, number: int, step: Any, steps: int) -> None:
-        # the state is the one that all ranks had at the end of the command before: it is not
-        # compared again
+        # The job continues from the state in which the previous command left all ranks, so we don't
+        # need `restore`, which would compare the state across ranks.
         state, self.states[number] = self.states[number], None
         for batch in job.batches(itertools.repeat(self.batches[number], steps)):
             state, metrics = step(state, batch)
@@ -133,15 +134,15 @@ class Jobs:
         return self.collectives[spec, wire]
 
     def forget_cuts(self) -> None:
-        """Steps that cut themselves search anew: the link has another rate."""
+        """Discards the steps that choose their own cut, because the link's rate has changed."""
         self.steps = {key: step for key, step in self.steps.items() if key[2] != "auto"}
 
     def buckets(self) -> dict[str, Any]:
-        """What wait-free backpropagation has to beat, by the finest cut that `auto` tries,
-        whichever it has chosen.
+        """Measures the first and the last bucket of the finest cut that `cut="auto"` considers.
 
-        `raw`: seconds of its first compute segment, alone, after which the first gradients can
-        travel; `last_share`: bytes of its last exchange over all.
+        No wait-free backpropagation can be faster than these two allow (`wait_free_s`). `raw` has
+        the seconds of the first compute segment, run alone, after which the first gradients can be
+        sent. `last_share` is the share of all exchanged bytes that the last exchange has.
         """
         (spec,) = self.specs
         arguments = self.states[0], self.batches[0]
@@ -162,21 +163,24 @@ class Jobs:
         return {"raw": raw[1:], "last_share": sent[-1] / sum(sent)}
 
     def pieces(self) -> dict[str, Any]:
-        """How many exchange segments `auto` has chosen."""
+        """Returns the number of exchange segments that `cut="auto"` has chosen."""
         (spec,) = self.specs
         return {"pieces": len(self.step(spec, cut="auto").latest_program.collectives)}
 
     @contextlib.contextmanager
     def computing(self, number: int) -> Iterator[jax_work.Loop]:
-        """The step without its exchange, on the job's own state and its warm memory, as the other
-        rivals have it.
+        """Yields a loop of the step without its exchange.
+
+        The loop uses the job's own state and memory that has been touched before, as it does for
+        the other rivals.
         """
         spec = self.specs[number]
         if spec not in self.alone:
             self.alone[spec] = jax.jit(self.work[spec].make(lambda tree: tree), donate_argnums=0)
         loop = jax_work.Loop(self.alone[spec], self.states[number], self.batches[number])
         self.states[number] = None  # the first step donates it
-        # Two of them, after another program of this process, get memory anew: 2.4 s instead of 0.9.
+        # If another program ran in this process before, the first two steps allocate memory again
+        # and take 2.4 s instead of 0.9 s. So we run three before measuring.
         loop.run(3)
         world.control.allgather_text("")
         yield loop
@@ -184,7 +188,7 @@ class Jobs:
 
 
 class Collectives:
-    """The collective segments of a program, on zeros."""
+    """Runs only the collective segments of a program, with zeros as their inputs."""
 
     def __init__(self, compiled: Any) -> None:
         self._calls = [
@@ -194,14 +198,15 @@ class Collectives:
         ]
 
     def timed(self, times: int) -> tuple[list[float], list[float]]:
-        """Seconds, and this thread's CPU seconds, of each exchange. Waits for the other rank, which
-        does the same.
+        """Returns the seconds and this thread's CPU seconds of each exchange.
+
+        Collective: both ranks call this, and each waits for the other.
         """
         raw, cpu = [], []
         for _ in range(times):
             operands = [[jnp.zeros(a.shape, a.dtype) for a in avals] for _, avals in self._calls]
             jax.block_until_ready(operands)
-            world.control.allgather_text("")  # both ranks begin together
+            world.control.allgather_text("")  # so that both ranks begin together
             start, cpu_start = time.perf_counter(), time.thread_time()
             for (call, _), args in zip(self._calls, operands, strict=True):
                 jax.block_until_ready(call(*args))
@@ -211,19 +216,26 @@ class Collectives:
 
 
 def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict[str, Any]:
-    """Steps without exchange, in this thread, while another one exchanges as often as it is told.
+    """Computes steps in this thread while another thread runs a number of exchanges.
 
-    `taxed_c`: seconds of the steps that ended before the exchanges did; `taxed_m`, `tax`: seconds
-    of each exchange, and what it takes of the core: its thread's CPU seconds, XLA's executable and
-    MPI's polling included, and the kernel's for packets, which it takes from whoever computes.
-    Where the kernel counts by ticks, packets that it handles on top of the exchange's thread are in
-    both; what the computation loses of the caches is in neither, but in `taxed_c`.
+    Both threads share one core, as they do in crossover. We return three lists:
+
+    - `taxed_c`: the seconds of each step that ended before the last exchange.
+    - `taxed_m`: the seconds of each exchange.
+    - `tax`: the CPU time that each exchange takes from the core. That's the CPU time of its thread,
+      which includes XLA's executable and MPI's polling, plus the time in which the kernel handles
+      packets, which it also takes from the computation.
+
+    The tax is not exact. If the kernel counts CPU time by ticks, packets that it handles while the
+    exchange's thread is running are counted twice. Conversely, the tax doesn't include the time
+    that the computation loses because the exchange evicts its data from the caches; that only shows
+    up in `taxed_c`.
     """
     result: list[tuple[list[float], list[float]]] = []
     failure: list[Exception] = []
 
     def beside() -> None:
-        ask_for_short_slices()  # as the exchange lane does
+        ask_for_short_slices()  # so that it's scheduled like the exchange lane
         try:
             result.append(collectives.timed(exchanges))
         except Exception as error:

@@ -1,13 +1,15 @@
 """Rival: PyTorch DistributedDataParallel with gloo, whose buckets overlap its own backward pass.
 One job.
 
-`bfloat16` uses PyTorch's own compression hook, under another name: under its own it is refused
-unless NCCL is there, though gloo sums bfloat16. `post-local` is PyTorch's post-local SGD without a
-warm-up: no gradient is exchanged, and all parameters are averaged every `EVERY` steps. Also
-measures `c` of PyTorch: the step under `no_sync`.
+The variant `bfloat16` uses PyTorch's own compression hook, but under a different name: DDP refuses
+the hook by its name unless NCCL is available, although gloo can sum bfloat16. The variant
+`post-local` is PyTorch's post-local SGD without a warm-up: ranks don't exchange gradients, but
+average all parameters every `EVERY` steps. The program also measures PyTorch's c, i.e. the step
+under `no_sync`.
 """
 
-# annotations must be objects here: DDP reads those of its hook
+# There's no `from __future__ import annotations` here, because DDP inspects the annotations of its
+# hook and needs the classes rather than their names.
 import os
 import sys
 import time
@@ -67,12 +69,12 @@ def main() -> int:
 
 
 def compressed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's hook. DDP compares names."""
+    """Calls PyTorch's hook under another name, because DDP refuses it by its name without NCCL."""
     return bf16_compress_hook(state, bucket)
 
 
 class Trainer:
-    """A model that is wrapped anew when the exchange changes; a hook cannot be taken off."""
+    """A model that is wrapped again for each variant, because DDP's hooks can't be removed."""
 
     def __init__(self, work: torch_models.Work) -> None:
         self.work = work

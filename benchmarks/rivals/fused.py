@@ -1,7 +1,7 @@
-"""Rival: plain `jax.jit` of the whole step, gradients averaged leaf by leaf with mpi4jax. One job,
-one MPI world.
+"""Rival: the whole step under plain `jax.jit`, with one mpi4jax all-reduce per gradient leaf.
 
-Also measures `c`, the same step without its exchange.
+Each process runs one job, and each job has its own MPI world. The program also measures c, i.e. the
+same step without its exchange.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Rival: JAX's own data parallelism, the same step under `jax.shard_map`, its collectives by gloo.
-One job.
+"""Rival: JAX's own data parallelism, i.e. the same step under `jax.shard_map`, over gloo.
+
+Each process runs one job.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def main() -> int:
     work = jax_work.workload(spec)
     mesh = Mesh(jax.devices(), (AXIS,))
     everywhere, split = PartitionSpec(), PartitionSpec(AXIS)
-    # each rank keeps its own BatchNorm statistics, as under the other rivals: nothing checks that
-    # they are equal
+    # `check_vma=False`, because each rank keeps its own BatchNorm statistics, as with the other
+    # rivals, although `out_specs` claims that they're identical.
     mapped = jax.shard_map(
         work.make(lambda tree: lax.pmean(tree, AXIS)), mesh=mesh, in_specs=(everywhere, split),
         out_specs=everywhere, check_vma=False,
@@ -61,7 +62,8 @@ def main() -> int:
         loop.run(steps)
 
     def compute(job: int, steps: int) -> dict[str, Any]:
-        # the job's own state and its warm memory, as the other rivals have it
+        # As with the other rivals, we compute with the job's own state and with memory that has
+        # been touched before.
         own = jax.tree.map(lambda x: x.addressable_data(0), (loop.state, loop.batch))
         loop.state = None  # the first step donates it
         computing = jax_work.Loop(alone, *own)

@@ -1,4 +1,4 @@
-"""JAX's side of a case: its train steps, states and batches, and the count of what XLA compiled."""
+"""The training steps, states and batches of rivals that use JAX, and a count of compilations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rivals.cases import Spec
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 DISTINCT = 1000
-"""Batches of different ranks come from seeds this far apart."""
+"""The distance between the seeds of two ranks' batches."""
 
 
 def workload(spec: Spec) -> workloads.Workload:
-    """The train step of a job, as the other benchmarks have it."""
+    """Returns a job's model and training step, the same as in the other benchmarks."""
     if spec.model == "transformer":
         return workloads.transformer(**spec.sizes())
     return workloads.resnet(spec.model, **spec.sizes())
@@ -31,8 +31,9 @@ def batch_of(work: workloads.Workload, job: int, rank: int) -> Any:
 
 
 def state_of(work: workloads.Workload, seed: int) -> Any:
-    """A state like `work.state(seed)`, without compiling the initialisation, which takes as long as
-    the step's.
+    """Returns a state like `work.state(seed)`, filled by NumPy.
+
+    Compiling the model's own initialisation would take as long as compiling the step.
     """
     random = np.random.default_rng(seed)
 
@@ -48,7 +49,7 @@ def state_of(work: workloads.Workload, seed: int) -> Any:
 
 
 class Compilations:
-    """How many programs XLA compiled since it was made, and for how many seconds."""
+    """Counts XLA's compilations, and their seconds, from its creation on."""
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
@@ -64,7 +65,7 @@ class Compilations:
 
 
 class Loop:
-    """One job's plain training loop: keeps its state from one command to the next."""
+    """One job's plain training loop, which keeps its state between commands."""
 
     def __init__(self, step: Callable[[Any, Any], Any], state: Any, batch: Any) -> None:
         self.step, self.state, self.batch = step, state, batch
@@ -76,7 +77,7 @@ class Loop:
         jax.block_until_ready((self.state, metrics))
 
     def timed(self, steps: int) -> list[float]:
-        """Seconds of each step, waiting for each."""
+        """Returns the seconds of each step. Waits for a step's results before the next one."""
         raw = []
         for _ in range(steps):
             start = time.perf_counter()

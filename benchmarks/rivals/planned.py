@@ -1,4 +1,4 @@
-"""jaxcross: jobs alone, whose profiles predictions are made from, and several jobs together."""
+"""jaxcross: runs jobs alone, whose profiles we predict from, and several jobs together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rivals.serving import arguments, serve
 
 
 class Jobs:
-    """Steps, one a kind, and states, one a model and number, which go on from run to run."""
+    """A step per kind of job, and a state per model and number that is kept from run to run."""
 
     def __init__(self, *, smoke: bool) -> None:
         self._smoke = smoke
@@ -39,13 +39,13 @@ class Jobs:
     def run(
         self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbps: float, out: str
     ) -> dict[str, Any]:
-        """Runs jobs together, each `{"name", "kind", "number", "steps"}`; one alone brings its
-        profile, too.
+        """Runs jobs together. If there's only one, the answer also has its profile.
 
-        Rank 0 writes the report to the file `out`.
+        Each job is given as `{"name", "kind", "number", "steps"}`. Rank 0 writes the report to the
+        file `out`.
         """
         ends: dict[str, list[float]] = {job["name"]: [] for job in jobs}
-        for job in jobs:  # made and on the device before the clock starts
+        for job in jobs:  # so that all arrays are on the device before the clock starts
             jax.block_until_ready(self._arguments(job["kind"], job["number"]))
         policy = jaxcross.Weighted(tuple(shares)) if shares else jaxcross.RoundRobin()
         world.control.allgather_text("")
@@ -73,7 +73,7 @@ class Jobs:
         return found
 
     def estimate(self, kind: str, jobs: int) -> dict[str, Any]:
-        """What `jaxcross.estimate` says of a kind on the link as it is."""
+        """Returns `jaxcross.estimate` for a kind of job at the link's current rate."""
         return {
             "estimate": jaxcross.estimate(
                 self._step(kind), *self._arguments(kind, 0), jobs=jobs

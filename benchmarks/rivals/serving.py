@@ -1,9 +1,9 @@
-"""The rank's end of a race: connects to the controller, waits for its commands without polling,
-measures itself.
+"""The rank's side of a race: connects to the controller, runs its commands, and measures itself.
 
-Imports no framework. One JSON line a message; a rank says hello, then answers every command in
-turn. Between commands it sleeps in `recv` on a Unix socket, which reaches across network
-namespaces, and takes no time from the others.
+A message is one line of JSON. A rank first says hello, then answers one command after the other.
+All teams share the hosts' cores, so a rank that has nothing to do must not take any CPU time from
+the others: it sleeps in `recv` until the next command comes. The socket is a Unix socket, because
+these work across network namespaces. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ Action = Callable[..., dict[str, Any] | None]
 LARGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25
 SOFTIRQ = 6
-"""Of a core's columns in /proc/stat: user, nice, system, idle, iowait, irq, softirq, ..."""
+"""The column in /proc/stat, after user, nice, system, idle, iowait and irq."""
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """The command line that the controller gives to every rank."""
+    """Parses the command line that the controller passes to every rank."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--socket", required=True)
     options.add_argument("--team", required=True)
     options.add_argument("--case", required=True)
     options.add_argument(
-        "--job", type=int, help="this process's job; all of the case's if left out"
+        "--job", type=int, help="the number of this process's job (default: all of the case)"
     )
-    options.add_argument("--rank", type=int, default=0, help="where no launcher says it")
+    options.add_argument("--rank", type=int, default=0, help="if no launcher sets it")
     options.add_argument(
-        "--port", type=int, default=0, help="of the first rank, where ranks meet without MPI"
+        "--port", type=int, default=0, help="of the first rank, if ranks connect without MPI"
     )
     options.add_argument("--smoke", action="store_true")
-    options.add_argument("--image-size", type=int, help="another than the case's")
+    options.add_argument("--image-size", type=int, help="replaces the case's")
     return options.parse_args()
 
 
 def own_jobs(args: argparse.Namespace) -> list[tuple[int, Spec]]:
-    """Numbers and specs of the jobs that this process runs."""
+    """Returns the numbers and specs of the jobs that this process runs."""
     jobs = list(enumerate(jobs_of(args.case, args.smoke, args.image_size)))
     return jobs if args.job is None else [jobs[args.job]]
 
 
 def serve(args: argparse.Namespace, rank: int, actions: Mapping[str, Action]) -> int:
-    """Answers commands until the controller says `end` or goes away.
+    """Answers commands until the controller sends `end` or closes the connection.
 
-    A command is `{"do": name, ...}`; its other fields go to the action. It is answered with the
-    rank's own seconds, CPU seconds and peak memory beside what the action returns. All know `rest`:
-    whose turn is over gives back memory, and has it again before it does anything else.
+    A command is `{"do": name, ...}`, whose other fields are passed to the action of that name. The
+    answer has the rank's seconds, CPU seconds and peak memory, plus what the action returns.
+    `rest` is available in every program: it returns memory to the kernel once other teams are to
+    run. The next command first takes that memory back.
     """
     actions, resting = {"rest": rest, **actions}, False
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -89,7 +90,7 @@ def serve(args: argparse.Namespace, rank: int, actions: Mapping[str, Action]) ->
             try:
                 say(**_measured(actions[name], command))
             except Exception:
-                # the controller ends everybody; this rank may be the only one to know why
+                # The controller will end all ranks, and this may be the only one that knows why.
                 say(error=traceback.format_exc())
                 return 1
     return 0
@@ -107,11 +108,14 @@ def _measured(action: Action, command: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rest() -> dict[str, Any]:
-    """Returns freed memory to the kernel, all teams together having more than there is, and says
-    what is left.
+    """Returns freed memory to the kernel, because the machine can't hold the memory of all teams.
 
-    Only at the end of a turn: a page that comes back from the kernel is first cleared, and on a
-    virtual machine fetched from its host, at 4 ms for 2 MB. That doubles ResNet-50's first steps.
+    We do this only when other teams are about to run. A page that the process gets again has to be
+    cleared by the kernel, and on a virtual machine it's first fetched from the host, which takes
+    4 ms for 2 MB. This doubles the time of ResNet-50's first steps.
+
+    Returns:
+        The memory that the process still holds.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -121,8 +125,9 @@ def rest() -> dict[str, Any]:
 
 
 def take_back() -> None:
-    """Fills the heap's holes with large pages again, so that no step has to. A kernel that cannot
-    leaves it to them.
+    """Fills the holes in the heap with large pages, so that the steps don't have to.
+
+    If the kernel doesn't support this, nothing happens, and the steps get the pages one by one.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -137,8 +142,9 @@ def take_back() -> None:
 
 
 def softirq_s() -> float:
-    """Seconds that the kernel has handled packets and the like on this process's cores; in steps of
-    10 ms.
+    """Returns the seconds that the kernel has spent on packets and other soft interrupts.
+
+    Counts only this process's cores, in steps of 10 ms.
     """
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():
@@ -155,13 +161,11 @@ def _forget_peak() -> None:
 
 
 def status_bytes(field: str) -> int:
-    """What Linux says of this process: `VmHWM`, the most memory it ever had, or `VmRSS`, what it
-    has.
-    """
+    """Returns a field of this process's status, such as `VmHWM` (peak memory) or `VmRSS`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def log(message: str) -> None:
-    """For the rank's log file, which is shown when something goes wrong."""
+    """Writes a line to the rank's log file, which is shown if something goes wrong."""
     print(message, file=sys.stderr, flush=True)

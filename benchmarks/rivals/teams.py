@@ -1,9 +1,8 @@
-"""The controller's end of a race: starts processes on a lab's hosts, one team a job, and talks to
-them.
+"""The controller's side of a race: starts teams of processes on a lab's hosts, and commands them.
 
-A team is one program on two hosts. Whatever happens, nothing outlives the `with` block of its
-`Stage`: teams are told to end, then their lab is taken down, and the kernel kills what is left in
-it.
+A team is one program on two hosts. No process outlives the `with` block of its `Stage`, whatever
+happens: the stage first asks its teams to end, then the lab is closed, and the kernel kills all
+processes that are still in its namespaces.
 """
 
 from __future__ import annotations
@@ -30,21 +29,19 @@ from rivals.cases import RANKS
 HERE = Path(__file__).parent
 LAUNCHED_BY_MPI = ("fused", "crossed", "crossed-mpi4py", "planned", "carried")
 WIRES = {"crossed": "mpi4jax", "crossed-mpi4py": "mpi4py"}
-"""Teams of the same program, which exchange over different libraries."""
+"""These teams run the same program, but exchange with different libraries."""
 SETTINGS = ("NPROC", "PJRT_NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
 FIRST_PORT = 29400
 Answers = list[dict[str, Any]]
 
 
 class TeamError(RuntimeError):
-    """A team did not start, did not answer, or failed."""
+    """A team failed, didn't start, or didn't answer."""
 
 
 @contextlib.contextmanager
 def lab_or_exit(**options: Any) -> Iterator[Lab]:
-    """An entered `Lab`; where this machine allows none, or not such a one, the program ends with
-    the reason.
-    """
+    """Enters a `Lab`. If this machine doesn't allow such a lab, exits with the reason."""
     with contextlib.ExitStack() as stack:
         try:
             lab = stack.enter_context(Lab(**options))
@@ -95,7 +92,7 @@ class Team:
         return TeamError("\n  ".join([f"team `{self.name}`: {why}", *said]))
 
     def end(self) -> None:
-        """Asks, waits a little, and kills."""
+        """Asks the processes to end, and kills those that haven't ended after 5 s."""
         with contextlib.suppress(TeamError):
             self.send({"do": "end"})
         deadline = time.monotonic() + 5
@@ -111,14 +108,14 @@ class Team:
 
 
 class Stage:
-    """Where teams stand. A context manager; ends every team at its exit.
+    """Runs teams on a lab's hosts. A context manager that ends every team when it exits.
 
     Args:
         lab: An entered lab.
-        folder: For the log files.
-        patience_s: How long an answer may take; a start has as long.
-        keeps_memory: Whether processes keep what memory they have had, in large pages, as `jaxcross
-            launch` lets them.
+        folder: The folder for log files.
+        patience_s: How long to wait for an answer, or for a team to start.
+        keeps_memory: Whether processes keep freed memory, in large pages, as they do under
+            `jaxcross launch`.
     """
 
     def __init__(
@@ -135,7 +132,7 @@ class Stage:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def __enter__(self) -> Self:
-        # in /tmp whatever TMPDIR says: a socket's path has at most 107 letters
+        # We ignore TMPDIR here, because the path of a Unix socket is limited to 107 characters.
         self._home = tempfile.TemporaryDirectory(prefix="race-", dir="/tmp")
         self._path = Path(self._home.name) / "socket"
         self._server.bind(str(self._path))
@@ -161,10 +158,10 @@ class Stage:
     def start(
         self, kind: str, case: str, *, job: int | None, smoke: bool, image_size: int | None = None
     ) -> Team:
-        """Starts a kind's program of `rivals` on the hosts. Waits until its ranks have said hello.
+        """Starts a kind's program on the hosts, and waits until all of its ranks have said hello.
 
         Raises:
-            TeamError: They did not; their last words are in it.
+            TeamError: A rank didn't say hello. The message quotes the end of the team's log.
         """
         name = kind if job is None else f"{kind}/{job}"
         log = self.folder / f"{name.replace('/', '-')}.log"
@@ -231,11 +228,13 @@ class Stage:
             team.ranks[hello["rank"]], team.streams[hello["rank"]] = connection, stream
 
     def ask(self, teams: Team | Iterable[Team], do: str, **facts: Any) -> Answers:
-        """Sends one command to all ranks of some teams at once; their answers, team by team and
-        rank by rank.
+        """Sends a command to all ranks of some teams at once, and waits for their answers.
+
+        Returns:
+            The answers, sorted by team and then by rank.
 
         Raises:
-            TeamError: One of them failed, or was silent for too long.
+            TeamError: A rank failed, or didn't answer in time.
         """
         teams = [teams] if isinstance(teams, Team) else list(teams)
         for team in teams:
@@ -244,10 +243,11 @@ class Stage:
 
 
 def _plain_environment(smoke: bool, keeps_memory: bool) -> dict[str, str]:
-    """The caller's, without what would size pools, change code or bring kept cuts; MPI is started
-    alike for all.
+    """Returns the environment for all teams, which must not favour any of them.
 
-    Toys compile without optimisation.
+    We start from the caller's environment, and remove the variables that would change the size of
+    thread pools or the compiled code, or that point to stored cuts. All teams get the same MPI
+    settings. Toy models are compiled without optimisation.
     """
     plain = MPI_SETTINGS | {k: v for k, v in os.environ.items() if k not in SETTINGS}
     plain |= malloc.settings(plain) if keeps_memory else {}

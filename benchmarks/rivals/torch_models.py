@@ -1,4 +1,4 @@
-"""The models of `workloads.py` in PyTorch: same layers, parameter counts, losses and optimizers."""
+"""The models of `workloads.py` in PyTorch, with equal layers, losses and optimizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = {"resnet8": ((1, 1, 1), 16, False), "resnet50": ((3, 4, 6, 3), 64, True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A model on fixed data: `loss(model)` is one forward pass."""
+    """A model and its optimizer on fixed data. `loss(model)` is one forward pass."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -25,7 +25,7 @@ class Work:
 
 
 def work(spec: Spec, *, seed: int) -> Work:
-    """The model from torch's own generator; the data from `seed`."""
+    """Makes a model, initialised by torch's global generator, and data that depends on `seed`."""
     sizes, data = spec.sizes(), torch.Generator().manual_seed(seed)
     batch, model = sizes["batch_size"], module(spec)
     if spec.model == "transformer":
@@ -39,7 +39,7 @@ def work(spec: Spec, *, seed: int) -> Work:
             loss=next_token,
             optimizer=torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=1e-4, fused=True),
         )
-    # channels last is the faster order of oneDNN's convolutions, and the one that JAX's model has
+    # oneDNN's convolutions are faster with channels last, and the JAX model has the same layout.
     model = model.to(memory_format=torch.channels_last)
     images = torch.randn(batch, 3, sizes["image_size"], sizes["image_size"], generator=data)
     images = images.contiguous(memory_format=torch.channels_last)
@@ -53,7 +53,7 @@ def work(spec: Spec, *, seed: int) -> Work:
 
 
 def module(spec: Spec) -> nn.Module:
-    """The model alone."""
+    """Returns only the model."""
     sizes = spec.sizes()
     if spec.model == "transformer":
         return Transformer(sizes["layers"], sizes["width"], sizes["length"], sizes["vocabulary"])
@@ -66,7 +66,11 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequentia
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions, or 1x1, 3x3 (with the stride), 1x1 to four times the filters."""
+    """A residual block: two 3x3 convolutions or, if `deep`, a bottleneck of 1x1, 3x3 and 1x1.
+
+    In a bottleneck, the 3x3 convolution has the stride, and the last one gives four times as many
+    filters.
+    """
 
     def __init__(self, inputs: int, filters: int, stride: int, deep: bool) -> None:
         super().__init__()
@@ -90,7 +94,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images `[batch, 3, height, width]` to logits."""
+    """Maps images of shape `[batch, 3, height, width]` to logits."""
 
     def __init__(self, name: str, classes: int) -> None:
         super().__init__()
@@ -131,7 +135,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids `[batch, length]` to logits."""
+    """Maps token ids of shape `[batch, length]` to logits."""
 
     def __init__(self, layers: int, width: int, length: int, vocabulary: int) -> None:
         super().__init__()

@@ -112,8 +112,11 @@ def placement(world: Any, device: Any, host: Any) -> None:
 
 
 def dependent(world: Any, device: Any, host: Any) -> None:
-    """A segment that may overwrite an input has two outputs of the input's shape: one that later
-    segments compute with, and one that is only exchanged.
+    """A segment that may overwrite an input computes correctly even if two outputs could replace
+    it.
+
+    Two of the segment's outputs have the input's shape. Later segments compute with one of them,
+    and the other is only exchanged, so it goes to the host.
     """
 
     def step(x: Any) -> Any:
@@ -191,8 +194,10 @@ def small_work(world: Any, device: Any, host: Any) -> None:
 
 
 def constants(world: Any, device: Any, host: Any) -> None:
-    """A constant is moved to the host once rather than in each step, even if both a compute segment
-    and the small work between two exchanges read it.
+    """A constant is copied to the host only once, rather than in every step.
+
+    Here both a compute segment on the accelerator and the small computation between two exchanges,
+    which runs on the host, read the same constant.
     """
     table = jax.device_put(np.linspace(0.5, 1.5, 5000, dtype=np.float32), device)
 

@@ -68,7 +68,7 @@ def test_the_benchmark_runs_and_reads_the_profile(tmp_path: Path) -> None:
         row = result["profile"][case]
         assert row["overlap"]["kernels_s"] > 0, row
         assert 0 <= row["idleness"]["idle_share"] < 1
-    # A cut step hands its gradients to the host and back. Both copies must be in the profile, and
-    # the benchmark must have recognized them.
+    # A cut step copies its gradients to the host and back. The profile must contain the copies in
+    # both directions, and the benchmark must recognise them as such.
     assert result["profile"]["2_jobs"]["overlap"]["to_host_s"] > 0
     assert result["profile"]["2_jobs"]["overlap"]["to_device_s"] > 0

@@ -57,7 +57,7 @@ class Explored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
+class _Group:
     """All states in which one rank can arrive at a slot with the same contribution, given what all
     ranks contributed before.
     """
@@ -91,8 +91,8 @@ class _Search:
         self.numbers: dict[bytes, int] = {}
         self.taken: list[list[tuple[Move, int]] | None] = []
         self.left: dict[tuple[int, Any], int] = {}
-        self.standings: list[_Standing] = []
-        self.standing_numbers: dict[_Standing, int] = {}
+        self.groups: list[_Group] = []
+        self.group_numbers: dict[_Group, int] = {}
         self.waits: dict[int, frozenset[int]] = {}
         self.drained: dict[int, int] = {}
         self.fine: set[tuple[int, ...]] = set()  # joint states from which the end was reached
@@ -107,23 +107,23 @@ class _Search:
         outcomes: set[Any] = set()
         seen = {
             tuple(sorted(node))
-            for node in itertools.product(*(self._standings([start]) for start in starts))
+            for node in itertools.product(*(self._groups([start]) for start in starts))
         }
         todo = deque(seen)
         while todo:
             node = todo.popleft()
-            standings = [self.standings[n] for n in node]
-            result = self._meet([min(s.states) for s in standings])
+            groups = [self.groups[n] for n in node]
+            result = self._meet([min(s.states) for s in groups])
             self._check_progress(node)
-            slot = standings[0].arrival.slot
+            slot = groups[0].arrival.slot
             joint = prod(len(self._waiting(n)) for n in node)
             largest[slot, result] = max(largest[slot, result], joint)
             if slot == ("done",):
-                outcomes.add(standings[0].arrival.shared)
+                outcomes.add(groups[0].arrival.shared)
                 continue
             for n in node:
                 if (n, result) not in after:
-                    after[n, result] = self._standings(
+                    after[n, result] = self._groups(
                         [self._leave(state, result) for state in self._waiting(n)]
                     )
             # Nothing depends on a rank's number, so joint states that differ only in the order of
@@ -164,8 +164,9 @@ class _Search:
             model = self._model(number)
             moves = model.moves()
             for move in moves:
-                # We leave a state at a slot once per result, so we have to keep it. Any other state
-                # isn't needed after its last move, which can therefore change it in place.
+                # To save a copy, the last move from a state changes it in place.
+                # We can't do that if the state has arrived at a slot, because it's needed again for
+                # each result that the slot may have.
                 ends = move is moves[-1] and model.arrival is None
                 after = self._changed(
                     number, move, lambda model, move=move: model.take(move), copy=not ends
@@ -203,20 +204,20 @@ class _Search:
         assert arrival is not None
         return arrival
 
-    def _waiting(self, standing: int) -> frozenset[int]:
+    def _waiting(self, group: int) -> frozenset[int]:
         """Returns all states that a rank's threads can reach while the rank waits at the slot."""
-        if standing not in self.waits:
-            found = set(self.standings[standing].states)
+        if group not in self.waits:
+            found = set(self.groups[group].states)
             todo = list(found)
             while todo:
                 for _, number in self._next(todo.pop()):
                     if number not in found:
                         found.add(number)
                         todo.append(number)
-            self.waits[standing] = frozenset(found)
-        return self.waits[standing]
+            self.waits[group] = frozenset(found)
+        return self.waits[group]
 
-    def _standings(self, states: Iterable[int]) -> list[int]:
+    def _groups(self, states: Iterable[int]) -> list[int]:
         """Returns every way in which a rank can arrive at its next slot from one of these states. A
         state that is already at a slot counts as an arrival there.
         """
@@ -234,14 +235,13 @@ class _Search:
                     found.add(successor)
                     todo.append(successor)
         return [
-            self._standing(_Standing(arrival, frozenset(numbers)))
-            for arrival, numbers in arrived.items()
+            self._group(_Group(arrival, frozenset(numbers))) for arrival, numbers in arrived.items()
         ]
 
-    def _standing(self, standing: _Standing) -> int:
-        number = self.standing_numbers.setdefault(standing, len(self.standings))
-        if number == len(self.standings):
-            self.standings.append(standing)
+    def _group(self, group: _Group) -> int:
+        number = self.group_numbers.setdefault(group, len(self.groups))
+        if number == len(self.groups):
+            self.groups.append(group)
         return number
 
     def _must_move(self, number: int) -> list[int]:
@@ -274,13 +274,13 @@ class _Search:
             raise InternalError(f"{error}\n{self._stories(states)}") from error
 
     def _check_progress(self, node: Iterable[int]) -> None:
-        ends = [{self._drain(number) for number in self._waiting(standing)} for standing in node]
+        ends = [{self._drain(number) for number in self._waiting(group)} for group in node]
         for combination in itertools.product(*ends):
             joint, course = tuple(sorted(combination)), set[tuple[int, ...]]()
             while joint not in self.fine:
                 if joint in course:
                     raise InternalError(
-                        f"ranks meet for ever and nothing comes of it\n{self._stories(joint)}"
+                        f"ranks keep meeting without progress\n{self._stories(joint)}"
                     )
                 course.add(joint)
                 result = self._meet(joint)
@@ -299,11 +299,11 @@ class _Search:
 
     def _story(self, number: int) -> str:
         """Returns the last moves that led a rank to a state."""
-        told: list[str] = []
+        taken_moves: list[str] = []
         while number >= 0:
             number, move = self.origin[number]
-            told.append(str(move))
-        return "\n".join(["moves of one rank:", *reversed(told[:_SHOWN])])
+            taken_moves.append(str(move))
+        return "\n".join(["moves of one rank:", *reversed(taken_moves[:_SHOWN])])
 
     def _stories(self, states: Iterable[int]) -> str:
         return "\n".join(self._story(number) for number in states)

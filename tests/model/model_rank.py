@@ -1,9 +1,10 @@
 """One rank as a value: a real interleaver, plus the events that the driver's threads have yet to
 post.
 
-The threads are those of `Driver`, each modelled as a queue. In one move, one thread posts its next
-event: `moves` lists the possible moves, and `take` makes one. There is no time. The other ranks
-influence this one only through `leave`.
+The model has the same threads as the driver, but each of them is just a queue of events. In a move,
+one thread posts its next event: the method `moves` lists the possible moves, and `take` makes one
+of them. The model has no notion of time, so any thread may be arbitrarily slow. Other ranks
+influence this one only through the results of the slots, which are passed to `leave`.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class RankModel:
                 self._post(m.JobReturned(job))
             case ("raises", job):
                 self.threads[job].does = "over"
-                self._post(m.JobRaised(job, "raised what it was told"))
+                self._post(m.JobRaised(job, "raised the error it received"))
             case ("lane",):
                 self._post(self.lane.popleft())
             case ("device",):
@@ -226,7 +227,8 @@ class RankModel:
         ]
         if left or self.spec.finished.keys() != self.threads.keys():
             raise InternalError(
-                f"all is over, but the threads of jobs {left} wait; ends are {self.spec.finished}"
+                f"every job has ended, but the threads of jobs {left} wait; ends are "
+                f"{self.spec.finished}"
             )
 
     def _add(self, wanted: str, script: Any) -> None:
@@ -289,7 +291,7 @@ class RankModel:
         # Keeping them would only multiply the states.
         self.interleaver._idle_votes = self.interleaver._moves = 0
         for instruction in instructions:
-            self.spec.told(instruction)
+            self.spec.record(instruction)
             self._follow(instruction)
 
     def _follow(self, instruction: m.Instruction) -> None:

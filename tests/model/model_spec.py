@@ -28,7 +28,7 @@ class SpecCall:
     doomed: bool = False  # some rank had failed when the vote on this call was cast
     committed: bool = False
     skipped: bool = False  # some rank found non-finite values
-    told: bool = False  # this rank was instructed to skip it
+    must_skip: bool = False  # this rank was instructed to skip it
     number: int = 0
     broken: bool = False  # one of its segments failed on this rank
 
@@ -136,7 +136,7 @@ class Spec:
             if self.steps[job] > self.paused.get(job, self.steps[job]):
                 raise InternalError(f"job {job} makes steps while it is paused")
 
-    def told(self, instruction: m.Instruction) -> None:
+    def record(self, instruction: m.Instruction) -> None:
         """Checks an instruction against the rules, and records it.
 
         Raises:
@@ -156,7 +156,7 @@ class Spec:
                 self._must(
                     not early,
                     instruction,
-                    f"it is of a step, and jobs {self.behind} have not come to theirs",
+                    f"it is of a step, and jobs {self.behind} have not called theirs",
                 )
                 self._must(call.graph.kinds[segment] == "compute", instruction, "it is an exchange")
                 self._must(
@@ -170,11 +170,11 @@ class Spec:
                     instruction,
                     "it overwrites the state of a step that is not committed",
                 )
-                kept = segment in call.graph.after_commit and call.skipped != call.told
+                kept = segment in call.graph.after_commit and call.skipped != call.must_skip
                 self._must(
                     not kept,
                     instruction,
-                    f"its step is skipped: {call.skipped}, but told so: {call.told}",
+                    f"its step is skipped: {call.skipped}, instructed to skip it: {call.must_skip}",
                 )
                 call.issued.add(segment)
             case m.RunExchange(job, _, step, segment, zero):
@@ -196,7 +196,7 @@ class Spec:
                 ready = zero or set(call.graph.needs[segment]) <= call.done
                 self._must(ready, instruction, "its inputs are not there")
             case m.SkipStep(job):
-                self.call(job).told = True
+                self.call(job).must_skip = True
             case m.StepReturned(job, step, skipped):
                 call = self.call(job)
                 self._must(
@@ -231,7 +231,7 @@ class Spec:
                 self.failed.discard(job)
                 self.paused.pop(job, None)
             case m.Raised(job):
-                self._must(job in self.finished, instruction, "its job goes on")
+                self._must(job in self.finished, instruction, "its job has not ended")
                 self.calls.pop(job, None)
             case m.JobJoined(job, name):
                 self._must(job not in self.steps, instruction, "that job was there before")
@@ -260,7 +260,7 @@ class Spec:
         """Returns the call that the job is in, and raises InternalError if there is none."""
         call = self.calls.get(job)
         if job in self.finished:
-            raise InternalError(f"something was asked of job {job}, which is over")
+            raise InternalError(f"something was asked of job {job}, which has ended")
         if call is None:
             raise InternalError(f"something was asked of job {job}, which has called no step")
         return call

@@ -130,8 +130,8 @@ class Judge:
         """Yields the tests for each call of pytest. A batch has tests from one part of the suite,
         and the first batch of a part is small.
 
-        Most mutants are killed by one of the first tests, and collecting the files of a thousand
-        tests takes half a minute.
+        The first batch is small because most mutants are killed by one of the first tests, whereas
+        it takes pytest half a minute to collect a thousand tests.
         """
         for _, group in groupby(names, self._stage):
             part = [*group]
@@ -159,8 +159,10 @@ class Judge:
         return known
 
     def _allowed_s(self, name: str) -> float:
-        """Returns the seconds after which a test counts as hung. Includes time for its file's
-        shared fixtures, in case the test has to set them up.
+        """Returns the seconds after which a test counts as hung.
+
+        If the tests of a file share fixtures, the first one has to set them up, so the limit
+        includes the time for that.
         """
         return self._grace_s + 3 * self._covering.longest_s(name)
 
@@ -216,8 +218,8 @@ class _Watch:
     """Decides when to stop pytest: if a test runs for too long, or if a test starts after the
     mutant's time limit.
 
-    A test that's still running at the time limit may finish, because only then can we tell a long
-    test from one that hangs.
+    If a test is still running when the mutant's time is up, it may finish, because otherwise we
+    couldn't tell a long test from one that hangs.
     """
 
     def __init__(

@@ -67,8 +67,10 @@ _NOT_CODE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One change to one file. `at` is the range of bytes that it replaces, and `place` that of the
-    node that a probe watches.
+    """A mutant, i.e. one change to one file.
+
+    The change replaces the range `at` of the file's bytes by `new`. `place` is the range of bytes
+    of the node that a probe watches, in order to find the tests that evaluate the mutant.
     """
 
     key: str
@@ -99,8 +101,9 @@ class _Scope:
     """Where a node is: its function's name, and the function or import-time statement that goes
     into its key.
 
-    `watched` is only set in a parameter's default. A default is evaluated on import, but it has no
-    effect until its function is called, so the probe watches what the function evaluates first.
+    The field `watched` is only set for a node in the default value of a parameter. Python evaluates
+    defaults on import, but they have no effect until the function is called. So the probe watches
+    the first thing that this function evaluates.
     """
 
     name: str = ""
@@ -221,8 +224,10 @@ class _Finder:
                 yield operator, self.span(node), self._padded(node, text)
 
     def _padded(self, node: ast.AST, text: str, else_text: str | None = None) -> str:
-        """Returns the text, in brackets along with as many line breaks as the node has. Brackets
-        aren't valid around every text: `else_text` replaces it there.
+        """Returns a replacement for the node with the same number of line breaks.
+
+        If the node has line breaks, we put the text and the line breaks into brackets. `else_text`
+        is used in place of a text around which brackets wouldn't be valid.
         """
         begin, end = self.span(node)
         breaks = self._source.count(b"\n", begin, end)

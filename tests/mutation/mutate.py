@@ -208,19 +208,19 @@ def chosen(study: Study, args: argparse.Namespace) -> list[dict]:
 
 
 def parser() -> argparse.ArgumentParser:
-    words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    words.add_argument(
+    arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    arguments.add_argument(
         "--out",
         type=Path,
         default=ROOT / ".mutation",
         help="folder of the comparison [%(default)s]",
     )
-    words.add_argument(
+    arguments.add_argument(
         "--smoke",
         action="store_true",
         help="try the tool on a toy package whose verdicts are known",
     )
-    commands = words.add_subparsers(dest="command")
+    commands = arguments.add_subparsers(dest="command")
     one = commands.add_parser(
         "coverage", help="record which tests of a suite evaluate which mutants"
     )
@@ -276,11 +276,11 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument(
         "--save", action="store_true", help="keep the verdicts in tests/mutation/results.json"
     )
-    return words
+    return arguments
 
 
-def main(words: Iterable[str] | None = None) -> int:
-    args = parser().parse_args(None if words is None else [*words])
+def main(arguments: Iterable[str] | None = None) -> int:
+    args = parser().parse_args(None if arguments is None else [*arguments])
     if args.smoke:
         return toy.smoke(main)
     study = Study(args.out.resolve())

@@ -177,8 +177,8 @@ class Covering:
         direct = (names & self.tests.keys()).union(*(self._by_file[file] for file in files))
         mates = set().union(*(self._by_file[name.partition("::")[0]] for name in direct)) - direct
 
-        # The cheapest tests first. Tests in the folder of the mutant's own area count as ten times
-        # cheaper, because they kill most mutants.
+        # We run the cheapest tests first. The tests of the mutant's own folder kill most mutants,
+        # so we treat them as ten times cheaper than they are.
         folder = PurePosixPath(mutant.file).parent.name
 
         def cost(name: str) -> tuple[int, float, str]:
@@ -215,8 +215,8 @@ def commit(tree: Path) -> str:
     """
     paths = ["--", "jaxcross", "tests", "benchmarks", "examples", "pyproject.toml"]
 
-    def git(*words: str) -> str:
-        line = ["git", "-C", os.fspath(tree), *words, *paths]
+    def git(*arguments: str) -> str:
+        line = ["git", "-C", os.fspath(tree), *arguments, *paths]
         return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
 
     return f"{git('log', '-1', '--format=%H')[:12]}{'+' if git('status', '--porcelain') else ''}"

@@ -97,8 +97,8 @@ def test_half_tested_is_asserted():
     assert (lines.half_tested(2), lines.half_tested(3)) == (True, False)
 """
 
-# By function: the verdicts of both suites. The empty name stands for `LIMIT`, which is outside of
-# any function; `return_value` is in one.
+# Maps each function to the verdicts of both suites. The empty name stands for the constant `LIMIT`,
+# which is outside of any function.
 EXPECTED = {
     "": ("killed", None),
     "limit": ("killed", None),

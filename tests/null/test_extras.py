@@ -32,7 +32,7 @@ def test_steps_jobs_and_reports_need_no_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "missing", "words"),
+    ("code", "missing", "advice"),
     [
         (
             "import jaxcross.data",
@@ -53,10 +53,10 @@ def test_steps_jobs_and_reports_need_no_extra() -> None:
     ],
     ids=["data", "plot"],
 )
-def test_a_missing_extra_is_named(code: str, missing: tuple[str, ...], words: str) -> None:
+def test_a_missing_extra_is_named(code: str, missing: tuple[str, ...], advice: str) -> None:
     done = run(code, *missing)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"jaxcross.errors.MissingExtraError: {words}"
+    assert done.stderr.splitlines()[-1] == f"jaxcross.errors.MissingExtraError: {advice}"
 
 
 @pytest.mark.mostly_integration(

@@ -48,8 +48,10 @@ def test_content_and_name_are_on_disk_in_this_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "kept"), [(errno.EINVAL, True), (errno.EIO, False)])
 def test_a_disk_that_does_not_sync_folders_will_do(tmp_path, monkeypatch, number, kept):
-    """By then the file already has its new content, and there's nothing else we could do. A disk
-    that fails is a different matter.
+    """A file system that can't sync folders isn't an error, but a disk that fails is one.
+
+    When we sync the folder, the file already has its new content. If the file system doesn't
+    support that, there's nothing else that we could do.
     """
     whole = os.fsync
 

@@ -1,8 +1,8 @@
 """Tests that `jaxcross` never executes anything it reads from a file.
 
-So there's no pickle or anything like it, no `eval`, and no arrays of objects. Messages between
-ranks are a different matter: mpi4py pickles them, but they only go between processes of one program
-and one user.
+To guarantee that, the package uses neither pickle or similar formats, nor `eval`, nor NumPy arrays
+of Python objects. The rule doesn't cover messages between ranks: mpi4py does pickle them, but they
+are only sent between processes of the same program and user.
 """
 
 import ast

@@ -31,7 +31,13 @@ def report(policy: str = "round-robin") -> Report:
     program = {"graph": profile("a").graph.as_data(), "steps": STEPS, "memory": {}}
     jobs = [
         JobSummary(name="a", steps=STEPS, program=program),
-        JobSummary(name="b", steps=STEPS, program=program, how="failed", why="ValueError: boom"),
+        JobSummary(
+            name="b",
+            steps=STEPS,
+            program=program,
+            how="failed",
+            why="ValueError: the loader failed",
+        ),
     ]
     return Report.build(spans, jobs=jobs, start_ns=0, end_ns=2 * STEPS * S, policy=policy)
 

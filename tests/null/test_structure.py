@@ -14,8 +14,8 @@ STATE = {
     ("_link.py", "_EMULATED"),  # the links of all open `with` blocks
     ("_tracing.py", "_CURRENT"),  # per context, and only while a step is being traced
 }
-# Calls that create something mutable. An empty container at the top of a module counts too, because
-# it exists to be filled.
+# Calls that create mutable state. An empty container at the top level of a module counts as mutable
+# state as well, because its only purpose can be that something is added to it later.
 CHANGING = (
     "ContextVar",
     "local",

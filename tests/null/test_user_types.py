@@ -118,12 +118,12 @@ def test_checker_sees_the_types_of_steps(checker: Callable[[Path], str], tmp_pat
         for n, line in enumerate(SOURCE.splitlines(), 1)
         if "  # " in line
     }
-    assert wrong == {n for n, words in expected.items() if words == "error"}, printed
-    for number, words in expected.items():
-        if words != "error":
-            type_ = ".*".join(map(re.escape, words.split("...")))
+    assert wrong == {n for n, expectation in expected.items() if expectation == "error"}, printed
+    for number, expectation in expected.items():
+        if expectation != "error":
+            type_ = ".*".join(map(re.escape, expectation.split("...")))
             assert re.search(rf'user\.py:{number}\b.* is "(jaxcross[\w.]*\.)?{type_}"', printed), (
-                words,
+                expectation,
                 printed,
             )
 

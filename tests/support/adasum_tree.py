@@ -16,8 +16,10 @@ def pair(a, b):
 
 
 def tree(layer):
-    """Combines one layer of all ranks (first axis) as documented: ranks beyond the largest power of
-    two are folded in first, then neighbours pair up.
+    """Combines one layer of all ranks, which are the first axis, in the documented order.
+
+    If the number of ranks isn't a power of two, the ranks beyond the largest power of two are first
+    combined with the ranks at the beginning. Then neighbours are combined pairwise, level by level.
     """
     vectors = [np.asarray(x, np.float64) for x in layer]
     base = 1 << (len(vectors).bit_length() - 1)

@@ -60,11 +60,11 @@ def run(
 ) -> tuple[Any, list[Any]]:
     """Runs `steps` steps, or all. Returns the final carry and each step's updates."""
     step, carry = compiled(row, ranks, which)
-    told = []
+    received = []
     for n in range(row.steps if steps is None else steps):
         carry, updates = step(carry, change(n, ranks_of_gradients(ranks, n)))
-        told.append(updates)
-    return carry, told
+        received.append(updates)
+    return carry, received
 
 
 def assert_close(got: Any, expected: Any, rtol: float) -> None:

@@ -241,8 +241,9 @@ def _complete(shapes: Shapes, ranks: int) -> int:
     return all_reduce(4 * count(shapes), ranks)
 
 
-# The most square grids: ranks -> sides. A rank has one neighbour along a side of length 2, and two
-# neighbours along a longer side.
+# Maps the number of ranks to the sides of the most nearly square grid. Along a side of length 2, a
+# rank has a single neighbour, because both directions lead to the same rank; along a longer side,
+# it has two.
 _GRIDS = {
     1: (1, 1),
     4: (2, 2),
@@ -570,8 +571,8 @@ TABLE: tuple[Row, ...] = (
         lossless=lambda a: federated_average(SGD, a, every=1),
         reference=_synchronous,
         identical=False,
-        # On 16 ranks, the ninth is first chosen in round 11, and each round has two steps. With
-        # fewer ranks, all are chosen earlier.
+        # `spreads` is 22 because on 16 ranks, the ninth rank isn't chosen before round 11, and a
+        # round has two steps. With fewer ranks, each rank is chosen earlier.
         kind="parameter",
         bytes=_nothing,
         later=(1, _dense),

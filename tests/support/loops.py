@@ -228,8 +228,10 @@ def equal_inside(t: Any, x: Any) -> Any:
 
 
 def cond_inside(t: Any, x: Any) -> Any:
-    """The branch depends on a rank-local counter, so a rank that has left the loop would take a
-    different branch than the others.
+    """Each iteration takes one of three branches, two of which exchange, by the loop's counter.
+
+    The counter is rank-local: a rank that has left the loop no longer counts, so by itself it would
+    take a different branch than the ranks that are still iterating.
     """
 
     def body(i: Any, c: Any) -> Any:

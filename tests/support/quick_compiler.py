@@ -5,8 +5,8 @@ Most tests spend nearly all of their time on compiling.
 
 from importlib.metadata import version
 
-# On the CPU, jaxlib 0.10 emits loops through MLIR, and takes half as long without it. Later
-# versions don't have the choice.
+# On the CPU, jaxlib 0.10 can emit loops with or without MLIR. Compiling takes half as long without
+# it. Later versions don't offer this choice.
 _WITHOUT_MLIR = (
     {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
 )

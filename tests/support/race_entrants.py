@@ -17,16 +17,16 @@ def cost(c: float, m: float, tax: float = 0.0) -> Cost:
 
 def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
     """A case on a stage where nothing runs, and where every command moves `crossed_bytes`."""
-    told: list = []
+    commands: list = []
     counter = iter(range(0, 1 << 60, crossed_bytes)) if crossed_bytes else iter(lambda: 0, 1)
 
     def ask(teams, do, **facts):
-        told.append((do, teams))
+        commands.append((do, teams))
         answer = {
             "cpu_s": 1.0,
             "peak_rss_bytes": 100,
             "seconds": 1.0,
-            "raw": [float(len(told)), float(len(told))],
+            "raw": [float(len(commands)), float(len(commands))],
         }
         return [answer] * (2 * len(teams if do == "run" else [teams]))
 
@@ -34,7 +34,7 @@ def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
     stage.end = lambda kind: None
     made = Entrants(stage, "two", True, [])  # type: ignore[arg-type]
     made.teams = {"fused": ["a", "b"], "crossed": ["both"]}  # type: ignore[dict-item]
-    return made, told
+    return made, commands
 
 
 def raced(made, rates, result, monkeypatch, *, repeats=2):

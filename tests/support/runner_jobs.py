@@ -41,7 +41,7 @@ def solo(data_by_rank, state=0.0):
     return state
 
 
-def failing_loop_results(ranks, guilty, start):
+def failing_loop_results(ranks, start):
     """Runs job `bad`, made by `start(world)`, alongside job `good`, which must be unaffected."""
 
     def work(world):

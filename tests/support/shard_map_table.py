@@ -1,7 +1,7 @@
 """The table of steps that are a `jax.shard_map` of global arguments.
 
-Every test compares them with JAX on real devices. Rows are written for a mesh of four devices: 2
-along `data`, 2 along `tensor`.
+Every test compares a row's results with those of JAX on real devices. All rows are written for a
+mesh of four devices, two along the axis `data` and two along the axis `tensor`.
 """
 
 from __future__ import annotations

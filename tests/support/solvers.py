@@ -151,6 +151,7 @@ STEPS: dict[str, Any] = {
     "a root": root,
     "iterations by rank": iterations_by_rank,
 }
-# Solvers stop when their residual is 1e-5 of the right-hand side, so rounding may cost an
-# iteration. A gradient has two solves in a row.
+# A solver stops once its residual is below 1e-5 of the right-hand side. Different rounding can make
+# it stop one iteration earlier or later, and a gradient depends on two solves, so the tolerance has
+# to be larger than 1e-5.
 RTOL = 2e-4

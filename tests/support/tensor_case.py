@@ -113,12 +113,12 @@ class Training:
 
     def run(self, steps: int) -> tuple[list[Any], list[Any]]:
         """Runs `steps` under `vmap`. Returns all ranks' states, and their metrics per step."""
-        states, told, call = self.states(), [], over_ranks(self.step, self.mesh.axes)
+        states, reported, call = self.states(), [], over_ranks(self.step, self.mesh.axes)
         for n in range(steps):
             results = call([(s, self.mesh.local_batch(batch(n), r)) for r, s in enumerate(states)])
             states, metrics = map(list, zip(*results, strict=True))
-            told.append(metrics)
-        return states, told
+            reported.append(metrics)
+        return states, reported
 
 
 def on_ranks(

@@ -24,7 +24,7 @@ TAKEN_OVER = (
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
 )
-"""Those of them that JAX can be given later, too."""
+"""Variables with such a prefix whose values JAX can also be given after its import."""
 
 
 def fixed():

@@ -8,28 +8,31 @@ made for a process that ends with its run: it installs exception hooks, signal h
 handlers, starts a watchdog, and sizes XLA's thread pool, once. And half of the cases end badly on
 purpose.
 
-So the imports are shared and nothing else is. One process per test session, the server, imports
-what ranks import and stops there: no JAX backend, no MPI, no threads of our own. `mpirun` starts a
-client instead of Python for each rank; the client sends its arguments, environment, folder and open
-files to the server, which forks; the child takes these over and runs the program from its first
-line. To the program it's a fresh process: its own backend, `MPI_Init`, exit handlers and death.
-There is nothing to clean up or to leak, and a crash takes nobody else along.
+So we share the imports and nothing else. Each test session has one process, the server, that
+imports everything that ranks usually import. It starts neither a JAX backend nor MPI nor threads of
+our own. For each rank, `mpirun` starts a small client instead of Python. The client sends its
+arguments, environment, folder and open files to the server, which forks. The child takes these over
+and runs the program from its first line. To the program, this looks like a fresh process: it
+creates its own backend, calls `MPI_Init` itself, and has its own exit handlers. Nothing has to be
+cleaned up after a case, nothing can leak into the next one, and a crash affects no other process.
 
-In a warm process `sys.executable` starts a warm process as well. So if a test starts a benchmark or
-a command by `COMMAND`, the ranks that this program starts are warm, too.
+In a warm process, `sys.executable` is the client as well. So if a test starts a benchmark or a
+command with `COMMAND`, and that program starts ranks, the ranks are also warm processes.
 
-What a fork can't provide gets an ordinary interpreter: other variables that Python, NumPy or JAX
-read when they're imported (`JAX_ENABLE_X64`, `PYTHONHASHSEED`, `MALLOC_...`), options of Python
-(`-I`), the network of a lab, fewer CPUs, a rank as parent, a server that is gone. `XLA_FLAGS` and
-`NPROC` are read when the backend starts, so they work as usual, and JAX is told where its cache of
-compiled programs is. `GLIBC_TUNABLES`, which keeps a rank's memory from going back to the kernel,
-is ignored: it changes a rank's speed, but no result.
+Some programs can't run in a fork, and get an ordinary interpreter instead. That's the case if they
+need different values of variables that Python, NumPy or JAX read on import (`JAX_ENABLE_X64`,
+`PYTHONHASHSEED`, `MALLOC_...`), options of Python (`-I`), a lab's network, fewer CPUs, or a rank as
+their parent, or if the server is gone. `XLA_FLAGS` and `NPROC` work as usual, because they are only
+read when the backend starts. The location of the cache of compiled programs is set in JAX's
+configuration after the fork. `GLIBC_TUNABLES`, which keeps a rank from returning memory to the
+kernel, is ignored, because it only affects how fast a rank is.
 
-There are two differences. Forks share the salt of Python's `hash`, so all ranks iterate their sets
-in the same order; with `JAXCROSS_TESTS_COLD=1` no process is warm, and `.ci/more` runs Open MPI's
-part like that. And a rank is a child of the server: its client, the launcher's child, passes on
-signals and exit codes. Tests of how a rank starts, is signalled or dies call `mpirun(...,
-warm=False)`.
+There are two differences to a real process. First, all forks share the salt of Python's `hash`, so
+all ranks iterate over their sets in the same order, which could hide a bug. With
+`JAXCROSS_TESTS_COLD=1`, no process is warm; `.ci/more` runs Open MPI's part with this setting.
+Second, a rank is a child of the server rather than of the launcher. The launcher's child is the
+client, which forwards signals and exit codes. Tests of how a rank starts, receives a signal or dies
+call `mpirun(..., warm=False)`.
 
     python -m tests.support.warm_python SOCKET EXECUTABLE      # serves until its standard input is
                                             closed

@@ -97,8 +97,8 @@ def cond_counter(state: Any, batch: Any, ranks: int) -> Any:
     count, params = state
     params = params + batch
     params = lax.cond(count % 2 == 1, lambda p: lax.psum(p * 2, "batch"), lambda p: p, params)
-    # Ranks drift apart between averages. The state is made equal again at the end, so that all
-    # rows can be compared the same way.
+    # Between two averages, the ranks' parameters differ. All rows must return a state that's
+    # identical across ranks, so we take the maximum over the ranks at the end of each step.
     return (count + 1, lax.pmax(params, "batch")), params.sum()
 
 

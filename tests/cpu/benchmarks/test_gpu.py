@@ -96,7 +96,7 @@ def test_copies_beside_kernels(profile: ModuleType) -> None:
     }
 
 
-def test_idle_time_is_told_apart(profile: ModuleType) -> None:
+def test_idle_time_is_split_by_cause(profile: ModuleType) -> None:
     recording = profile.read(space(STREAMS, (0, 0)))
     shares = profile.idleness(recording, [(33 * US, 90 * US)])
     assert shares["idle_share"] == pytest.approx(6 / 50)
@@ -128,7 +128,6 @@ def test_nothing_is_invented_on_a_cpu(profile: ModuleType) -> None:
 
 
 def test_profile_marks_use_the_host_clock(profile: ModuleType, tmp_path: Path) -> None:
-    """The marks in a real profile use the host's clock."""
     with jax.profiler.trace(str(tmp_path)):
         before = time.monotonic_ns()
         profile._mark()

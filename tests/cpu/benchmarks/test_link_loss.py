@@ -64,10 +64,11 @@ def test_the_title_has_the_answer_of_each_task():
 @pytest.mark.integration
 @pytest.mark.parametrize(("delay", "sends"), [(0, {3, 7, 11}), (4, {4, 5, 6, 7, 8, 9, 10, 11})])
 def test_bytes_of_a_step_follow_the_turns_of_fragments(delay, sends):
-    """Sends two fragments in turn, one every 4 steps.
+    """Exchanges two fragments alternately, one every 4 steps.
 
-    With a delay of 0, only the steps at which a turn begins send anything; otherwise every step
-    after the first turn sends a part of a fragment.
+    With a delay of 0, a fragment is sent in a single step, so the steps in between send nothing.
+    With a delay of 4, a fragment's exchange is spread over 4 steps, so that every step sends a part
+    once the first exchange has begun.
     """
     tx = exchange.streaming_diloco(
         optax.sgd(0.1), optax.sgd(1.0), AXIS, every=8, fragments=2, delay=delay, bits=8

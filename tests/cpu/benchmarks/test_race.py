@@ -77,19 +77,18 @@ def test_each_case_has_its_rivals():
     ("name", "runs", "peak"), [("fused", [["a"], ["b"]], 100), ("fused-k", [["a", "b"]], 200)]
 )
 def test_one_after_the_other_or_at_once(name, runs, peak):
-    made, told = entrants(1 << 30)
+    made, commands = entrants(1 << 30)
     row = made.run(cases.RIVALS[name], 4)
-    assert [teams for do, teams in told if do == "run"] == runs
+    assert [teams for do, teams in commands if do == "run"] == runs
     assert row["peak_rss_bytes"] == peak
     assert row["wire_bytes"] == (1 << 30) / 8
     assert row["cpu_s"] == 4 / 8
 
 
 def test_turn_is_timed_between_compute_measurements():
-    """Each turn is timed between two measurements of its own compute time."""
-    made, told = entrants(1 << 30)
+    made, commands = entrants(1 << 30)
     sample = made.turn(cases.RIVALS["fused"], 4)
-    assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute"]
+    assert [do for do, _ in commands] == ["prepare", "prepare", "compute", "run", "run", "compute"]
     assert sample["own_c_s"] == [4.5, 4.5]  # reported third and sixth: of 3, 3, 6, 6
     assert sample["c_raw"] == [
         {"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}
@@ -98,22 +97,22 @@ def test_turn_is_timed_between_compute_measurements():
 
 def test_same_processes_continue_and_others_rest():
     """Rivals that share processes continue with them; for the others, those processes are idle."""
-    made, told = entrants(1 << 30)
+    made, commands = entrants(1 << 30)
     first = made.turn(cases.RIVALS["fused"], 4)
-    told.clear()
+    commands.clear()
     second = made.turn(cases.RIVALS["fused-k"], 4)
-    assert [do for do, _ in told] == ["run", "compute"]
+    assert [do for do, _ in commands] == ["run", "compute"]
     assert second["c_raw"][0]["before"] == first["c_raw"][0]["after"]
-    told.clear()
+    commands.clear()
     made.turn(cases.RIVALS["crossover"], 4)
     made.turn(cases.RIVALS["crossover-cut"], 4)
     turn = ["prepare", "compute", "run", "compute"]
-    assert told[0] == ("rest", ["a", "b"])
-    assert [do for do, _ in told] == ["rest", *turn, "rest", *turn]
-    told.clear()
+    assert commands[0] == ("rest", ["a", "b"])
+    assert [do for do, _ in commands] == ["rest", *turn, "rest", *turn]
+    commands.clear()
     made.rest()
     made.rest()
-    assert told == [("rest", ["both"])]
+    assert commands == [("rest", ["both"])]
 
 
 def test_rival_that_does_not_use_the_link_is_detected():
@@ -137,14 +136,14 @@ def test_a_table_is_shown_before_its_rows_are_written(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "rates", "kept"),
+    ("ratios", "rates", "kept"),
     [
         ([2.0], ["400.0mbit"], 0),
         ([3.0, 2.01], ["400.0mbit", "800.0mbit"], 1),
         ([3.0, 2.2, 1.5], ["400.0mbit", "800.0mbit", "1000.0mbit"], 1),  # the closest, not the last
     ],
 )
-def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
+def test_a_rate_is_looked_for_until_it_fits(ratios, rates, kept):
     """A 100 MB exchange takes 2 s at 400 Mbit/s as predicted, or a second more at any rate."""
     made, _ = entrants(1)
     made.case, made.stage.lab.rate = "one", "800mbit"
@@ -165,7 +164,7 @@ def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
             rate_bits_per_s=race_bounds.bits_a_second(made.stage.lab.rate),
         )
 
-    answers = iter(told)
+    answers = iter(ratios)
     reference = at(1.0)
     made.calibrated = lambda times: at(next(answers))  # type: ignore[method-assign]
     tries = race.find_rate(made, 2.0, reference, 3)
@@ -174,7 +173,7 @@ def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
 
 
 @pytest.mark.integration
-def test_a_rank_answers_until_it_is_told_to_end(tmp_path):
+def test_rank_answers_until_the_connection_closes(tmp_path):
     path = str(tmp_path / "s")
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
@@ -283,7 +282,6 @@ def test_who_fails_is_left_out_from_there_on():
 
 @pytest.mark.parametrize("apart", [(), ("ddp",)])
 def test_baselines_race_again_only_if_a_rival_needs_it(monkeypatch, capsys, apart):
-    """Baselines race again only if some rival still needs a comparison."""
     made, _ = entrants(1 << 30)
     made.rivals, made.apart = [cases.RIVALS[name] for name in ("ddp", "ddp-k", "crossover")], apart
     made.turn = lambda rival, steps: pytest.fail("nobody is to race")  # type: ignore[method-assign]
@@ -308,5 +306,5 @@ def test_a_race_whose_rivals_all_fail_says_so(monkeypatch, capsys, repeats):
     raced(made, ["balanced", "compute"], result, monkeypatch, repeats=repeats)
     assert result["rows"] == result["links"] == []
     said = capsys.readouterr().out
-    assert "two at balanced: nobody came to the end of a repeat" in said
+    assert "two at balanced: no rival finished a repeat" in said
     assert "two at compute: no rival is left that lacks a row" in said

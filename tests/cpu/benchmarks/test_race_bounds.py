@@ -44,7 +44,6 @@ def test_a_job_that_overlaps_itself_has_no_chain():
 
 
 def test_tax_is_the_compute_time_lost_to_exchanges():
-    """The tax is the time that exchanges take away from the core that computes."""
     assert race_bounds.taxed_bound_s([cost(2, 1, 0.5), cost(2, 1, 0.25)]) == 2.375
     # network-bound: the lost compute time still fits alongside the exchange
     assert race_bounds.taxed_bound_s([cost(1, 4, 0.1), cost(1, 4, 0.1)]) == 4

@@ -31,7 +31,7 @@ def w_of(job, step):
 @pytest.mark.mostly_integration("min-4-3")
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize(("mode", "step"), [("max", 6), ("min", 4)])
-def test_the_best_state_is_kept_next_to_the_last(mode, step, keep, tmp_path):
+def test_best_state_is_kept_alongside_the_last(mode, step, keep, tmp_path):
     (job, _), _ = train(2, tmp_path, best=mode, keep=keep, n=2, save_every=1)
     assert best_of(tmp_path) == (w_of(job, step), step)
     assert steps_on_disk(tmp_path) == [step, *range(STEPS - keep + 1, STEPS + 1)]
@@ -124,7 +124,7 @@ def test_a_kill_at_any_write_or_deletion_keeps_a_best(moment, tmp_path, monkeypa
     assert steps_on_disk(tmp_path / "c") == [6, STEPS]
 
 
-def test_a_best_state_that_was_deleted_is_told(tmp_path, caplog):
+def test_deleted_best_state_is_reported(tmp_path, caplog):
     train(2, tmp_path, best="max", keep=1, after=7, save_every=1)
     shutil.rmtree(next((tmp_path / "a").glob("*06-*")))
     train(2, tmp_path, best="max", keep=1, save_every=1)

@@ -34,7 +34,7 @@ from tests.support.fakes import FakeControl, FakeWorld, run_ranks
 @pytest.mark.integration
 @pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_jobs_go_on_as_if_they_had_not_stopped(ranks, own, tmp_path):
+def test_restarted_jobs_equal_uninterrupted_ones(ranks, own, tmp_path):
     whole = train(ranks, None, own=own)
     for after, steps in ((4, STEPS), (None, 8)):
         # With a save at every step, all ranks have finished saving when one of them fails.
@@ -142,7 +142,7 @@ def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("threads", [0, 2])
-def test_grain_goes_on_at_its_place(threads, tmp_path):
+def test_grain_iterator_resumes_at_its_position(threads, tmp_path):
     def data(world, seed):
         numbers = grain.MapDataset.range(200).shuffle(seed=seed).map(float)
         return numbers.to_iter_dataset(
@@ -207,7 +207,7 @@ def make_step_with_metrics(world):
 
 
 @pytest.mark.parametrize("first", [{"n": 0}, {"n": jnp.int32(0)}], ids=["number", "array"])
-def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
+def test_64_bit_values_do_not_resume_as_32_bit(first, tmp_path):
     """Restored as 32-bit, a counter would lose its upper half, and a parameter half its digits."""
 
     def work(world, x64, first, *, refused=False):

@@ -71,7 +71,6 @@ def test_any_damaged_file_falls_back_to_previous(damage, saved, tmp_path, caplog
 
 
 def test_damaged_checkpoint_is_deleted_after_a_better(saved, whole, tmp_path):
-    """A damaged checkpoint is deleted once a better one exists."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     flip(newest(folder) / "rank-0001/state/manifest.ocdbt")
     for mine, theirs in zip(train(2, folder, own=True), whole, strict=True):
@@ -236,7 +235,6 @@ def test_unreadable_mark_is_not_treated_as_absent(saved, tmp_path):
 
 
 def test_damaged_checkpoint_stays_until_one_is_whole(saved, tmp_path):
-    """A damaged checkpoint stays until a newer one is complete."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     flip(newest(folder) / "rank-0001/state/manifest.ocdbt")
     half_written(folder)

@@ -38,7 +38,7 @@ PART_0 = Part(
 )
 
 
-def test_a_part_says_what_it_was_told():
+def test_part_parsed_from_its_text_is_equal():
     assert parse(to_text(PART_0)) == PART_0
 
 
@@ -126,7 +126,6 @@ def test_forged_part_is_rejected_or_has_valid_types(data):
 
 
 def test_too_deep_or_too_long_texts_are_rejected(tmp_path):
-    """Texts that are too deeply nested or too long are rejected."""
     assert parsed("[" * 100_000) is None
     assert parsed('{"digest": ' + "9" * 10_000 + "}") is None
     folders = Folders(tmp_path, rank=0, ranks=1)

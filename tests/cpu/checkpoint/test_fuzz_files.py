@@ -153,7 +153,6 @@ class NoStream:
 @example({"step": -1})
 @example({"step": True})
 def test_data_position_must_belong_to_the_stream(changes):
-    """A data position either belongs to this stream or is rejected."""
     batches = Batches(NoStream(), threads=1)
     state = batches.get_state() | changes
     try:

@@ -40,8 +40,11 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
     """Runs jobs of which `first` makes `later` join, stops `endless`, and pauses `rests` from its
     step 5 to 25.
 
-    At its step 20, `first` copies what a kill would leave. Returns, per rank, name -> (how, step,
-    state), and whether `rests` was paused at its step 22.
+    At step 20, the job `first` copies the files that would remain if the run were killed now.
+
+    Returns:
+        For each rank: a mapping from a job's name to its status, step and state, and whether the
+        job `rests` was paused when `first` made step 22.
     """
 
     def work(world):
@@ -59,8 +62,8 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
                 if job.step == 3 and by == "add":
                     runner.add("later", offered, {"seed": 3})
                 if job.step == 5:
-                    # The checkpoint of step 3 has been started, so a kill leaves one. After a
-                    # restart the job may have ended already.
+                    # Wait until the job `endless` has started its checkpoint of step 3, so that
+                    # there's one after a kill. After a restart, that job may have ended already.
                     while not all_see(job, lambda: endless.step > 3 or endless.done.is_set()):
                         pass
                     endless.stop()
@@ -169,7 +172,6 @@ def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
 
 @pytest.mark.integration
 def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
-    """Stored submissions that are no longer valid are skipped."""
     folder = tmp_path / "set"
     folder.mkdir()
     strange = {

@@ -256,7 +256,6 @@ def test_batch_statistics_of_linen_are_left_out():
 
 
 def test_digests_cover_the_values_of_every_leaf_kind():
-    """Digests are computed from values, for every kind of leaf."""
     state = {"a": jnp.arange(3), "k": jax.random.key(1), "n": np.float64(2), "p": 3}
     paths = set(common_leaves(state))
     found = digests(state, paths)

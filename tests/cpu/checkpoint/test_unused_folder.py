@@ -14,7 +14,7 @@ def fails(job, saves=False):
     state = job.restore(jnp.zeros(3))
     if saves:
         job.save(state)
-    raise ValueError("boom")
+    raise ValueError("the training loop failed")
 
 
 def is_stopped(job):
@@ -31,7 +31,7 @@ def run(folder, ranks, *jobs):
         for n, (fn, arguments) in enumerate(jobs):
             step = {"step": make_step(world)} if fn is loop else {}
             runner.add(f"job-{n}", fn, {**arguments, **step})
-        with pytest.raises(JobError, match="boom"):
+        with pytest.raises(JobError, match="the training loop failed"):
             runner.run()
 
     run_ranks(ranks, work)

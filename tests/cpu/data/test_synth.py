@@ -12,10 +12,10 @@ from jaxcross.commands import data as command
 from jaxcross.data import eval_batches, synthesise, train_batches
 
 
-def invoke(*words: object) -> int:
+def invoke(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    return command.run(parser.parse_args(["data", *map(str, words)]))
+    return command.run(parser.parse_args(["data", *map(str, arguments)]))
 
 
 def test_tfds_itself_reads_it(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_interrupted_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_class_can_be_told_from_the_image(tmp_path: Path) -> None:
+def test_class_can_be_recognised_from_the_image(tmp_path: Path) -> None:
     """The nearest mean colour, learnt from training images, classifies most validation images."""
     synthesise(tmp_path, images=96, classes=6, width=64, height=48)
     train = next(train_batches(tmp_path, batch_size=96, image_size=32))
@@ -77,9 +77,9 @@ def test_the_class_can_be_told_from_the_image(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("synth", tmp_path, "--images", 8, "--classes", 2, "--size", "32x24")
-    assert invoke(*words) == 0
-    assert invoke(*words) == 0
+    arguments = ("synth", tmp_path, "--images", 8, "--classes", 2, "--size", "32x24")
+    assert invoke(*arguments) == 0
+    assert invoke(*arguments) == 0
     out = capsys.readouterr().out
     assert "imagenet2012/5.1.0: 8 training images, 2 classes" in out
     assert f"use it with --data-dir {tmp_path}" in out

@@ -19,9 +19,9 @@ from tests.support import warm_python
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def run(env: Mapping[str, str], *words: object, timeout: float = 240) -> str:
+def run(env: Mapping[str, str], *arguments: object, timeout: float = 240) -> str:
     """Runs an example and returns its output; fails with all of it if the example fails."""
-    command = [*warm_python.COMMAND, str(EXAMPLES / str(words[0])), *map(str, words[1:])]
+    command = [*warm_python.COMMAND, str(EXAMPLES / str(arguments[0])), *map(str, arguments[1:])]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -49,7 +49,7 @@ def test_nnx_mlp(quick_compiler: dict[str, str]) -> None:
 
 @pytest.mark.exhaustive
 def test_gpt(quick_compiler: dict[str, str]) -> None:
-    words = (
+    arguments = (
         "--steps",
         40,
         "--features",
@@ -64,7 +64,7 @@ def test_gpt(quick_compiler: dict[str, str]) -> None:
         "--letters",
         20,
     )
-    out = run(quick_compiler, "gpt.py", "--mesh", "serial", *words, "--loss", 3.5)
+    out = run(quick_compiler, "gpt.py", "--mesh", "serial", *arguments, "--loss", 3.5)
     assert out.count("in crossover and alone the same bits") == 2 and out.count("\nThe ") >= 2
 
 

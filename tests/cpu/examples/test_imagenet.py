@@ -100,7 +100,6 @@ def on_two_ranks(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
 def test_step_keeps_ranks_equal_and_params_float32(
     example: ModuleType, precision: str, options: dict
 ) -> None:
-    """A step keeps the state identical across ranks and the parameters in float32."""
     state, batch = make(example, precision, **options)
     new, metrics = on_two_ranks(example.train_step, state, batch)
     for leaf in jax.tree.leaves((new, metrics)):
@@ -113,7 +112,6 @@ def test_step_keeps_ranks_equal_and_params_float32(
 
 @pytest.mark.integration
 def test_sync_norm_on_two_ranks_equals_joined_batch(example: ModuleType) -> None:
-    """Synchronised norm on two ranks equals one rank given both batches."""
     state, batch = make(example, axis_name="batch")
     two, _ = on_two_ranks(example.train_step, state, batch)
     joined = {name: array.reshape(1, 8, *array.shape[2:]) for name, array in batch.items()}
@@ -172,8 +170,8 @@ def test_schedule_warms_up_and_decays(example: ModuleType) -> None:
     assert 0 < sizes[-1] < 0.1
 
 
-def parse(example: ModuleType, *words: str) -> Any:
-    return example.imagenet_options.parse("", ["--data-dir", "x", *words])
+def parse(example: ModuleType, *arguments: str) -> Any:
+    return example.imagenet_options.parse("", ["--data-dir", "x", *arguments])
 
 
 def test_options(example: ModuleType) -> None:

@@ -150,7 +150,7 @@ def test_updates_and_sums_have_types_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "text"),
     [
         (lambda: accumulate(optax.sgd(0.1), every=0), "`every` of `accumulate` is `0`"),
         (lambda: accumulate(optax.sgd(0.1), every=2.0), r"`every` of `accumulate` is `2\.0`"),
@@ -161,8 +161,8 @@ def test_updates_and_sums_have_types_of_their_own() -> None:
         ),
     ],
 )
-def test_accumulate_refuses_what_is_out_of_range(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_accumulate_refuses_what_is_out_of_range(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         make()
 
 

@@ -159,7 +159,7 @@ def test_any_magnitude(ranks, magnitudes):
     assert norm(combine(layer)[0] - want) <= 100 * EPS * norm(want)
 
 
-def test_the_smallest_numbers_next_to_large_ones():
+def test_tiny_numbers_alongside_large_ones_are_combined():
     tiny = float(jnp.finfo(jnp.float32).tiny)
     layer = np.asarray(
         [[tiny, -tiny, 0], [1e19, 1e19, 1e19], [3 * tiny, tiny, tiny], [tiny / 4, 0, 0]], np.float32
@@ -170,7 +170,6 @@ def test_the_smallest_numbers_next_to_large_ones():
 
 
 def test_magnitudes_may_differ_within_a_layer():
-    """Magnitudes may differ across the parts of one layer."""
     layer = np.asarray(np.random.default_rng(6).normal(size=(4, 64)), np.float32)
     layer[:, :16] *= 1e-30
     layer[:, 32:48] *= 1e15

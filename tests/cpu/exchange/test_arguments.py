@@ -376,7 +376,7 @@ def test_a_state_of_other_shapes_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [exchange.top_k, exchange.gtop_k, exchange.decoupled_momentum])
-def test_who_compresses_nothing_is_told_once(make: Any) -> None:
+def test_optimizer_that_compresses_nothing_warns_once(make: Any) -> None:
     tx, grads = optax.flatten(make(0.1, "batch")), {"w": jnp.ones((4, 6)), "b": jnp.ones(4)}
     with pytest.warns(
         UserWarning,

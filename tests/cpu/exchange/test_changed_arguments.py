@@ -221,8 +221,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("before", "then", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_state_of_another_form_is_refused(before: Any, then: Any, words: str) -> None:
+@pytest.mark.parametrize(("before", "then", "text"), REFUSED.values(), ids=REFUSED)
+def test_a_state_of_another_form_is_refused(before: Any, then: Any, text: str) -> None:
     """Every rank raises while tracing, before any exchange. `job.restore` rejects its shapes."""
     params = jax.tree.map(jnp.asarray, PARAMS)
 
@@ -231,5 +231,5 @@ def test_a_state_of_another_form_is_refused(before: Any, then: Any, words: str) 
     def update(params: Any) -> Any:
         return then.update(params, state, params)
 
-    with pytest.raises(ValueError, match=f"^{words}"):
+    with pytest.raises(ValueError, match=f"^{text}"):
         jax.make_jaxpr(update, axis_env=[("batch", RANKS)])(params)

@@ -55,7 +55,6 @@ def test_power_sgd_residual_is_sent_later() -> None:
 
 
 def test_power_sgd_residual_of_16_bits_is_float32() -> None:
-    """For 16-bit gradients, PowerSGD keeps its residual in float32."""
     tx = power_sgd(2, "batch")
     grads = normal(RANKS, 30, 20).astype(jnp.bfloat16)
     step, state = on_ranks(tx), states(tx, grads)
@@ -101,7 +100,6 @@ def test_power_sgd_sends_overlarge_values_in_parts() -> None:
 
 
 def test_power_sgd_compresses_mean_and_subtracts_it() -> None:
-    """PowerSGD compresses the mean, and subtracts a projection of it."""
     tx, grads = power_sgd(2, "batch"), normal(RANKS, 30, 20)
     updates, state = on_ranks(tx)(grads, states(tx, grads))
     mean_of = grads.mean(0, keepdims=True)

@@ -60,7 +60,6 @@ def test_local_steps_differ_and_exchange_averages():
 
 
 def test_exchange_preserves_the_parameter_mean():
-    """The exchange preserves the mean of parameters that differ across ranks."""
     start = starts(RANKS, equal=False)
     (got,), _ = train(local_sgd(optax.sgd(0.1), "batch", every=1), start, 1, zero)
     assert_close(got, jax.tree.map(lambda x: x.mean(0, keepdims=True) + 0 * x, start))
@@ -114,7 +113,6 @@ def test_weights_weigh():
 
 @pytest.mark.parametrize("weights", [[1, 1e-46], [1e-300, 1e300]])
 def test_share_too_small_for_float32_still_counts(weights):
-    """A share too small for float32 still counts as a share."""
     alone = [np.asarray(_shares(jnp.int32(n), 2, 0.5, weights, 0)) for n in range(8)]
     assert {tuple(shares) for shares in alone} == {(1, 0), (0, 1)}
     few = jax.jit(lambda n: _shares(n, 4, 0.75, [*weights, max(weights), max(weights)], 0))
@@ -193,7 +191,6 @@ def test_unchosen_rank_is_excluded_from_the_average():
 
 
 def test_integer_parameters_stay_local_to_each_rank():
-    """Integer parameters remain rank-local."""
     params = {"w": np.ones((RANKS, 2), np.float32), "n": np.arange(RANKS, dtype=np.int32)}
     start = {
         "w": np.arange(RANKS, dtype=np.float32)[:, None] * np.ones((RANKS, 2), np.float32),

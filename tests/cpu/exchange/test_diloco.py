@@ -134,7 +134,7 @@ def test_leaves_that_are_not_floats_keep_their_updates():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "text"),
     [
         (
             lambda: diloco(optax.sgd(1), optax.sgd(1), "batch", every=0),
@@ -154,8 +154,8 @@ def test_leaves_that_are_not_floats_keep_their_updates():
         ),
     ],
 )
-def test_wrong_arguments_are_refused(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_wrong_arguments_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
         make()
 
 

@@ -53,7 +53,7 @@ def test_narrow_types_are_kept_wide_in_vectors():
 
 @pytest.mark.mostly_integration("2", "3")
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
-def test_pieces_of_odd_shapes_and_narrow_types_come_back(count):
+def test_fragments_of_odd_shapes_and_narrow_types_round_trip(count):
     shapes = {"a": (), "b": (0, 3), "c": (1,), "d": (1, 1), "e": (2, 3, 5)}
     tree = {name: jnp.ones(shape) for name, shape in shapes.items()} | {
         "h": jnp.ones((7, 3), jnp.bfloat16)

@@ -79,7 +79,6 @@ def test_gossip_keeps_the_mean_and_what_agrees(topology):
 
 @pytest.mark.parametrize("ranks", [4, 5, 8])
 def test_ring_converges_at_its_second_eigenvalue(ranks):
-    """A ring converges at the rate of its second eigenvalue."""
     rate = (1 + 2 * np.cos(2 * np.pi / ranks)) / 3
     found = rounds_of("ring", ranks)[0]
     eigenvalues = np.sort(np.linalg.eigvalsh(mixing_matrix(found, ranks)))

@@ -77,7 +77,6 @@ CONDITIONAL = ("accumulate", "accumulate, top_k")
 )
 @rows("lars, shared norms", "lamb, shared norms", *CONDITIONAL)
 def test_no_strategy_may_precede_another_on_its_axes(row: Row):
-    """No strategy may be followed by another one over its axes."""
     axes = row.axes(4)
     with pytest.raises(
         ValueError,

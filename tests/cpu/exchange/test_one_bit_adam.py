@@ -55,7 +55,6 @@ def test_its_momentum_is_as_large_as_the_exact_one() -> None:
     [(45, 16, 4), (100, 2048, 4), (64, 16, 4), (5, 8, 3), (301, 24, 2), (16, 16, 1)],
 )
 def test_scale_is_the_mean_of_existing_elements(size: int, block: int, ranks: int) -> None:
-    """A scale is the mean of the existing elements, excluding padding."""
     x = np.asarray(normal(size))
     blocks = -(-size // (ranks * block))
     parts = jnp.asarray(np.pad(x, (0, ranks * blocks * block - size)).reshape(ranks, -1))

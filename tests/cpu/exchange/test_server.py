@@ -46,7 +46,7 @@ def test_a_state_of_another_number_of_ranks_is_refused():
         train(sharded_optimizer(optax.adam(0.1), "batch"), parameters(), 1, state=state)
 
 
-def test_a_state_of_as_wide_parts_cannot_be_told():
+def test_state_of_another_rank_count_with_equal_widths_is_undetected():
     one = {"w": jnp.ones(1)}
     state = sharded_optimizer(optax.adam(0.1), "batch", ranks=2).init(one)
     train(

@@ -36,13 +36,14 @@ for row in TABLE:
         jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
     _, carry = compiled(row, 4, "make")
-    told = []
+    received = []
     for n in range(row.steps):
         carry, updates = mapped(carry, ranks_of_gradients(4, n))
-        told.append(updates)
+        received.append(updates)
     wanted = run(row, 4)
-    # An update that carries parameters to their mean is a difference: its last digits are theirs.
-    pairs = [(carry, wanted[0])] + ([(told, wanted[1])] if row.kind == "gradient" else [])
+    # An update that moves parameters to their mean has the rounding errors of the parameters, so we
+    # only compare the updates of exchanges of gradients.
+    pairs = [(carry, wanted[0])] + ([(received, wanted[1])] if row.kind == "gradient" else [])
     for got, want in pairs:
         assert_close(got, want, row.rtol)
     print("holds", row.name, flush=True)

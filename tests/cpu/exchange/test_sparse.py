@@ -48,7 +48,6 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
 
 
 def test_top_k_residual_of_16_bits_is_float32() -> None:
-    """For 16-bit gradients, top-k keeps its residual in float32."""
     tx = top_k(0.1, "batch", wire_dtype=jnp.bfloat16)
     grads = normal(RANKS, 12, 10).astype(jnp.bfloat16)
     step, state = on_ranks(tx), states(tx, grads)
@@ -66,7 +65,6 @@ def test_top_k_residual_of_16_bits_is_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
-    """Values too large for the wire type are sent in several parts."""
     tx = top_k(0.1, "batch", wire_dtype=dtype)
     most = float(jnp.finfo(dtype).max)
     step, zero = on_ranks(tx), jnp.zeros((RANKS, 12, 10))
@@ -93,7 +91,6 @@ def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
     ids=["top_k", "bucket", "gtop_k", "threshold", "bfloat16"],
 )
 def test_residual_too_large_for_update_goes_in_parts(make: Any) -> None:
-    """A residual that grows too large for the update is sent in several parts."""
     tx, zero = make(), jnp.zeros((RANKS, 10, 10), jnp.float16)
     step, state = on_ranks(tx), states(make(), zero)
     grads = zero.at[:, 3, 4].set(40000).at[:, 5, 6].set(39000)  # one of the two is sent per step

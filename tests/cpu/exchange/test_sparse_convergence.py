@@ -38,9 +38,11 @@ def opposing(
 ) -> float:
     """Returns the distance to the optimum over the last quarter of training.
 
-    The loss is the mean of squares around a centre common to all ranks, plus an offset of two signs
-    in one row that cancels in the mean but dwarfs everything else. Takes 400 steps at the default
-    rate, or as many as cover the same way at another rate.
+    Each rank's loss is quadratic around a centre that all ranks share, shifted by a large offset in
+    one row. The offset is positive on half of the ranks and negative on the others, so it cancels
+    in the mean, but each rank's sparse selection sees little else. We train for 400 steps at the
+    default rate. At a different rate, the number of steps is scaled so that rate times steps stays
+    the same.
     """
     centre = np.full((8, 8), 0.1, np.float32)
     offset = np.zeros((RANKS, 8, 8), np.float32)

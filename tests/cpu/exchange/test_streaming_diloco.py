@@ -214,9 +214,9 @@ def made(inner: Any = INNER, outer: Any = NESTEROV, **changed: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(("changed", "words"), BAD)
-def test_wrong_arguments_are_refused(changed, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("changed", "text"), BAD)
+def test_wrong_arguments_are_refused(changed, text):
+    with pytest.raises(ValueError, match=text):
         made(**changed)
 
 

@@ -41,11 +41,11 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def check_identical_on_all_ranks(row: Row, ranks: int) -> None:
-    (values, state), told = run(row, ranks)
+    (values, state), updates_of = run(row, ranks)
     same = lambda parts: all(  # noqa: E731
         same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks)
     )
-    assert same([values] if row.kind == "parameter" else [values, *told]) == (
+    assert same([values] if row.kind == "parameter" else [values, *updates_of]) == (
         row.identical or ranks == 1
     )
     assert same(row.shared(state))
@@ -57,9 +57,9 @@ def check_identical_on_all_ranks(row: Row, ranks: int) -> None:
     [pytest.param(row, n, id=f"{row.name} on {n}") for row, n in WORLDS if row.lossless],
 )
 def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
-    (values, _), told = run(row, ranks, "lossless")
+    (values, _), updates_of = run(row, ranks, "lossless")
     if row.kind == "gradient" and isinstance(row.referred(ranks).init(params()), optax.EmptyState):
-        for n, updates in enumerate(told):
+        for n, updates in enumerate(updates_of):
             grads = ranks_of_gradients(ranks, n)
             assert_close(
                 updates,
@@ -76,7 +76,7 @@ def check_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) ->
     first = run(row, ranks)
     assert same_bits(run(row, ranks), first) or not row.deterministic
     step, fresh = compiled(row, ranks, "make")
-    carry, told = fresh, []
+    carry, updates_of = fresh, []
     for n in range(row.steps):
         # Saves as plain arrays, and restores into a newly created state.
         saved = [np.array(x) for x in jax.tree.leaves(carry)]
@@ -85,13 +85,13 @@ def check_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) ->
         ]
         carry = jax.tree.unflatten(jax.tree.structure(fresh), saved)
         carry, updates = step(carry, ranks_of_gradients(ranks, n))
-        told.append(updates)
-    assert same_bits((carry, told), first) or not row.deterministic
+        updates_of.append(updates)
+    assert same_bits((carry, updates_of), first) or not row.deterministic
 
 
 def check_no_gradient_no_update(row: Row, ranks: int) -> None:
-    _, told = run(row, ranks, change=lambda n, grads: jax.tree.map(np.zeros_like, grads))
-    for path, x in jax.tree.leaves_with_path(told):
+    _, updates_of = run(row, ranks, change=lambda n, grads: jax.tree.map(np.zeros_like, grads))
+    for path, x in jax.tree.leaves_with_path(updates_of):
         assert np.max(np.abs(np.asarray(x)), initial=0) <= (0 if row.rests else 1e-6), (
             jax.tree_util.keystr(path)
         )
@@ -240,7 +240,7 @@ def test_any_tree(row: Row, tree: str) -> None:
 def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
     """Two steps give the same result as in float32 on the same numbers, up to 8-bit rounding."""
 
-    def told(dtype: Any) -> tuple[Any, Any]:
+    def two_steps(dtype: Any) -> tuple[Any, Any]:
         def typed(tree: Any, *ranks: int) -> Any:
             as_ = lambda x: x.astype(jnp.bfloat16).astype(  # noqa: E731
                 dtype if x.ndim > 1 + len(ranks) else jnp.float32
@@ -260,9 +260,9 @@ def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
         )
         return jax.tree.map(lambda x: np.asarray(x, np.float32), (after, updates))
 
-    narrow, wide = told(jnp.bfloat16), told(jnp.float32)
-    # An update that moves parameters to their mean is a difference, so its last digits are the
-    # parameters'.
+    narrow, wide = two_steps(jnp.bfloat16), two_steps(jnp.float32)
+    # Some updates move parameters to the mean over the ranks. Such an update is a small difference
+    # of large numbers, so it's only as precise as the parameters.
     which = 0 if row.kind == "parameter" else 1
     assert_close(narrow[which], wide[which], RTOL16)
 

@@ -127,7 +127,6 @@ except BaseException as error: print(type(error).__name__, job.status, job.error
     ("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")]
 )
 def test_signal_during_run_start_stops_cleanly(name, raised):
-    """A signal that arrives while the run is starting stops the run cleanly."""
     line = [sys.executable, "-c", SOON.format(name=name)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{raised} stopped None\n", done.stdout + done.stderr

@@ -44,7 +44,6 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
 
 
 def test_folder_is_fixed_when_script_changes_directory(tmp_path, monkeypatch):
-    """The folder stays the same if the script changes its working directory."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     monkeypatch.chdir(tmp_path)
     recorder = FlightRecorder([this_process()], 0)
@@ -78,7 +77,6 @@ def test_checkpoint_with_a_strange_name_is_none(flight, tmp_path):
 
 
 def test_two_bounded_files_hold_current_activities(flight, tmp_path, monkeypatch):
-    """Two files of bounded size hold the activities in progress."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     flight.begin(Activity.now("vote", number=1))
     for step in range(500):
@@ -93,7 +91,6 @@ def test_two_bounded_files_hold_current_activities(flight, tmp_path, monkeypatch
 
 
 def test_activity_during_file_rotation_is_recorded(flight, tmp_path, monkeypatch):
-    """Activities that start and end during a rotation are recorded."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     tokens, replace = [flight.begin(Activity.now("vote", number=1))], os.replace
 
@@ -169,7 +166,6 @@ def test_another_folder_waits_for_a_change_of_file(flight, tmp_path, monkeypatch
 
 
 def test_disk_failure_ends_only_the_recording(flight, caplog):
-    """A disk failure ends the recording and nothing else."""
     os.close(flight._file)
     with caplog.at_level(logging.WARNING):
         token = flight.begin(compute(1))

@@ -103,7 +103,7 @@ class Finder:  # sends the signal when an extension that is being loaded imports
         if frame is not None and not sent:
             sent.append(name)
             os.kill(os.getpid(), signal.SIGINT)
-            sent.append("goes on")
+            sent.append("continues")
 sent = []
 install_interrupt()
 sys.meta_path.insert(0, Finder())

@@ -222,7 +222,6 @@ def test_a_rank_says_good_bye_and_beats_on(ring):
 
 
 def test_heartbeats_do_not_pile_up_for_a_stuck_rank(ring):
-    """Heartbeats don't pile up for a rank that receives none."""
     comms, _, turn = ring(
         [ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)]
     )

@@ -24,7 +24,7 @@ class Comm:
         raise ValueError("torn")
 
 
-def test_the_rank_is_told_that_does_not_take_a_message():
+def test_rank_that_does_not_receive_is_reported():
     comm, stuck = Comm(), SimpleQueue()
     guarded = TimedComm(comm, limit_s=0.05, on_stuck=stuck.put)
     guarded.start()

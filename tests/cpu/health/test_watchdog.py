@@ -160,7 +160,7 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     ]
     asked, reports, over = threading.Semaphore(0), [], threading.Event()
 
-    def told(answers):
+    def awaited_ranks(answers):
         assert set(answers) <= {1}
         if answers:
             asked.release()
@@ -176,7 +176,7 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     for dog in dogs:
         dog.start()
     with dogs[0].monitor(
-        job="a", step=4, segment=-1, what="batch 4", local=0 in awaited, waiting_for=told
+        job="a", step=4, segment=-1, what="batch 4", local=0 in awaited, waiting_for=awaited_ranks
     ):
         assert asked.acquire(timeout=60)
         if awaited:
@@ -281,7 +281,7 @@ def test_time_stopped_while_asking_is_no_wait(clock, monkeypatch):
     )  # plus 3 s for each of two questions, and the most a stop may count
 
 
-def test_waits_of_its_own_are_told_for_as_long_again(clock):
+def test_local_wait_may_be_late_for_one_more_timeout(clock):
     dog = Watchdog(
         Comm(0, [SimpleQueue(), SimpleQueue()]),
         timeout_s=0.2,

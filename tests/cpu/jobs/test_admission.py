@@ -128,7 +128,7 @@ def test_a_buffer_that_a_step_gets_twice_is_booked_once() -> None:
     assert booked_with(one, other) - booked_with(one, one) == one.nbytes
 
 
-def test_what_a_program_reads_counts_next_to_the_other_programs_of_its_job() -> None:
+def test_array_of_one_program_counts_with_the_other_programs_of_its_job() -> None:
     array = jnp.ones(25)  # 100 bytes
     reads = Need.of(JobMemory(peak_bytes=130, boundary_bytes=120), [(array, 100)])
     other = Need.of(JobMemory(peak_bytes=80, boundary_bytes=70), [])

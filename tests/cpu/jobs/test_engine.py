@@ -24,7 +24,7 @@ def stops_early(job, step):
 
 
 def fails(job, step):
-    raise ValueError("boom")
+    raise ValueError("the training loop failed")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,11 @@ def test_status_is_final_once_it_is_there(fn, seen, monkeypatch):
     def work(world):
         runner = Runner(world)
         job = runner.add("a", fn, {"step": make_step(world)})
-        with pytest.raises(JobError, match="boom") if fn is fails else nullcontext():
+        with (
+            pytest.raises(JobError, match="the training loop failed")
+            if fn is fails
+            else nullcontext()
+        ):
             runner.run()
         return job.status, job.error is not None
 

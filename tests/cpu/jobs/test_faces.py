@@ -65,7 +65,7 @@ def test_both_take_the_same_arguments(name: str) -> None:
     assert one == other
 
 
-def test_what_restore_is_told_is_what_a_job_is_told() -> None:
+def test_restore_parameters_equal_those_of_a_job() -> None:
     of_restore = inspect.signature(JobContext.restore).parameters
     of_job = inspect.signature(Job).parameters
     for name in of_restore.keys() - {"self", "state"}:
@@ -113,9 +113,9 @@ def test_a_job_shows_what_its_context_shows() -> None:
                 job.nonfinite = "skip"
 
         job.every(1, look)
-        (told,) = run([job], world=world).jobs
+        (summary,) = run([job], world=world).jobs
         assert seen == [(n, True, None, False) for n in (1, 2, 3)]
-        assert (told.examples_per_step, told.unit, told.steps) == (48.0, "words", 3)
+        assert (summary.examples_per_step, summary.unit, summary.steps) == (48.0, "words", 3)
         assert (job.status, job.error, job.step, job.skipped) == ("ended", None, 3, 0)
         assert job.done.is_set() and repr(job) == "<job `a`, ended, after step 3>"
         return job.state, [step for step, _ in job.history]

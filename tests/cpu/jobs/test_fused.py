@@ -117,7 +117,7 @@ def test_data_that_raise_end_their_member_alone() -> None:
     assert run_ranks(2, work) == [expected] * 2
 
 
-def test_one_stops_early_and_the_others_go_on() -> None:
+def test_one_job_stops_early_and_the_others_continue() -> None:
     def work(world: Any) -> Any:
         jobs = make_jobs([1.0] * 5, [1.0] * 5)
         jobs[0].every(2, lambda state: {"score": 1.0}, rank=0)

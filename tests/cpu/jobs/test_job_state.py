@@ -26,7 +26,6 @@ def delete(tree):
 
 
 def test_selects_the_result_with_the_state_structure():
-    """The part of the results with the structure of the state is selected."""
     one, loss = state(1.0), {"loss": jnp.float32(0)}
     assert select_state(state(0.0), (one, loss)) is one
     assert select_state(state(0.0), (loss, one)) is one
@@ -107,7 +106,6 @@ def test_other_functions_count_only_if_given_the_state():
 
 
 def test_lost_results_replace_nothing():
-    """Results that were lost replace nothing."""
     latest, mine, one = JobState(), state(0.0), state(1.0)
     latest.set(mine, 0)
     latest.note_results(one, 1)
@@ -117,7 +115,6 @@ def test_lost_results_replace_nothing():
 
 
 def test_copy_shares_no_arrays_and_preserves_leaves():
-    """A copy shares no arrays and keeps the other leaves."""
     mine = {"w": jnp.ones(2), "n": 3, "weak": jnp.asarray(1.0), "host": np.ones(2)}
     copy = own_copy(mine)
     mine["w"].delete()
@@ -131,7 +128,6 @@ def test_copy_shares_no_arrays_and_preserves_leaves():
 @pytest.mark.parametrize("donates", [False, True])
 @pytest.mark.parametrize("changes", [False, True])
 def test_results_changed_before_next_step_are_a_guess(changes, donates):
-    """Results that change before the next step are only a guess."""
     latest, one, two = JobState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_arguments([jnp.ones(3), *latest.state.values()])
@@ -191,7 +187,6 @@ def test_results_of_another_make_are_looked_at_anew(later):
 
 
 def test_state_in_parts_is_not_mistaken_for_changed():
-    """A state in several parts isn't mistaken for a changed one."""
     latest, state = JobState(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
     latest.set(state, 0)
     for step in (1, 2):

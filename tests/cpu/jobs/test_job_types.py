@@ -121,8 +121,6 @@ def test_broadcast_preserves_custom_generator_keys(pinned: bool) -> None:
 
 @pytest.mark.integration
 def test_zeros_have_the_compiled_exchange_types() -> None:
-    """Zeros have the types the exchange was compiled for."""
-
     def step(x: Any, n: Any, key: Any) -> Any:
         return lax.psum((x, x.astype(jnp.bfloat16), n), "batch"), key
 

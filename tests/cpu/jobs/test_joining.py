@@ -112,7 +112,7 @@ def test_job_missing_on_a_rank_is_an_error_on_all():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
+def test_one_rank_stops_a_job_and_the_others_continue(ranks):
     def work(world):
         runner = Runner(world)
         batches = [1.0, 2.0, 3.0]
@@ -168,7 +168,7 @@ def test_jobs_that_nobody_can_resume_end_the_run(monkeypatch, ranks):
     assert all(status == "stopped" and 3 <= step <= 4 for status, step in results[0])
 
 
-def test_a_paused_job_takes_no_turn_until_it_goes_on():
+def test_paused_job_takes_no_turn_until_resumed():
     def work(world):
         order, begun = Order(), []
         runner = Runner(world, instruments=[order])
@@ -340,5 +340,6 @@ def test_many_short_jobs_leave_nothing_behind():
         assert [job.state for job in runner.jobs[1:]] == [2.0] * 60
         return [max(numbers) for numbers in zip(*peak, strict=True)]
 
-    # The parent's seat, one row each for it and its child, and their threads.
+    # Whenever a child has ended, the router only knows the parent. There are at most two rows and
+    # two threads, one for the parent and one for its current child.
     assert run_ranks(2, work) == [[1, 2, 2]] * 2

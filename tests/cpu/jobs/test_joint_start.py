@@ -100,8 +100,8 @@ def test_as_ready_a_job_begins_at_once(policy):
     assert run_ranks(2, work) == [[]] * 2
 
 
-# All the ways in which a job may not reach its first step for now: the others start, and the run
-# ends.
+# The functions below are jobs that don't call a step soon, or never do, for various reasons. In
+# each case the other jobs must start without them, and the run must end.
 
 
 def ends_without_a_step(job, world, other):
@@ -123,12 +123,12 @@ def polls_for_a_result(job, world, other):
 
 
 def raises_at_once(job, world, other):
-    raise ValueError("boom")
+    raise ValueError("the job failed before its first step")
 
 
 def raises_on_one_rank(job, world, other):
     if world.rank == 0:
-        raise ValueError("boom")
+        raise ValueError("the job failed before its first step")
     return loop(job, make_step(world, "b"), DATA)
 
 
@@ -210,7 +210,7 @@ def test_no_kind_of_job_keeps_the_others_for_ever(kind, caplog):
         more = {"runner": runner} if kind is adds_a_job else {}
         runner.add("b", kind, {"world": world, "other": a, **more})
         if "raises" in kind.__name__:
-            with pytest.raises(JobError, match="boom"):
+            with pytest.raises(JobError, match="the job failed before its first step"):
                 runner.run()
         else:
             runner.run()

@@ -43,7 +43,7 @@ def test_memory_of_a_job_that_left_is_released(how):
         for n, batch in enumerate(job.batches(itertools.repeat(np.ones(size, np.float32)))):
             state = step(state, batch * (np.nan if how == "ejected" and n == 3 else 1) + own)
             if n == 3 and how == "failed":
-                raise ValueError("boom")
+                raise ValueError("the job failed in batch 4")
             if n == 3 and how == "ended":
                 break
             if n == 3 and how == "stopped":
@@ -138,7 +138,6 @@ def test_skipped_step_equals_a_missing_batch(options):
 
 
 def test_step_that_returns_no_state_cannot_be_skipped():
-    """A step that doesn't return its state can't be skipped."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -189,8 +188,8 @@ def test_infinite_norm_divided_by_its_segment_is_seen(cut):
 
     data = [np.full(4, x, np.float32) for x in (1, 1e25, 1)]
     skips = Job("skips", step, jnp.ones(4), data, nonfinite="skip")
-    (told,) = run([skips], world=world).jobs
-    assert (skips.step, told.skipped, skips.state.tolist()) == (3, 1, [0.0] * 4)
+    (job_summary,) = run([skips], world=world).jobs
+    assert (skips.step, job_summary.skipped, skips.state.tolist()) == (3, 1, [0.0] * 4)
     raises = Job("raises", step, jnp.ones(4), data, nonfinite="raise")
     with pytest.raises(
         JobError, match=r"FloatingPointError: `psum batch float32\[\]` at \S*test_membership.py:\d+"
@@ -225,14 +224,14 @@ def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
 
         breaks = make_step(world, "breaks", compute=compute)
 
-        def deaf(job):
+        def catches_all(job):
             state = job.restore(0.0)
             while True:
                 with suppress(BaseException):
                     state = breaks(state, 1e-3)
 
         runner = Runner(world)
-        bad = runner.add("deaf", deaf)
+        bad = runner.add("endless", catches_all)
         other = runner.add("other", loop, {"step": step, "data": [1.0] * 5})
 
         def stops(job):

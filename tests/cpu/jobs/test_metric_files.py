@@ -88,7 +88,7 @@ def test_metrics_on_some_ranks_only_is_an_error():
         run_ranks(2, work)
 
 
-def test_an_instrument_is_told_of_metrics():
+def test_instrument_receives_metrics():
     """The instrument gets them on each rank, in order, with their values on the host."""
 
     class Sink(Instrument):

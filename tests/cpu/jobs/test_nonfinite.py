@@ -246,8 +246,6 @@ def test_nonfinite_policies_that_differ_are_rejected():
 
 
 def test_nonfinite_policy_is_set_before_the_first_step():
-    """The policy for non-finite values must be set before the first step."""
-
     def work(world):
         step = make_step(world)
 

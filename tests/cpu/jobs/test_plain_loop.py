@@ -78,8 +78,6 @@ def test_job_arguments_are_checked_on_construction(
 
 
 def test_invalid_restore_mode_fails_job_on_all_ranks() -> None:
-    """An invalid mode of `restore` fails the job on all ranks."""
-
     def work(world: Any) -> None:
         from jaxcross.jobs.runner import Runner
 

@@ -104,7 +104,7 @@ def test_what_computes_is_no_wait(capsys):
     assert capsys.readouterr().err == "[jaxcross 9 s] a: step 1, computing, 8 s\n"
 
 
-def test_the_end_is_told_where_lines_were(capsys):
+def test_end_is_printed_only_after_progress_lines(capsys):
     job = make_job(
         step=3, steps=3, history=[(2, {"loss": 0.5}), (3, {"loss": 0.25})], status="ended"
     )

@@ -97,7 +97,6 @@ def test_findings_keep_the_last_comparison_that_held():
 
 
 def test_findings_count_batches_if_there_are_no_steps():
-    """Findings count batches if there are no steps."""
     findings = Findings("a")
     findings.unit = "batch"
     findings.held = 10
@@ -111,7 +110,7 @@ def test_findings_count_batches_if_there_are_no_steps():
     )
 
 
-def test_a_state_of_a_single_array_is_named_in_words():
+def test_single_array_state_is_named_its_only_leaf():
     findings = Findings("a")
     findings.add([RankReport(3, "", {"": "1"}), RankReport(3, "", {"": "2"})], 1)
     assert findings.text.startswith("differ after step 3, first its only leaf on ranks 0 and 1")
@@ -125,7 +124,6 @@ def test_a_bad_number_of_steps_is_refused(every):
 
 
 def test_table_groups_jobs_with_the_same_finding():
-    """The table has one line for all jobs with the same finding."""
     facts = [
         JobSummary(name=name, steps=1, replicas=text)
         for name, text in (
@@ -279,7 +277,7 @@ def test_each_job_is_checked_as_it_asks():
 
 @pytest.mark.parametrize("mode", ["check", "broadcast", "local"])
 @pytest.mark.parametrize("other", [None, 3])
-def test_ranks_that_check_at_other_steps_are_told_on_every_rank(mode, other):
+def test_unequal_check_intervals_raise_on_every_rank(mode, other):
     def work(world):
         runner = Runner(world)
         every = other if world.rank else 2

@@ -68,7 +68,7 @@ def test_a_restored_state_is_a_copy(mode):
 
 def test_listeners_hear_how_a_job_ended():
     def fail(job):
-        raise RuntimeError("boom")
+        raise RuntimeError("the training loop failed")
 
     def work(world):
         log = SpanLog()
@@ -90,7 +90,7 @@ def test_listeners_hear_how_a_job_ended():
 def test_a_job_is_shown_in_a_line():
     def fails(job, step):
         step(0.0, 1.0)
-        raise ValueError("boom")
+        raise ValueError("the training loop failed")
 
     def work(world):
         runner = Runner(world)
@@ -105,7 +105,7 @@ def test_a_job_is_shown_in_a_line():
     assert (
         after.startswith("<job `a`, failed (")
         and after.endswith("), after step 1>")
-        and "boom" in after
+        and "the training loop failed" in after
     )
     assert report.startswith("<Report of 1 job (1 failed): 1 step in ")
 
@@ -145,7 +145,7 @@ def test_what_was_logged_may_be_donated_or_overwritten():
     assert run_ranks(1, work) == [[(n + 1, n) for n in range(20)]]
 
 
-def test_a_logged_key_is_read_back_as_its_words():
+def test_logged_key_is_read_back_as_its_key_data():
     key = jax.random.key(7)
 
     def work(world):

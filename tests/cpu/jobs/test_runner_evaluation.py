@@ -60,14 +60,15 @@ def test_steps_have_their_numbers_beside_evaluations():
         def fn(job, step):
             for batch in job.batches([1.0, 2.0, 3.0, 4.0]):
                 if job.step == 3:
-                    raise ValueError("boom")
+                    raise ValueError("the loader failed")
                 step(0.0, batch)
                 evaluate(1.0, evaluate(1.0, 2.0))
 
         runner.add("a", fn, {"step": make_step(world)})
         with pytest.raises(
             JobError,
-            match="after step 3: ValueError: boom. Every rank leaves the job after step 3,",
+            match="after step 3: ValueError: the loader failed. Every rank leaves the job after "
+            "step 3,",
         ):
             runner.run()
         exchanges = [
@@ -90,7 +91,7 @@ def test_an_evaluation_that_fails_is_not_called_a_step():
 
         def fails(values):
             if values[-1] == 2.0:
-                raise ValueError("boom")
+                raise ValueError("the evaluation failed")
             return add(0, values)
 
         evaluate = make_step(world, "evaluate", compute=lambda segment, values: fails(values))

@@ -30,7 +30,7 @@ def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
         def compute(index, values):
             calls.append(index)
             if world.rank == 1 and index == segment and calls.count(index) == 2:
-                raise FloatingPointError("boom")
+                raise FloatingPointError("the loss overflowed")
             return sum(values)
 
         return loop, {
@@ -38,15 +38,15 @@ def test_a_failed_segment_ends_its_job_on_every_rank(segment, when):
             "data": [1.0, 1.0, 1.0],
         }
 
-    results = failing_loop_results(2, 1, start)
+    results = failing_loop_results(2, start)
     for rank, (error, _) in enumerate(results):
         assert str(error).startswith(
             f"Job `bad` failed on rank 1 in step 2, segment {segment} (compute){when}: "
-            "FloatingPointError: boom."
+            "FloatingPointError: the loss overflowed."
         )
         assert isinstance(error.__cause__, FloatingPointError) == (rank == 1)
-    # Before the commit, step 2 had no effect on any rank; after the commit, the other rank has
-    # state 2.
+    # If the failure came before the commit, step 2 had no effect on any rank. If it came after the
+    # commit, the other rank has made step 2.
     assert [bad.step for _, bad in results] == ([2, 1] if segment == 4 else [1, 1])
     assert (results[0][1].state == results[1][1].state) == (segment != 4)
 
@@ -64,7 +64,7 @@ def test_a_computation_that_fails_after_its_steps_commit_says_so():
                     committed.set()
                 if world.rank == 1 and index == 0:
                     assert committed.wait(60)
-                    raise FloatingPointError("boom")
+                    raise FloatingPointError("the loss overflowed")
             return sum(values)
 
         return loop, {
@@ -73,11 +73,11 @@ def test_a_computation_that_fails_after_its_steps_commit_says_so():
         }
 
     committed = threading.Event()
-    results = failing_loop_results(2, 1, start)
+    results = failing_loop_results(2, start)
     for error, _ in results:
         assert str(error).startswith(
             "Job `bad` failed on rank 1 in step 2, segment 0 (compute), after the commit, so this "
-            "rank lacks the step's results: FloatingPointError: boom."
+            "rank lacks the step's results: FloatingPointError: the loss overflowed."
         )
     assert [bad.step for _, bad in results] == [2, 1]
 
@@ -94,27 +94,27 @@ def test_an_exception_in_a_job_ends_it_on_every_rank():
 
         return fn, {"step": make_step(world, "bad")}
 
-    for rank, (error, bad) in enumerate(failing_loop_results(2, 0, start)):
+    for rank, (error, bad) in enumerate(failing_loop_results(2, start)):
         assert str(error).startswith("Job `bad` failed on rank 0 after step 2: KeyError: 'lost'.")
         assert isinstance(error.__cause__, KeyError) == (rank == 0)
         assert bad.step == 2
 
 
-@pytest.mark.parametrize("guilty", [(1,), (0, 1)])
-def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, guilty):
+@pytest.mark.parametrize("failing", [(1,), (0, 1)])
+def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, failing):
     """The traceback isn't kept until the run ends, which may be days later. It's printed once if
     both ranks fail alike.
 
-    If both ranks fail, either may print it: if the ranks agree on the failure before the second
-    rank has raised, only the first rank has failed. `printing_ranks` decides this, and has its own
-    tests.
+    If both ranks fail, the traceback may come from either of them, because the ranks may agree on
+    the first rank's failure before the second rank has raised its own. The function
+    `printing_ranks` decides which rank prints, and has its own tests.
     """
     both, printed = threading.Barrier(2), []
 
     def work(world):
         def fails(job, step):
             step(job.restore(0.0), 1.0)
-            if world.rank in guilty:
+            if world.rank in failing:
                 raise KeyError("lost")
             step(0.0, 1.0)
 
@@ -136,7 +136,7 @@ def test_a_failed_job_prints_one_traceback_when_it_leaves(capsys, guilty):
     (text,) = printed
     assert text.count("Traceback (most recent call last)") == 1
     heading = re.match(r"jaxcross: job `bad` failed on rank (\d) of 2:\n", text)
-    assert heading and int(heading[1]) in guilty
+    assert heading and int(heading[1]) in failing
     assert text.endswith("KeyError: 'lost'\n")
     assert "Traceback" not in capsys.readouterr().err
 
@@ -170,7 +170,7 @@ def test_data_error_on_one_rank_ends_the_job_on_all():
 
         return loop, {"step": make_step(world, "bad"), "data": data()}
 
-    for error, bad in failing_loop_results(2, 1, start):
+    for error, bad in failing_loop_results(2, start):
         assert str(error).startswith("Job `bad` failed on rank 1 after")
         assert "OSError: disk gone (raised by the data given to job.batches)" in str(error)
         assert bad.step == 1
@@ -184,7 +184,7 @@ def test_different_step_counts_are_an_error_on_all():
 
         return fn, {"step": make_step(world, "bad")}
 
-    for error, bad in failing_loop_results(2, 0, start):
+    for error, bad in failing_loop_results(2, start):
         assert str(error).startswith(
             "Job `bad` does different things on different ranks after step 2: rank 0 called step 3 "
             "by `bad` (function 1 of the job); rank 1 ended after step 2. All ranks must"
@@ -198,7 +198,7 @@ def test_different_exchanges_error_names_the_line():
     def start(world):
         return loop, {"step": make_step(world, "bad", shape=(world.rank,)), "data": [1.0]}
 
-    for error, _ in failing_loop_results(2, 0, start):
+    for error, _ in failing_loop_results(2, start):
         assert isinstance(error, ExchangeError)
         assert str(error).startswith(
             "Job `bad`, step 1: ranks 0 and 1 exchange different things in `bad`: exchange 1 is"
@@ -213,7 +213,7 @@ def test_different_initial_states_need_broadcast():
     def start(world):
         return loop, {"step": make_step(world, "bad"), "data": [1.0], "state": float(world.rank)}
 
-    for error, _ in failing_loop_results(2, 0, start):
+    for error, _ in failing_loop_results(2, start):
         assert "The state differs between ranks" in str(error)
 
     def work(world):
@@ -243,7 +243,7 @@ def test_several_failures_are_raised_as_one_with_notes():
     assert notes[0].startswith("Also: Job `b` failed on rank 0 after step 0: RuntimeError: b.")
 
 
-def test_of_many_jobs_that_fail_the_first_are_told():
+def test_of_many_failed_jobs_the_first_are_listed():
     def work(world):
         runner = Runner(world)
 

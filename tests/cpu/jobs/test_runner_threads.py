@@ -15,8 +15,6 @@ from tests.support.runner_jobs import failing_loop_results, make_step, solo
 
 
 def test_nested_run_is_rejected_but_works_afterwards():
-    """A nested run is rejected, but works afterwards."""
-
     def work(world):
         inner = Runner(world)
         inner.add("inner", lambda job: 7.0)
@@ -94,8 +92,6 @@ def in_a_thread(batches):
 @pytest.mark.parametrize("opened_there", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
-    """Batches requested in another thread end only their own job."""
-
     def start(world):
         def fn(job, step):
             step(0.0, 1.0)
@@ -105,7 +101,7 @@ def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
 
         return fn, {"step": make_step(world, "bad")}
 
-    for error, bad in failing_loop_results(ranks, 0, start):
+    for error, bad in failing_loop_results(ranks, start):
         assert re.match(
             r"Job `bad` failed on ranks? [\d, ]+ after step 1: JobError: "
             r"`job\.batches` of job `bad` was iterated in thread `mine`, not in the job's own: "
@@ -116,8 +112,6 @@ def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
 
 
 def test_waits_for_ranks_from_other_thread_are_refused():
-    """Calls that wait for other ranks are rejected in another thread."""
-
     def work(world):
         caught = []
 

@@ -64,8 +64,6 @@ def test_nothing_stays_of_loops_that_are_over(ranks):
 
 
 def test_open_loop_positions_are_stored_in_order(tmp_path):
-    """The positions of open loops are stored in order."""
-
     def fn(job, world, data):
         step, state = make_step(world), job.restore(init(world, own=False))
         loops(job, 0)
@@ -90,7 +88,7 @@ def test_open_loop_positions_are_stored_in_order(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
+def test_job_resumes_after_many_finished_loops(tmp_path):
     def fn(job, world, data, steps):
         step, state = make_step(world), job.restore(init(world, own=False))
         for n, batch in enumerate(job.batches(data, steps)):
@@ -155,7 +153,7 @@ def test_job_resumed_at_loop_end_is_not_saved_later(tmp_path, caplog):
     )
 
 
-def goes_on_exactly(fn, folder):
+def resumes_exactly(fn, folder):
     """Three steps, then a restart up to eight, give the same result as eight steps at once."""
     whole = train(2, None, names="a", fn=fn, steps=8)
     train(2, folder, names="a", fn=fn, steps=3)
@@ -163,7 +161,7 @@ def goes_on_exactly(fn, folder):
         same(mine["a"][0], theirs["a"][0])
 
 
-def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
+def test_two_loops_side_by_side_resume_at_their_positions(tmp_path, caplog):
     def fn(job, world, data, steps):
         step, state = make_step(world), job.restore(init(world, own=False))
         for batch, other in zip(
@@ -173,7 +171,7 @@ def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
             job.save(state)
         return state
 
-    goes_on_exactly(fn, tmp_path)
+    resumes_exactly(fn, tmp_path)
     assert not resumes(caplog)  # e.g. that a batch was used without an exchange
 
 
@@ -213,4 +211,4 @@ def test_two_functions_training_on_a_batch_are_saved(tmp_path):
             job.save(state)
         return state
 
-    goes_on_exactly(fn, tmp_path)
+    resumes_exactly(fn, tmp_path)

@@ -95,7 +95,7 @@ def products(program: Program) -> list[int]:
 @pytest.mark.parametrize("metric", [False, True])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_it_waits_for_nothing_and_all_products_run_next_to_it(
+def test_carried_exchange_waits_for_nothing_and_overlaps_all_products(
     mean: Any, metric: bool, cut: Any, rows: int
 ) -> None:
     """Even gradients larger than their inputs aren't left until after the commit."""
@@ -171,7 +171,11 @@ def of_the_batch(state: Any, x: Any) -> Any:
 
 
 def of_arithmetic_with_other_readers(state: Any, x: Any) -> Any:
-    """Computed twice, the product may differ bitwise where it's contracted with its reader."""
+    """The product has two readers, so it mustn't be computed twice.
+
+    XLA may contract a multiplication and the addition that reads it into one operation, so a second
+    copy of the product could differ in its last bit.
+    """
     scaled = state[1]["a"] * 3
     return jax.grad(loss_of)(state[0], x), lax.psum(scaled, "batch"), scaled + 1
 
@@ -185,7 +189,7 @@ def that_all_work_waits_for(state: Any, x: Any) -> Any:
     return jax.grad(loss_of)(whole, x)
 
 
-def next_to_no_work(state: Any, x: Any) -> Any:
+def without_other_work(state: Any, x: Any) -> Any:
     return lax.psum(state[1], "batch"), jnp.tanh(x)
 
 
@@ -196,7 +200,7 @@ def next_to_no_work(state: Any, x: Any) -> Any:
         of_arithmetic_with_other_readers,
         of_work,
         that_all_work_waits_for,
-        next_to_no_work,
+        without_other_work,
     ],
 )
 def test_other_exchanges_are_not_carried(step: Any) -> None:

@@ -194,7 +194,6 @@ def test_contexts_count(loop: bool) -> None:
 
 
 def test_generators_with_equal_names_share_nothing() -> None:
-    """Random generators with equal names share nothing."""
     impl: Any = threefry_prng_impl
 
     def define(bits: Any) -> Any:

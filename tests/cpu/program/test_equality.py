@@ -134,7 +134,7 @@ def test_one_rank_does_not_vote() -> None:
     )
 
 
-def test_rank_own_numbers_in_the_code_are_told() -> None:
+def test_rank_local_number_in_the_code_is_reported() -> None:
     """The predicate has a rank-local Python number: signatures differ before any exchange."""
 
     def on(rank: int) -> str:

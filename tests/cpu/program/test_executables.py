@@ -31,8 +31,6 @@ def test_executables_of_one_mesh_do_not_serve_another() -> None:
 
 
 def test_equal_steps_compile_once_others_do_not_share() -> None:
-    """Equal steps compile once, and different steps don't share an executable."""
-
     def scaled(by: np.ndarray) -> Any:
         inner = jax.jit(lambda x: x * by)  # a constant that isn't in the text of a jaxpr
         return lambda x: lax.psum(inner(x), "batch")
@@ -68,7 +66,6 @@ class Thing:
 
 
 def test_latest_unused_executables_are_retained() -> None:
-    """Of the unused executables, the latest are kept."""
     cache = ExecutableCache()
     used = [cache.get(("used", n), Thing) for n in range(3)]
     for n in range(2 * MAX_IDLE_EXECUTABLES):

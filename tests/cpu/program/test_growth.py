@@ -165,7 +165,7 @@ def test_a_buffer_gives_back_what_was_put_in(count: int, monkeypatch: pytest.Mon
         )
 
 
-def test_pieces_of_one_size_share_a_kernel() -> None:
+def test_slices_of_one_size_share_a_kernel() -> None:
     """The offsets of pieces are arguments of the executable instead of being compiled into it."""
     sizes = [3, 5, 3, 3, 7, 3]
     flat, host = np.arange(sum(sizes), dtype=np.float32), jax.devices("cpu")[0]

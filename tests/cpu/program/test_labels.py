@@ -143,8 +143,9 @@ def of_split_rows(order: Any, tree: Any) -> Any:
     return jnp.concatenate([means[k] for k in sorted(order)])
 
 
-# Exchanges into a list or tuple. A result's place follows from the tracing order, so no exchange on
-# one rank shares both origin and use with one on another rank.
+# These steps put their exchanges into a list or tuple, where a result's position depends on the
+# order of tracing. If ranks trace in different orders, no exchange of one rank has the same origin
+# and also the same use as an exchange of the other rank, so the exchanges can't be matched up.
 
 
 def into_a_list(order: Any, tree: Any) -> Any:
@@ -155,7 +156,7 @@ def into_a_tuple(order: Any, tree: Any) -> Any:
     return tuple(lax.psum(X @ tree[k].T, "x") for k in order)
 
 
-def next_to_a_state(order: Any, tree: Any) -> Any:
+def alongside_a_state(order: Any, tree: Any) -> Any:
     return {k: v + 1 for k, v in tree.items()}, [lax.pmean(jnp.sum(tree[k]), "x") for k in order]
 
 
@@ -174,13 +175,13 @@ def list_of_rows(order: Any, tree: Any) -> Any:
 
 
 def list_with_zeros(order: Any, tree: Any) -> Any:
-    """The exchanges of `a` and `b` can't be intended as turns: a value is matched with a value."""
+    """Swapping the exchanges of `a` and `b` can't be intended, since values are their origins."""
     known = {**tree, "c": jnp.zeros_like(tree["c"])}
     return [lax.pmean(known[k], "x") for k in order]
 
 
 def named_by_place(order: Any, tree: Any) -> Any:
-    """Here the use has a name, and the origin a place."""
+    """Here an exchange's use is identified by a name, but its origin only by its position."""
     return {
         k: lax.pmean(v, "x") for k, v in zip(order, (tree[k] for k in sorted(order)), strict=True)
     }
@@ -207,7 +208,7 @@ SWAPPED = [
     rematerialised,
     into_a_list,
     into_a_tuple,
-    next_to_a_state,
+    alongside_a_state,
     list_of_gradients,
     list_of_a_dict,
     list_of_rows,

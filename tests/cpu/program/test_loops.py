@@ -282,8 +282,6 @@ def test_conditional_in_a_kept_loop_is_agreed() -> None:
 
 
 def test_loop_in_a_conditional_is_cut_for_one_rank() -> None:
-    """A loop in a conditional is cut for one rank as it is for several."""
-
     def step(x: Any) -> Any:
         double = lambda v: lax.while_loop(  # noqa: E731
             lambda c: c.sum() < 50, lambda c: c * 2 + lax.psum(c, "batch"), v
@@ -343,7 +341,7 @@ def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
     add = lambda x: x + (lax.psum(x + 1, "batch") > 0 if kind == "exchanges" else 1)  # noqa: E731
     length = lambda: lax.while_loop(lambda x: x < inner, add, jnp.zeros_like(inner))  # noqa: E731
 
-    def told() -> Any:
+    def of_others() -> Any:
         if kind == "in a scan":
             return lax.scan(
                 lambda c, _: (c + lax.psum(length(), "batch"), None),
@@ -356,7 +354,9 @@ def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
             return lax.pmax(jnp.minimum(length(), 3), "batch")
         return lax.psum(length(), "batch")
 
-    return lax.fori_loop(0, outer, lambda i, s: jnp.where(i == 0, 0, told()), jnp.zeros_like(inner))
+    return lax.fori_loop(
+        0, outer, lambda i, s: jnp.where(i == 0, 0, of_others()), jnp.zeros_like(inner)
+    )
 
 
 KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum"]
@@ -366,7 +366,6 @@ KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum
 @pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfinished_inner_loop_is_an_error_on_all(monkeypatch: Any, kind: str, number: Any) -> None:
-    """An unfinished inner loop is an error on every rank."""
     monkeypatch.setattr(lockstep, "FROZEN", 50)
     monkeypatch.setattr(lockstep, "FROZEN_LOCAL", 50)
     step = lambda outer, inner: left_early(outer, inner, kind=kind)  # noqa: E731

@@ -209,7 +209,6 @@ def agrees(seed: int) -> set[str]:
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("frozen", [lockstep.FROZEN, 1])
 def test_random_nested_loops_equal_vmap_or_fail(monkeypatch: Any, frozen: int, seeds: int) -> None:
-    """Random nested loops equal `vmap` or are an error."""
     monkeypatch.setattr(lockstep, "FROZEN", frozen)
     monkeypatch.setattr(lockstep, "FROZEN_LOCAL", frozen)
     came = set().union(*map(agrees, range(seeds)))

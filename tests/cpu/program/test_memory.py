@@ -30,7 +30,7 @@ import workloads
 from tests.support.compiled_steps import AXES, N, compiled
 
 FENCE_BYTES = 4
-"""A compute segment's last result, by which its end is known."""
+"""The size of an extra result of each compute segment, from which we know that it has ended."""
 
 
 def alive(execution: Execution) -> set[int]:
@@ -40,7 +40,6 @@ def alive(execution: Execution) -> set[int]:
 @pytest.mark.mostly_integration("2")
 @pytest.mark.parametrize("cut", ["whole", 2])
 def test_only_results_and_inputs_remain_at_the_end(cut: Any) -> None:
-    """Only results and retained inputs remain at the end."""
     done, args = compiled(cut=cut)
     execution = done.execution(jax.tree.leaves((args, {})))
     program = done.program
@@ -78,7 +77,6 @@ def test_state_is_overwritten_after_the_last_exchange() -> None:
 
 
 def test_user_arrays_are_not_overwritten_undonated() -> None:
-    """Without donation, no user array is overwritten."""
     done, args = compiled(donate=())
     leaves = jax.tree.leaves((args, {}))
     before = [np.array(x) for x in leaves]
@@ -115,7 +113,6 @@ def test_an_exchanged_input_is_still_the_users(size: int) -> None:
 
 
 def test_dead_values_between_segments_are_overwritten() -> None:
-    """Values passed between segments are overwritten where they die."""
     done, _ = compiled()
     reused = 0
     for runnable in done.runnables:

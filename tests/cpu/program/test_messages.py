@@ -74,7 +74,7 @@ class Linear:
 
 @pytest.mark.parametrize("inside", [lambda m: m, lambda m: {"model": (m, m)}])
 @pytest.mark.parametrize("leaf", [jax.nn.relu, jnp.tanh, len, "relu"])
-def test_a_pytree_with_static_leaves_is_told_to_be_partitioned(inside, leaf) -> None:
+def test_pytree_with_static_leaves_error_says_to_partition_it(inside, leaf) -> None:
     """A module with static leaves is a pytree already, so it can't be registered as one."""
     with pytest.raises(
         CutError, match="holds a `.*`, which is not an array. `Linear` is a pytree that has"
@@ -90,7 +90,7 @@ class Plain:
     w: jax.Array
 
 
-def test_a_dataclass_is_told_to_be_registered() -> None:
+def test_dataclass_error_says_to_register_it() -> None:
     cure = (
         "put `@jax.tree_util.register_dataclass` above `Plain`, or make it a "
         "`flax.struct.dataclass`"
@@ -117,8 +117,6 @@ def test_numpy_types_that_jax_lacks_are_named(wrong) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2], ids=["function", "jit", "partial"])
 def test_jax_errors_name_user_function_and_argument(step) -> None:
-    """JAX errors name the user's function and argument."""
-
     def train_step(state, train):
         return lax.pmean(state["w"], "batch") if train else state["w"]
 
@@ -272,10 +270,10 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
         return lax.scan(body, x, None, length=UNROLLED + 1)[0]
 
     with caplog.at_level(logging.WARNING, "jaxcross"):
-        told: set[str] = set()
+        warned: set[str] = set()
         for cut in ("whole", 2):  # compiled twice
             program = stages.cut(traced(ring, X), cut)
-            advise(program.traced, program, told)
+            advise(program.traced, program, warned)
     lines = [r.getMessage() for r in caplog.records]
     assert all(line.startswith("`ring` exchanges inside a scan at ") for line in lines)
     assert len(lines) == 1, "one loop, one notice"

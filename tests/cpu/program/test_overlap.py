@@ -72,7 +72,6 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | None) -> None:
-    """Gradients are sent while the backward pass continues."""
     cut = program(OPTIMIZERS[optimizer], pieces=4, wire=wire)
     collectives = [s.index for s in cut.collectives]
     assert len(collectives) >= 4
@@ -156,7 +155,7 @@ def test_second_exchange_does_not_delay_gradients() -> None:
     )
 
 
-def test_hierarchical_mean_pieces_are_separate_chains() -> None:
+def test_hierarchical_mean_exchanges_are_separate_chains() -> None:
     def mean(g: Any) -> Any:
         part = lax.psum_scatter(g.reshape(-1), "local", tiled=True)
         return lax.all_gather(lax.psum(part, "node") / 4, "local", tiled=True).reshape(g.shape)
@@ -219,7 +218,6 @@ def test_what_only_exchanges_make_stays_between_them() -> None:
 
 
 def test_empty_leaf_is_cut_like_the_others() -> None:
-    """A leaf without elements is cut like the others."""
     step = lambda *leaves: lax.pmean(leaves, "batch")  # noqa: E731
     cut = stages.cut(flat(step, jnp.zeros((0, 3)), jnp.ones(3), jnp.zeros(0)), "whole")
     assert [x.shape for x in cut.exchanges] == [(3,)]
@@ -234,7 +232,6 @@ def test_a_shared_buffer_has_at_most_bucket_bytes() -> None:
 
 
 def test_ranks_compare_buffer_layout_and_boundaries() -> None:
-    """Ranks compare the contents of shared buffers and the segment boundaries."""
     step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
     swapped = lambda params, x: lax.pmean(  # noqa: E731
         [(layer["kernel"], layer["bias"]) for layer in gradients(params, x)], "batch"

@@ -105,7 +105,6 @@ def test_scanned_blocks_are_the_python_loop(remat: bool) -> None:
 
 @pytest.mark.integration
 def test_more_iterations_reuse_the_same_executables() -> None:
-    """More iterations mean more segments of the same executables."""
     programs = []
     for length in (3, 4):
         scanned, _, args = gradients(length)

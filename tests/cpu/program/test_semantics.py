@@ -106,6 +106,6 @@ def test_pcast_in_a_bare_function_error_names_the_line(wrap: Callable[..., Any],
 
     with pytest.raises(
         CutError, match=r"`train_step` calls `jax.lax.pcast` at .*test_semantics.py:\d+"
-    ) as told:
+    ) as raised:
         trace(train_step, (W, X[0]), axes=AXES, wire=LocalRanks())
-    assert "`jax.shard_map(step, in_specs=..., out_specs=...)`" in str(told.value)
+    assert "`jax.shard_map(step, in_specs=..., out_specs=...)`" in str(raised.value)

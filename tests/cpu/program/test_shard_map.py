@@ -94,8 +94,8 @@ def test_nothing_speaks_of_the_mesh_afterwards(name: str) -> None:
             jax.typeof(v.val) for v in values if isinstance(v, compat.Literal)
         ]
         assert all(t.sharding.mesh.empty and not t.mat.varying for t in types), eqn
-        told = {name: value for name, value in eqn.params.items() if not compat.is_jaxpr(value)}
-        assert "Manual" not in repr(told) or "branches" in told, eqn
+        plain = {name: value for name, value in eqn.params.items() if not compat.is_jaxpr(value)}
+        assert "Manual" not in repr(plain) or "branches" in plain, eqn
 
 
 def test_the_mesh_may_come_from_the_context() -> None:
@@ -237,11 +237,11 @@ def test_one_argument_may_be_passed_twice() -> None:
         )
         return lambda x: step(x, x)
 
-    told = run_program(
+    results = run_program(
         stages.cut(traced(products(P("data", None)), jnp.ones((2, 2)))),
         [[np.full((2, 2), r)] for r in range(4)],
     )
-    assert [float(out[0]) for out in told] == [16.0 * (0 + 4), 16.0 * (1 + 9)] * 2
+    assert [float(out[0]) for out in results] == [16.0 * (0 + 4), 16.0 * (1 + 9)] * 2
     with pytest.raises(
         CutError, match=r"takes one argument of the step twice, split by P\('data',?\) and by P\(\)"
     ):
@@ -277,7 +277,7 @@ def test_axes_left_to_the_partitioner_are_refused() -> None:
         traced(step, jnp.ones((3, 2)))
 
 
-def test_what_is_wrong_with_a_step_is_told_by_jax() -> None:
+def test_wrong_step_raises_the_error_of_jax() -> None:
     step = jax.shard_map(
         lambda x: x @ jnp.ones((5, 2)), mesh=MESH, in_specs=P("data"), out_specs=P("data")
     )

@@ -57,7 +57,6 @@ def custom_vmap(function: Any) -> Any:
     "wrap", [custom_vmap, lambda function: jax.lax.composite(function, "own.call")]
 )
 def test_other_calls_that_exchange_are_inlined(wrap: Any) -> None:
-    """Other calls of functions with exchanges are inlined."""
     call = wrap(lambda x: jax.lax.psum(2 * x, "batch"))
     program = stages.cut(trace(lambda x: call(x) + 1, (weights(),), axes=AXES, wire=LocalRanks()))
     for (got,) in run_program(program, [(weights(),)] * RANKS):

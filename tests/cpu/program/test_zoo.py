@@ -101,7 +101,6 @@ def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
 
 
 def test_verify_finds_an_exchange_in_a_compute_segment() -> None:
-    """`verify` detects an exchange that is labelled as computation."""
     program = stages.cut(
         trace(
             lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks()

@@ -26,7 +26,7 @@ def trained(world):
         state = job.restore(1.0)
         for batch in job.batches(float(n) for n in range(4 + world.rank)):
             if job.name == "bad" and job.step == 2 and world.rank == world.size - 1:
-                raise ValueError("boom")
+                raise ValueError("the loader failed")
             state = current_engine().run(compiled[job.name], [state, batch + world.rank], compiled)
             job.state = state
         return state
@@ -34,7 +34,8 @@ def trained(world):
     with Runner(world) as runner:
         jobs = [runner.add(name, fn) for name in programs]
         with pytest.raises(
-            JobError, match="^Job `bad` failed on rank 2 after step 2: ValueError: boom"
+            JobError,
+            match="^Job `bad` failed on rank 2 after step 2: ValueError: the loader failed",
         ):
             runner.run()
     return [(job.step, job.state) for job in jobs], runner._chaos

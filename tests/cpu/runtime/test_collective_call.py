@@ -8,7 +8,7 @@ from jaxcross.runtime.collective_call import run_collectively
 from tests.support.fakes import run_ranks
 
 
-def told(ranks, work):
+def outcomes(ranks, work):
     """Returns the outcome of each rank's `work(control, rank)`."""
 
     def rank_work(world):
@@ -32,7 +32,7 @@ def test_ranks_talk_as_often_as_they_like():
         low = control.allreduce_min(np.array([rank, -rank]))
         return [*talks(control, 3), *map(int, low)]
 
-    assert told(3, work) == [["0", "1", "2", 0, -2]] * 3
+    assert outcomes(3, work) == [["0", "1", "2", 0, -2]] * 3
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -43,7 +43,7 @@ def test_a_failure_of_one_rank_is_one_of_all(after):
             raise ZeroDivisionError("here")
         talks(control, 2)
 
-    first, second, third = told(3, work)
+    first, second, third = outcomes(3, work)
     assert second == "ZeroDivisionError: here"
     assert first == third
     assert (
@@ -52,29 +52,29 @@ def test_a_failure_of_one_rank_is_one_of_all(after):
     )
 
 
-def test_a_failure_is_heard_by_ranks_that_are_done():
+def test_failure_raises_on_ranks_that_are_done():
     def work(control, rank):
         if rank == 1:
             raise OSError("disk")
         return "done"
 
-    assert "rank 1 failed: OSError: disk" in told(2, work)[0]
+    assert "rank 1 failed: OSError: disk" in outcomes(2, work)[0]
 
 
 def test_failures_of_all_ranks_are_their_own():
     def work(control, rank):
         raise ValueError(rank)
 
-    assert told(3, work) == ["ValueError: 0", "ValueError: 1", "ValueError: 2"]
+    assert outcomes(3, work) == ["ValueError: 0", "ValueError: 1", "ValueError: 2"]
 
 
-def test_ranks_that_talk_unequally_often_are_told_so():
-    first, second = told(2, lambda control, rank: talks(control, 1 + rank))
+def test_ranks_that_communicate_unequally_often_raise():
+    first, second = outcomes(2, lambda control, rank: talks(control, 1 + rank))
     assert "rank 0 is done" in first and "rank 1 gathers texts" in second
 
 
-def test_ranks_that_talk_otherwise_are_told_so():
-    first, second = told(2, lambda control, rank: control.allreduce_min(np.zeros(1 + rank)))
+def test_ranks_that_communicate_differently_raise():
+    first, second = outcomes(2, lambda control, rank: control.allreduce_min(np.zeros(1 + rank)))
     assert "rank 0 reduces 1 values" in first and "rank 1 reduces 2 values" in second
 
 
@@ -82,11 +82,11 @@ def test_ranks_that_talk_otherwise_are_told_so():
     "says", [lambda c: c.allreduce_min(np.array("x")), lambda c: c.allgather_text(3)]
 )
 def test_what_cannot_be_said_is_a_failure(says):
-    first, second = told(2, lambda control, rank: says(control) if rank else talks(control, 2))
+    first, second = outcomes(2, lambda control, rank: says(control) if rank else talks(control, 2))
     assert "rank 1 failed: " in first and second.split(":")[0] in ("ValueError", "TypeError")
 
 
-def test_work_that_catches_a_peer_failure_cannot_go_on():
+def test_work_that_catches_a_peer_failure_cannot_continue():
     """Work that catches another rank's error can't continue."""
 
     def work(control, rank):
@@ -97,5 +97,5 @@ def test_work_that_catches_a_peer_failure_cannot_go_on():
                 talks(control)
         return "all is well"
 
-    first, second = told(2, work)
+    first, second = outcomes(2, work)
     assert "rank 1 failed: ValueError: no" in first and second == "ValueError: no"

@@ -51,8 +51,8 @@ def test_spans_name_what_was_done():
 
     for rank, (begin_ns, spans) in enumerate(run_ranks(2, work)):
         spans = sorted(spans, key=lambda s: s.start_ns)
-        # Each lane reports its own segments without waiting for the other lane, so a busy machine
-        # records the end of a segment late.
+        # Neither lane waits for the other one before it reports a segment. On a busy machine, spans
+        # may therefore be recorded out of order, so we sort them first.
         in_order = sorted(spans, key=lambda s: (s.step, s.segment))
         lanes = [(s.kind, s.job, s.step, s.segment, s.nbytes) for s in in_order if s.kind != "vote"]
         assert lanes == [
@@ -164,10 +164,10 @@ def test_every_segment_is_dispatched_and_then_waited_for():
 def test_backoff_ends_although_the_thread_is_suspended_for_longer(monkeypatch):
     """The backoff ends even if the kernel suspends the lane's thread for longer.
 
-    With a backoff of one microsecond, the time is always up before the thread begins to wait, just
-    as if the kernel had suspended it. `SimpleQueue.get(timeout=...)` of Python 3.11 and 3.12 then
-    blocks forever, provided that it returned the previous item without waiting. That's why we put
-    two instructions at once.
+    We can't suspend a thread at the right moment, but a backoff of one microsecond has the same
+    effect: its time is up before the thread begins to wait. In Python 3.11 and 3.12,
+    `SimpleQueue.get(timeout=...)` then blocks forever if the previous call returned an item without
+    waiting. To provoke this, we put two instructions into the queue at once.
     """
     monkeypatch.setattr(lanes, "_FIRST_BACKOFF_S", 1e-6)
 
@@ -254,7 +254,7 @@ class BreaksIn(Instrument):
 
 
 @pytest.mark.parametrize("kind", ["vote", "collective", "compute"])
-def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
+def test_thread_that_waits_for_jobs_is_notified_when_a_lane_breaks(kind, tmp_path):
     """Jobs that never started have no thread that could notify a waiter."""
 
     def work(world):
@@ -321,7 +321,7 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
             if isinstance(event, m.RunStarted):
                 found.append(threading.Thread(target=found[0].stop))
                 found[1].start()
-                found[1].join(0.2)  # it can't overtake: not all is handed over yet
+                found[1].join(0.2)  # the stop must wait until all jobs have been handed over
             super().post(event)
 
     monkeypatch.setattr("jaxcross.jobs.runner.Driver", Overtaken)
@@ -348,8 +348,6 @@ class Poisoned(FakeCompiled):
 
 
 def test_device_error_fails_job_and_peer_gets_zeros():
-    """A device error fails the job, and the other rank gets zeros."""
-
     def work(world):
         runner = runner_of(
             world, compiled=Poisoned(plain_program(), world, lambda i, values: sum(values))
@@ -365,8 +363,6 @@ def test_device_error_fails_job_and_peer_gets_zeros():
 
 
 def test_finished_job_may_end_before_its_event_is_set(monkeypatch):
-    """A finished job may end before its event is set."""
-
     class SlowEvent(threading.Event):
         """Returns from `set` late, so the job's thread has plenty of time to end."""
 

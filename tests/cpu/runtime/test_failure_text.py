@@ -98,9 +98,9 @@ def test_notes_on_jaxs_own_frames_are_left_out() -> None:
 
 
 def test_explanations():
-    error = ValueError("boom")
+    error = ValueError("the loader failed")
     error.add_note("here")
-    assert describe(error) == "ValueError: boom (here)"
+    assert describe(error) == "ValueError: the loader failed (here)"
     both = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: Y"])
     assert str(both).startswith(
         "Job `a` failed on rank 0 after step 3: X; on rank 2 after step 3: Y. Every rank leaves"
@@ -158,7 +158,7 @@ def test_explains_shape_changes_on_one_rank_only():
     assert "shapes" not in str(explain("a", 3, ["end\nended", "step\ncalled step 4"]))
 
 
-def test_any_exception_can_be_told_of_in_few_words():
+def test_description_of_any_exception_is_short():
     class MuteError(Exception):
         def __str__(self):
             raise RuntimeError

@@ -42,7 +42,7 @@ def test_failing_worker_ends_its_job_on_every_rank(staleness):
             ) as server:
                 for step in range(5):
                     if step == 3 and world.rank == 1:
-                        raise ValueError("boom")
+                        raise ValueError("the worker failed")
                     server.push_pull(gradient(server.params, world.rank, step))
 
         return fn
@@ -50,13 +50,13 @@ def test_failing_worker_ends_its_job_on_every_rank(staleness):
     for error, good in failing(3, start):
         assert str(error).startswith("Job `bad` failed on ")
         # From rank 1 itself, or from a rank that received its error before comparing its own text.
-        assert re.search("rank 1 (failed )?after step 3: ValueError: boom", str(error))
+        assert re.search("rank 1 (failed )?after step 3: ValueError: the worker failed", str(error))
         assert_close(good, synchronous(optax.sgd(0.1), 3))
 
 
 @pytest.mark.integration
-def test_what_the_other_ranks_are_told():
-    told = {}
+def test_worker_failure_text_is_the_same_on_the_other_ranks():
+    texts = {}
 
     def start(world):
         def fn(job):
@@ -66,10 +66,10 @@ def test_what_the_other_ranks_are_told():
                 ) as server:
                     for step in range(3):
                         if step == 1 and world.rank == 2:
-                            raise ValueError("boom")
+                            raise ValueError("the worker failed")
                         server.push_pull(gradient(server.params, world.rank, step))
             except ExchangeError as error:
-                told[world.rank] = str(error)
+                texts[world.rank] = str(error)
                 raise
 
         return fn
@@ -77,9 +77,9 @@ def test_what_the_other_ranks_are_told():
     failing(3, start)
     text = (
         "The parameter server cannot continue: the worker of rank 2 failed after step 1: "
-        "ValueError: boom. Every rank leaves it."
+        "ValueError: the worker failed. Every rank leaves it."
     )
-    assert told == {0: text, 1: text}
+    assert texts == {0: text, 1: text}
 
 
 @pytest.mark.integration

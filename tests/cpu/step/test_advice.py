@@ -32,7 +32,7 @@ def traced(step: Any, *args: Any, **options: Any) -> Traced:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Any:
+def advice_on(caplog: pytest.LogCaptureFixture) -> Any:
     def texts(found: Traced) -> list[str]:
         caplog.clear()
         while found.undecided is not None:
@@ -94,20 +94,20 @@ def sums_first(_: Any, w: Any, x: Any, mask: Any) -> Any:
     "function", [masked, where, labelled, jax.jit(masked), jax.checkpoint(masked)]
 )
 @pytest.mark.parametrize("step", [averaged, only_the_loss_averaged])
-def test_a_mean_of_means_is_told(told: Any, step: Any, function: Any) -> None:
-    (text,) = told(traced(partial(step, function), W, X, MASK))
+def test_mean_of_means_is_reported(advice_on: Any, step: Any, function: Any) -> None:
+    (text,) = advice_on(traced(partial(step, function), W, X, MASK))
     assert text.startswith(f"`{step.__name__}` divides a loss by a count of this rank's batch, at ")
     assert "test_advice.py" in text and "the argument `weight=count`" in text
 
 
 @pytest.mark.parametrize("function", [masked, where])
 @pytest.mark.parametrize("step", [weighed, weighed_by_means, sums_first])
-def test_a_mean_over_all_examples_is_not(told: Any, step: Any, function: Any) -> None:
-    assert told(traced(partial(step, function), W, X, MASK)) == []
+def test_mean_over_all_examples_is_not_reported(advice_on: Any, step: Any, function: Any) -> None:
+    assert advice_on(traced(partial(step, function), W, X, MASK)) == []
 
 
-def test_a_mean_over_equal_batches_is_not(told: Any) -> None:
-    assert told(traced(partial(averaged, lambda w, x, _: loss(w, x)), W, X, MASK)) == []
+def test_mean_over_equal_batches_is_not_reported(advice_on: Any) -> None:
+    assert advice_on(traced(partial(averaged, lambda w, x, _: loss(w, x)), W, X, MASK)) == []
 
 
 def scanned(w: Any, xs: Any) -> Any:
@@ -136,8 +136,8 @@ def step_by_step(w: Any, xs: Any) -> Any:
 
 
 @pytest.mark.parametrize("step", [scanned, looped])
-def test_an_exchange_for_each_micro_batch_is_told(told: Any, step: Any) -> None:
-    (text,) = told(traced(step, W, MICRO))
+def test_exchange_for_each_micro_batch_is_reported(advice_on: Any, step: Any) -> None:
+    (text,) = advice_on(traced(step, W, MICRO))
     assert text.startswith(f"`{step.__name__}` exchanges 12 B of gradients 5 times per step, at ")
     assert "exchange the sum behind the loop" in text and "and sends 48 B less." in text
 
@@ -154,9 +154,9 @@ def harmonic(w: Any, xs: Any) -> Any:
 
 
 @pytest.mark.parametrize("step", [behind_the_loop, step_by_step, with_noise, harmonic])
-def test_other_loops_over_micro_batches_are_not(told: Any, step: Any) -> None:
+def test_other_loops_over_micro_batches_are_not_reported(advice_on: Any, step: Any) -> None:
     """If each micro-batch updates the parameters, the next gradient needs the exchange."""
-    assert told(traced(step, W, MICRO)) == []
+    assert advice_on(traced(step, W, MICRO)) == []
 
 
 def searches(w: Any, state: Any, x: Any) -> Any:
@@ -177,11 +177,11 @@ def estimates(w: Any, state: Any, x: Any) -> Any:
     ("step", "optimizer", "name"),
     [(searches, optax.lbfgs(), "optax.lbfgs"), (estimates, sophia(0.1), "optax.contrib.sophia")],
 )
-def test_an_optimizer_that_differentiates_is_told(
-    told: Any, step: Any, optimizer: Any, name: str
+def test_optimizer_that_differentiates_is_reported(
+    advice_on: Any, step: Any, optimizer: Any, name: str
 ) -> None:
     state = optimizer.init(W)
-    (text,) = told(traced(step, W, state, X))
+    (text,) = advice_on(traced(step, W, state, X))
     assert text.startswith(f"`{name}` in `{step.__name__}` differentiates the loss itself, at ")
     assert "test_advice.py" in text and "Make the whole step a `jax.shard_map(" in text
     spec = PartitionSpec
@@ -199,22 +199,22 @@ def counting(state: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("count", [0, jnp.int32(0), np.int32(0)])
-def test_a_state_whose_types_change_is_told(told: Any, count: Any) -> None:
-    (text,) = told(traced(counting, {"n": count, "w": W}, X, donate_argnums=(0,)))
+def test_state_whose_types_change_is_reported(advice_on: Any, count: Any) -> None:
+    (text,) = advice_on(traced(counting, {"n": count, "w": W}, X, donate_argnums=(0,)))
     assert text.startswith("`counting` takes `args[0]['n']` as ")
     assert "and returns it as float32, so the next step is compiled again. " in text
     assert "`jnp.asarray(value, jnp.float32)`" in text
 
 
-def test_a_state_whose_types_stay_is_not(told: Any) -> None:
-    assert told(traced(counting, {"n": jnp.float32(0), "w": W}, X, donate_argnums=(0,))) == []
+def test_state_whose_types_stay_is_not_reported(advice_on: Any) -> None:
+    assert advice_on(traced(counting, {"n": jnp.float32(0), "w": W}, X, donate_argnums=(0,))) == []
 
 
-def test_arguments_that_are_no_state_are_not(told: Any) -> None:
-    assert told(traced(lambda s, x: (s["n"] + 1, lax.pmean(x, "batch")), {"n": 0}, X)) == []
+def test_arguments_that_are_no_state_are_not_reported(advice_on: Any) -> None:
+    assert advice_on(traced(lambda s, x: (s["n"] + 1, lax.pmean(x, "batch")), {"n": 0}, X)) == []
     narrow = {"w": W.astype(jnp.bfloat16)}
     assert (
-        told(
+        advice_on(
             traced(
                 lambda p: jax.tree.map(lambda g: lax.pmean(g.astype(jnp.float32), "batch"), p),
                 narrow,
@@ -223,7 +223,7 @@ def test_arguments_that_are_no_state_are_not(told: Any) -> None:
         == []
     )
     assert (
-        told(
+        advice_on(
             traced(
                 lambda w, rate: (w, lax.pmean(rate * w.sum(), "batch")), W, 0.1, donate_argnums=(0,)
             )
@@ -236,9 +236,9 @@ def test_arguments_that_are_no_state_are_not(told: Any) -> None:
     "linen pmap-style", "dropout", "schedule, injected", "nnx functional"
 )
 @pytest.mark.parametrize("row", ZOO, ids=[row.name for row in ZOO])
-def test_nothing_of_this_is_said_of_the_zoo(row: Row, told: Any) -> None:
+def test_zoo_gets_no_advice(row: Row, advice_on: Any) -> None:
     step, state = row.build(2)
     found = trace(step, (state, row.batch(0, 0)), axes=row.axes(2), wire=LocalRanks())
     assert [
-        text for text in told(found) if " in every mini-step of `optax.MultiSteps`" not in text
+        text for text in advice_on(found) if " in every mini-step of `optax.MultiSteps`" not in text
     ] == []

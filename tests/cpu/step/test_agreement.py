@@ -28,7 +28,10 @@ def host(world: FakeWorld, name: str, number: int, calls: int) -> Standalone:
 
 
 def first(name: str, number: int = 0, *, calls: int = 1, by_call: bool = False) -> Call:
-    """Returns a rank's agreement on a step, which has a number if the rank only repeats it."""
+    """Returns a rank's agreement on its first call of a step.
+
+    If the rank has agreed on this step before and only repeats that, the step has a number.
+    """
 
     def call(world: Any) -> None:
         function = host(world, name, number, calls).function
@@ -85,7 +88,7 @@ def outcomes(*calls: Call) -> set[str]:
         ),  # after an error before its first exchange
     ],
 )
-def test_calls_of_one_step_go_on(calls: tuple[Call, ...]) -> None:
+def test_equal_calls_of_one_step_raise_nothing(calls: tuple[Call, ...]) -> None:
     assert outcomes(*calls) == {""}
 
 
@@ -138,9 +141,10 @@ def test_steps_are_numbered_in_the_order_in_which_the_ranks_agree_on_them() -> N
 def test_threads_that_call_a_step_first_have_one_host(
     exchanges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks number a step once.
+    """If two threads call a new step at the same time, they must share one `Standalone`.
 
-    With two hosts, the numbered one could be lost, so later calls would differ.
+    The ranks agree on a step's number only once. If each thread made its own object, the one with
+    the number could be overwritten, and later calls of the ranks would no longer match.
     """
     (control, _), lock = FakeControl.group(2), WatchedLock()
     world: Any = FakeWorld(control)
@@ -151,7 +155,7 @@ def test_threads_that_call_a_step_first_have_one_host(
         return step._run_standalone(variant, world, [])
 
     def other() -> None:
-        with suppress(JobError):  # rejected if this thread has the turn
+        with suppress(JobError):  # rejected if the first thread is already in the step
             call(1)
         lock.awaited.set()
 

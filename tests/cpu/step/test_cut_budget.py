@@ -38,8 +38,9 @@ def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         budget.set(1.0)
         return steps, [budget.allows_another() for _ in range(6)]
 
-    # 30 s for trials of 7 s: the first three finish after 21 s, the fourth would after 28, and the
-    # fifth after 35.
+    # There are 30 s for trials that take 7 s each. Three trials finish after 21 s, and the fourth
+    # would finish after 28 s, so it's allowed. The fifth would finish after 35 s, which is too
+    # late.
     assert SHARE * 120 == 30
     assert run_ranks(3, work) == [(120, [True] * 4 + [False] * 2)] * 3
 

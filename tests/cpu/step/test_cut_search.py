@@ -307,7 +307,6 @@ def test_job_joining_during_a_search_changes_nothing(
 
 
 def test_job_keeps_its_cut_whatever_runs_beside_it(search: Search, asked: list[int]) -> None:
-    """A job continues with its cut, whichever jobs run alongside it."""
     (control,) = FakeControl.group(1)
     found: dict[str, int] = {}
     assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, found=found) == 2

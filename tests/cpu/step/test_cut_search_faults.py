@@ -33,7 +33,7 @@ from tests.support.layers import step
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
 LEAVES = jax.tree.leaves(ARGUMENTS)
-TOLD = "rank 1 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+FAILURE = "rank 1 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
 Fails = Callable[[Program, int], bool]
 
 
@@ -136,7 +136,7 @@ def test_copies_too_large_on_one_rank_leave_step_uncut(
         return x.copy()
 
     monkeypatch.setattr(timed_trial, "jnp", SimpleNamespace(copy=copy))
-    assert found(in_job) == [f"`step` is not cut, as it fails on copies: {TOLD}"]
+    assert found(in_job) == [f"`step` is not cut, as it fails on copies: {FAILURE}"]
     assert len(made) == after
 
 
@@ -145,25 +145,25 @@ def test_copies_too_large_on_one_rank_leave_step_uncut(
 def test_cut_not_compilable_on_one_rank_is_not_tried(
     in_job: bool, found: Callable[..., list[str]]
 ) -> None:
-    told = found(in_job, compiles=lambda program: len(program.collectives) == 1)
-    assert told == [
-        f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (2, 4)
+    notices = found(in_job, compiles=lambda program: len(program.collectives) == 1)
+    assert notices == [
+        f"`step` with `cut={n}` cannot be compiled, and is not tried: {FAILURE}" for n in (2, 4)
     ]
 
 
 @pytest.mark.integration
 def test_stored_cut_not_compilable_is_not_retried(found: Callable[..., list[str]]) -> None:
-    told = found(True, compiles=lambda program: len(program.collectives) == 1, kept=(4, 1.0))
-    assert told == [
-        f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (4, 2)
+    notices = found(True, compiles=lambda program: len(program.collectives) == 1, kept=(4, 1.0))
+    assert notices == [
+        f"`step` with `cut={n}` cannot be compiled, and is not tried: {FAILURE}" for n in (4, 2)
     ]
 
 
 @pytest.mark.integration
 def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[str]]) -> None:
-    *told, chosen = found(True, lambda program, _: len(program.collectives) > 1, kept=(4, 1.0))
-    assert told == [
-        f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (4, 2)
+    *notices, chosen = found(True, lambda program, _: len(program.collectives) > 1, kept=(4, 1.0))
+    assert notices == [
+        f"`step` with `cut={n}` fails on copies, and is not taken: {FAILURE}" for n in (4, 2)
     ]
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
@@ -180,9 +180,9 @@ def test_a_cut_that_fails_on_one_rank_is_not_taken(
         computes = [s.index for s in program.segments if s.kind == "compute"]
         return len(program.collectives) > 1 and index == computes[which]
 
-    *told, chosen = found(in_job, fails)
-    assert told == [
-        f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (2, 4)
+    *notices, chosen = found(in_job, fails)
+    assert notices == [
+        f"`step` with `cut={n}` fails on copies, and is not taken: {FAILURE}" for n in (2, 4)
     ]
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
@@ -192,8 +192,8 @@ def test_a_cut_that_fails_on_one_rank_is_not_taken(
 def test_step_failing_uncut_on_one_rank_stays_uncut(
     in_job: bool, found: Callable[..., list[str]]
 ) -> None:
-    told = found(in_job, lambda program, index: len(program.collectives) == 1)
-    assert told == [f"`step` is not cut, as it fails on copies: {TOLD}"]
+    notices = found(in_job, lambda program, index: len(program.collectives) == 1)
+    assert notices == [f"`step` is not cut, as it fails on copies: {FAILURE}"]
 
 
 @pytest.mark.integration

@@ -176,8 +176,6 @@ def test_what_is_no_array_of_jax_comes_back_as_one(donate: tuple[int, ...]) -> N
 
 
 def test_segment_results_are_returned_as_they_are() -> None:
-    """Results computed by segments are returned as they are."""
-
     def step(params: Any, x: Any) -> Any:
         return params - lax.pmean(x, "batch"), x.sum(), 0.0
 

@@ -101,13 +101,13 @@ def test_static_jit_arguments_must_be_named_twice() -> None:
 
 def test_what_is_no_function_is_refused() -> None:
     jitted = jax.jit(lambda state: state)
-    for wrong, words in (
+    for wrong, text in (
         (jitted.lower(STATE), "not a `Lowered`"),
         (jitted.lower(STATE).compile(), "not a `Compiled`"),
         (Called, "not the class `Called`"),
         (3, "not `int`"),
     ):
-        with pytest.raises(TypeError, match=f"^`crossover` takes a function, {words}"):
+        with pytest.raises(TypeError, match=f"^`crossover` takes a function, {text}"):
             jaxcross.crossover(wrong, axes="batch")
     with pytest.raises(
         TypeError, match=r"^`step` is a crossover step already: give its function, `step.step`\.$"

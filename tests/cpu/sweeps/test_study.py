@@ -112,7 +112,7 @@ def test_restart_repeats_and_adds_nothing_twice(tmp_path):
 
 
 @pytest.mark.integration
-def test_sampler_without_a_seed_goes_on_with_a_warning(tmp_path, caplog):
+def test_sampler_without_a_seed_resumes_with_a_warning(tmp_path, caplog):
     on_ranks(lambda: make_study(seed=None), trials=4, folder=tmp_path)
     result, _ = on_ranks(lambda: make_study(seed=None), trials=6, folder=tmp_path)
     assert len(result.trials) == 6
@@ -215,12 +215,12 @@ def test_wrong_arguments_are_refused(tmp_path, options, text):
 def test_failing_space_is_an_error_on_every_rank():
     def space(trial):
         if trial.number == 4:
-            raise RuntimeError("boom")
+            raise RuntimeError("the search space failed")
         return space_of(trial)
 
     def work(world):
         search = Optuna(make_study(), space)
-        with pytest.raises((RuntimeError, JobError), match="boom"):
+        with pytest.raises((RuntimeError, JobError), match="the search space failed"):
             sweep(train_of(world), search, metric="score", trials=8, world=world)
 
     run_ranks(2, work)

@@ -28,7 +28,7 @@ def training(world, *, steps=6, every=2, begun=None):
         for batch in job.batches([float(lr)] * steps):
             state = step(state, batch)
             if fails and job.step == 4 and world.rank == world.size - 1:
-                raise ValueError("boom")
+                raise ValueError("the trial failed")
             if job.step % every == 0:
                 job.log({logs: state})
                 if saves:

@@ -85,11 +85,11 @@ def on_parts(call: Any, params: Any, held: Mesh, over: Mesh) -> list[Any]:
 def test_data_beside_depth(mesh: Mesh, serial: tuple[Any, Any, Any]) -> None:
     params, want_loss, want = serial
     specs = tensor.partition(Small(mesh), jnp.asarray(TOKENS[:1]))
-    told = on_parts(loss_and_gradients(mesh), params, mesh, mesh)
-    for rank, (loss, gradients) in enumerate(told):
+    results = on_parts(loss_and_gradients(mesh), params, mesh, mesh)
+    for rank, (loss, gradients) in enumerate(results):
         np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
         close(gradients, tensor.shard(want, specs, mesh, rank), 2e-5, f"rank {rank}: ")
-    tensor.unshard([gradients for _, gradients in told], specs, mesh)  # copies are bitwise equal
+    tensor.unshard([gradients for _, gradients in results], specs, mesh)  # copies are bitwise equal
 
 
 @pytest.mark.integration
@@ -101,9 +101,9 @@ def test_depth_is_a_mean_of_grids(serial: tuple[Any, Any, Any]) -> None:
         loss, gradients = loss_and_gradients(grid)(params, batch)
         return jax.lax.pmean(loss, "depth"), mean.update(gradients, mean.init(params))[0]
 
-    told = on_parts(averaged, serial[0], grid, deep)
+    results = on_parts(averaged, serial[0], grid, deep)
     for one, other in zip(
-        told, on_parts(loss_and_gradients(deep), serial[0], deep, deep), strict=True
+        results, on_parts(loss_and_gradients(deep), serial[0], deep, deep), strict=True
     ):
         close(one, other, 1e-5)
 

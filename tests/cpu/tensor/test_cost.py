@@ -51,9 +51,9 @@ USUAL = {("[2,2,2]", True, False), ("1-D on 4", False, True), ("data 2 x 1-D on 
 )
 def test_cost_matches_the_traced_bytes_and_messages(name: str, tied: bool, remat: bool) -> None:
     training = Training(MESHES[name], tied=tied, remat=remat)
-    found, told = exchanges(training), tensor.step_cost(training.model, BATCH, LENGTH)
-    assert told.received_bytes == sum(wire_bytes(x, training.mesh.axes) for x in found)
-    assert told.messages == sum(rounds(x, training.mesh) for x in found)
+    found, predicted = exchanges(training), tensor.step_cost(training.model, BATCH, LENGTH)
+    assert predicted.received_bytes == sum(wire_bytes(x, training.mesh.axes) for x in found)
+    assert predicted.messages == sum(rounds(x, training.mesh) for x in found)
 
 
 @pytest.mark.mostly_integration("1-D on 4")

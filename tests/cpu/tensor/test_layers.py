@@ -69,7 +69,7 @@ def held_against(
         y, pull = jax.vjp(lambda p, x: model.apply({"params": p}, x), params, x)
         return y, *pull(g)
 
-    told = on_ranks(
+    results = on_ranks(
         call,
         mesh,
         lambda r: (
@@ -78,7 +78,7 @@ def held_against(
             mesh.part(g, gives(mesh), r),
         ),
     )
-    for rank, (y, got_params, got_x) in enumerate(told):
+    for rank, (y, got_params, got_x) in enumerate(results):
         expected = (
             mesh.part(np.asarray(want), gives(mesh), rank),
             tensor.shard(want_params, specs, mesh, rank),
@@ -124,10 +124,10 @@ def test_vector_gradient_without_row_sum_is_wrong(monkeypatch: pytest.MonkeyPatc
         [{k: mesh.part(v, specs[k], r) for k, v in params.items()} for r in range(4)],
         hidden(mesh),
     )
-    told = on_ranks(call, mesh, lambda r: (cut[r], mesh.part(x, rows, r), mesh.part(g, rows, r)))
+    results = on_ranks(call, mesh, lambda r: (cut[r], mesh.part(x, rows, r), mesh.part(g, rows, r)))
     for name in specs:
         got, right = (
-            [t[name] for t in told],
+            [t[name] for t in results],
             [mesh.part(np.asarray(want[name]), ("col",), r) for r in range(4)],
         )
         assert not any(
@@ -157,14 +157,14 @@ def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
     layer = tensor.LayerNorm(mesh)
     specs = tensor.partition(layer, x)
     params = {"scale": np.ones(FEATURES, np.float32), "bias": np.zeros(FEATURES, np.float32)}
-    told = on_ranks(
+    results = on_ranks(
         lambda p, x: layer.apply({"params": p}, x),
         mesh,
         lambda r: (tensor.shard(params, specs, mesh, r), mesh.part(x, hidden(mesh), r)),
     )
     wide = x.astype(np.float64)
     want = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
-    for rank, got in enumerate(told):
+    for rank, got in enumerate(results):
         np.testing.assert_allclose(got, mesh.part(want, hidden(mesh), rank), atol=2e-2)
     one_pass = (x**2).mean(-1) - x.mean(-1) ** 2
     assert not np.allclose(one_pass, wide.var(-1), rtol=0.5), (
@@ -234,17 +234,17 @@ class PlainTransformer(nn.Module):
 
 def in_plain_names(params: Any) -> Any:
     """Renames the tree of `Transformer` to the names in `PlainTransformer`."""
-    told = {name: {"embedding": table} for name, table in params["embedding"].items()}
+    renamed = {name: {"embedding": table} for name, table in params["embedding"].items()}
     for name, part in params.items():
         if name.startswith("block_"):
             block = {**part, **part["mlp"]}
             del block["mlp"]
-            told |= {
+            renamed |= {
                 f"{layer}{name.removeprefix('block')}": value for layer, value in block.items()
             }
         elif name != "embedding":
-            told[name] = part
-    return told
+            renamed[name] = part
+    return renamed
 
 
 @pytest.mark.integration
@@ -299,7 +299,7 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
             x, labels, mesh, weights if weighted else None
         )
 
-    told = on_ranks(
+    results = on_ranks(
         call,
         mesh,
         lambda r: (
@@ -308,12 +308,12 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
             mesh.part(weights, rows, r),
         ),
     )
-    for rank, (loss, gradient) in enumerate(told):
+    for rank, (loss, gradient) in enumerate(results):
         np.testing.assert_allclose(loss, want, rtol=1e-5)
         np.testing.assert_allclose(
             gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7
         )
-    assert len({float(loss) for loss, _ in told}) == 1, "the same bits on every rank"
+    assert len({float(loss) for loss, _ in results}) == 1, "the same bits on every rank"
 
 
 @pytest.mark.mostly_integration("1-D on 4-nan", "1-D on 4-inf")
@@ -333,7 +333,7 @@ def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> 
 
     want, want_gradient = jax.value_and_grad(serial)(clean)
     cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)
-    told = on_ranks(
+    results = on_ranks(
         lambda x, labels, weights: jax.value_and_grad(tensor.cross_entropy)(
             x, labels, mesh, weights
         ),
@@ -344,7 +344,7 @@ def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> 
             mesh.part(weights, rows, r),
         ),
     )
-    for rank, (loss, gradient) in enumerate(told):
+    for rank, (loss, gradient) in enumerate(results):
         np.testing.assert_allclose(loss, want, rtol=1e-5)
         np.testing.assert_allclose(
             gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7
@@ -361,8 +361,8 @@ def test_cross_entropy_of_the_tokens_that_count() -> None:
     )
     assert float(loss) == pytest.approx(2.7233, abs=1e-4)
     assert not gradient[1].any() and np.isfinite(of_weights).all()
-    # Leaving out a token is no reason to change the derivative in its weight, which exists for
-    # finite logits.
+    # The second token has weight 0, so it doesn't affect the loss. The derivative with respect to
+    # its weight still exists if its logits are finite, and mustn't be replaced by zero.
     loss, (_, of_weights) = call(
         logits.at[1, 2].set(0), jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1])
     )
@@ -378,12 +378,12 @@ def test_cross_entropy_of_a_label_out_of_range_is_nan(mesh: Mesh, label: int) ->
     logits, labels = normal(ROWS, LENGTH, FEATURES), np.zeros((ROWS, LENGTH), np.int32)
     labels[:, 2] = label
     cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)
-    told = on_ranks(
+    results = on_ranks(
         lambda x, labels: jax.value_and_grad(tensor.cross_entropy)(x, labels, mesh),
         mesh,
         lambda r: (mesh.part(logits, cut, r), mesh.part(labels, rows, r)),
     )
-    for loss, gradient in told:
+    for loss, gradient in results:
         assert (
             np.isnan(loss) and np.isnan(gradient[:, 2]).all() and np.isfinite(gradient[:, :2]).all()
         )
@@ -399,7 +399,7 @@ def test_embedding_of_a_token_out_of_range_is_nan(mesh: Mesh, token: int) -> Non
     serial = tensor.Embedding(VOCABULARY, FEATURES, LENGTH)
     params = jax.tree.map(np.asarray, tensor.init(serial, jax.random.key(0), jnp.asarray(tokens)))
     specs = tensor.partition(layer, jnp.asarray(tokens))
-    told = on_ranks(
+    results = on_ranks(
         lambda params, tokens: layer.apply({"params": params}, tokens),
         mesh,
         lambda r: (
@@ -407,5 +407,5 @@ def test_embedding_of_a_token_out_of_range_is_nan(mesh: Mesh, token: int) -> Non
             mesh.part(tokens, (mesh.batch or None,), r),
         ),
     )
-    for x in told:
+    for x in results:
         assert np.isnan(x[:, 1]).all() and np.isfinite(x[:, [0, *range(2, LENGTH)]]).all()

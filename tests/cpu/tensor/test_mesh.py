@@ -157,11 +157,11 @@ def test_a_dimension_that_is_cut_over_two_axes() -> None:
     mesh = Mesh(side=2, depth=2)
     rows, whole = PartitionSpec(mesh.batch), np.arange(16, dtype=np.float32).reshape(8, 2)
     parts = [(tensor.shard(whole, rows, mesh, rank),) for rank in range(mesh.ranks)]
-    for told in over_ranks(lambda part: tensor.gather(part, rows, mesh), mesh.axes)(parts):
-        np.testing.assert_array_equal(told, whole)
+    for gathered in over_ranks(lambda part: tensor.gather(part, rows, mesh), mesh.axes)(parts):
+        np.testing.assert_array_equal(gathered, whole)
     every = over_ranks(lambda x: mesh.here(x, tuple(rows)), mesh.axes)([(whole,)] * mesh.ranks)
-    for (part,), told in zip(parts, every, strict=True):
-        np.testing.assert_array_equal(told, part)
+    for (part,), gathered in zip(parts, every, strict=True):
+        np.testing.assert_array_equal(gathered, part)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_labels_that_are_not_cut_like_the_batch() -> None:
 
 def spread(parts: list[Any], specs: Any, mesh: Mesh) -> Any:
     """Returns `replica_spread` of all ranks' parts, checked to be identical across ranks."""
-    told = on_ranks(lambda p: tensor.replica_spread(p, specs, mesh), mesh, lambda r: (parts[r],))
-    for other in told:
-        jax.tree.map(np.testing.assert_array_equal, told[0], other)
-    return told[0]
+    on_all = on_ranks(lambda p: tensor.replica_spread(p, specs, mesh), mesh, lambda r: (parts[r],))
+    for other in on_all:
+        jax.tree.map(np.testing.assert_array_equal, on_all[0], other)
+    return on_all[0]
 
 
 @pytest.mark.integration
@@ -355,13 +355,13 @@ def test_specs_of_masked_optimizers(tx: optax.GradientTransformation) -> None:
     )
     whole = {"kernel": np.arange(8, dtype=np.float32).reshape(2, 4), "bias": np.ones(4, np.float32)}
     states = [tx.init(tensor.shard(whole, specs, mesh, rank)) for rank in range(4)]
-    state, told = tx.init(whole), tensor.state_specs(tx, whole, specs)
-    assert jax.tree.structure(told) == jax.tree.structure(state)
+    state, layout = tx.init(whole), tensor.state_specs(tx, whole, specs)
+    assert jax.tree.structure(layout) == jax.tree.structure(state)
     for rank, held in enumerate(states):
-        got = tensor.shard(state, told, mesh, rank)
+        got = tensor.shard(state, layout, mesh, rank)
         assert jax.tree.structure(got) == jax.tree.structure(held)
         jax.tree.map(np.testing.assert_array_equal, got, held)
-    assert jax.tree.structure(tensor.unshard(states, told, mesh)) == jax.tree.structure(state)
+    assert jax.tree.structure(tensor.unshard(states, layout, mesh)) == jax.tree.structure(state)
 
 
 def test_other_bad_arguments() -> None:

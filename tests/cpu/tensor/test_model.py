@@ -44,11 +44,11 @@ MORE = [pytest.param("1-D on 4", marks=pytest.mark.exhaustive)]
 def serial() -> tuple[Any, list[Any]]:
     """Returns the serial model's state and metrics, without any axis bound."""
     training = Training(Mesh(), layers=1)
-    state, told, step = training.state(), [], jax.jit(training.step)
+    state, logged, step = training.state(), [], jax.jit(training.step)
     for n in range(STEPS):
         state, metrics = step(state, batch(n))
-        told.append(metrics)
-    return jax.tree.map(np.asarray, state), told
+        logged.append(metrics)
+    return jax.tree.map(np.asarray, state), logged
 
 
 @cache
@@ -60,9 +60,9 @@ def trained(name: str) -> tuple[Training, list[Any], list[Any]]:
 @pytest.mark.integration
 @EVERY
 def test_ten_steps_end_in_the_serial_state(name: str) -> None:
-    training, states, told = trained(name)
-    (want, _), serial_told = serial()
-    for n, (metrics, expected) in enumerate(zip(told, serial_told, strict=True)):
+    training, states, logged = trained(name)
+    (want, _), serial_logged = serial()
+    for n, (metrics, expected) in enumerate(zip(logged, serial_logged, strict=True)):
         for rank, m in enumerate(metrics):
             np.testing.assert_allclose(
                 m["loss"], expected["loss"], rtol=2e-5, err_msg=f"step {n}, rank {rank}"
@@ -72,7 +72,7 @@ def test_ten_steps_end_in_the_serial_state(name: str) -> None:
             )
     got = tensor.unshard([params for params, _ in states], training.specs, training.mesh)
     close(got, want, 2e-4)
-    assert serial_told[0]["norm"] > 0.5, "the clipping did something"
+    assert serial_logged[0]["norm"] > 0.5, "the clipping did something"
 
 
 @pytest.mark.integration
@@ -100,10 +100,10 @@ def test_gradients_with_remat_blocks_and_untied_head(name: str) -> None:
     mesh, options = MESHES[name], {"tied": False, "remat": True}
     plain, cut = Training(Mesh(), **options), Training(mesh, **options)
     want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-    told = on_ranks(
+    results = on_ranks(
         cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
     )
-    for rank, (loss, gradients) in enumerate(told):
+    for rank, (loss, gradients) in enumerate(results):
         np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
         close(gradients, tensor.shard(want, cut.specs, mesh, rank), 2e-5, f"rank {rank}: ")
 
@@ -117,10 +117,10 @@ def test_float64_agrees_to_rounding(name: str) -> None:
     with jax.enable_x64(True):
         plain, cut = Training(Mesh(), **wide), Training(mesh, **wide)
         want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-        told = on_ranks(
+        results = on_ranks(
             cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
         )
-        for rank, (loss, gradients) in enumerate(told):
+        for rank, (loss, gradients) in enumerate(results):
             np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
             close(gradients, tensor.shard(want, cut.specs, mesh, rank), 1e-11, f"rank {rank}: ")
 
@@ -132,10 +132,10 @@ def test_bfloat16_follows_the_serial_model(name: str, kept: Any) -> None:
     mesh, half = MESHES[name], {"dtype": jnp.bfloat16, "param_dtype": kept, "layers": 1}
     plain, cut = Training(Mesh(), **half), Training(mesh, **half)
     want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-    told = on_ranks(
+    results = on_ranks(
         cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
     )
-    for rank, (loss, gradients) in enumerate(told):
+    for rank, (loss, gradients) in enumerate(results):
         assert loss.dtype == jnp.float32 and all(
             g.dtype == kept for g in jax.tree.leaves(gradients)
         )
@@ -152,12 +152,12 @@ def test_bfloat16_follows_the_serial_model(name: str, kept: Any) -> None:
 def test_gathered_params_are_the_serial_tree() -> None:
     training, states, _ = trained("[2,2,2]")
     want = tensor.unshard([p for p, _ in states], training.specs, training.mesh)
-    told = on_ranks(
+    results = on_ranks(
         lambda p: tensor.gather(p, training.specs, training.mesh),
         training.mesh,
         lambda r: (states[r][0],),
     )
-    for got in told:
+    for got in results:
         assert all(
             x.tobytes() == y.tobytes()
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
@@ -180,8 +180,8 @@ def test_init_inside_a_step_gives_the_serial_shards(name: str) -> None:
             lambda box: box.unbox(), variables["params"], is_leaf=lambda x: hasattr(x, "unbox")
         )
 
-    told = on_ranks(start, mesh, lambda r: (np.zeros((1, LENGTH), np.int32),))
-    for rank, got in enumerate(told):
+    results = on_ranks(start, mesh, lambda r: (np.zeros((1, LENGTH), np.int32),))
+    for rank, got in enumerate(results):
         expected = tensor.shard(whole, cut.specs, mesh, rank)
         close(got, expected, 1e-6, f"rank {rank}: ")
     last = tensor.init(cut.model, jax.random.key(3), cut.example, mesh.ranks - 1)
@@ -220,12 +220,12 @@ def test_initialising_never_holds_the_serial_model(
 def test_the_norm_counts_every_element_once() -> None:
     training = Training(Mesh(side=2, depth=2))
     want = optax.tree.norm(Training(Mesh()).params())
-    told = on_ranks(
+    results = on_ranks(
         lambda p: tensor.global_norm(p, training.specs, training.mesh),
         training.mesh,
         lambda r: (training.params(r),),
     )
-    np.testing.assert_allclose(told, float(want), rtol=1e-6)
+    np.testing.assert_allclose(results, float(want), rtol=1e-6)
 
 
 SHARD_MAP = """
@@ -293,7 +293,6 @@ def test_shard_map_gives_the_same_gradients(
 
 @pytest.mark.exhaustive
 def test_checked_shard_map_on_ranks_is_the_plain_step() -> None:
-    """A checked `shard_map` on ranks equals the plain step."""
     mesh = Mesh(tensor=2)
     training = Training(mesh, layers=1)
     args = [(training.state(rank), mesh.local_batch(batch(0), rank)) for rank in range(mesh.ranks)]
@@ -303,6 +302,8 @@ def test_checked_shard_map_on_ranks_is_the_plain_step() -> None:
         training.step, mesh=devices, in_specs=(specs, P()), out_specs=(specs, P()), check_vma=True
     )
     traced = trace(step, args[0], axes=mesh.axes, wire=LocalRanks())
-    told = run_program(stages.cut(traced), [jax.tree.leaves(a) for a in args])
-    for got, want in zip(told, on_ranks(training.step, mesh, lambda rank: args[rank]), strict=True):
+    results = run_program(stages.cut(traced), [jax.tree.leaves(a) for a in args])
+    for got, want in zip(
+        results, on_ranks(training.step, mesh, lambda rank: args[rank]), strict=True
+    ):
         close(jax.tree.unflatten(traced.out_tree, got), want, 2e-4)

@@ -41,12 +41,12 @@ def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
         made = [tensor.clip_by_global_norm(bound, specs, mesh) for bound in bounds]
         return [tx.update(part, tx.init(part))[0] for tx in made]
 
-    told = on_ranks(clipped, mesh, lambda rank: (parts[rank],))
+    results = on_ranks(clipped, mesh, lambda rank: (parts[rank],))
     for n, bound in enumerate(bounds):
         tx = optax.clip_by_global_norm(bound)
         want, _ = tx.update(gradients, tx.init(gradients))
-        close(tensor.unshard([each[n] for each in told], specs, mesh), want, 1e-6, f"{bound}: ")
-    jax.tree.map(np.testing.assert_array_equal, [each[1] for each in told], parts)
+        close(tensor.unshard([each[n] for each in results], specs, mesh), want, 1e-6, f"{bound}: ")
+    jax.tree.map(np.testing.assert_array_equal, [each[1] for each in results], parts)
 
 
 @pytest.mark.mostly_integration("1-D-nan")
@@ -66,13 +66,13 @@ def test_nonfinite_value_on_one_rank_is_seen_on_all(mesh: Mesh, strange: float) 
     for value in (0.5, strange):
         whole = {"cut": np.full(4, 0.5, np.float32), "held": np.full(2, 0.5, np.float32)}
         whole["cut"][-1] = value  # held by one rank, or by one column
-        told = on_ranks(
+        results = on_ranks(
             step, mesh, lambda rank, whole=whole: (tensor.shard(whole, specs, mesh, rank),)
         )
         skipped = int(not np.isfinite(value))
-        assert [int(count) for _, count in told] == [skipped] * mesh.ranks
-        for updates, _ in told:
-            np.testing.assert_array_equal(updates["held"], told[0][0]["held"])
+        assert [int(count) for _, count in results] == [skipped] * mesh.ranks
+        for updates, _ in results:
+            np.testing.assert_array_equal(updates["held"], results[0][0]["held"])
             assert bool(np.all(updates["held"] == 0)) == bool(skipped)
 
 
@@ -86,10 +86,10 @@ def test_what_a_mask_leaves_out_is_not_clipped() -> None:
         tx = optax.masked(tensor.clip_by_global_norm(1.0, specs, mesh), mask)
         return tx.update(part, tx.init(part))[0]
 
-    told = on_ranks(clipped, mesh, lambda rank: (tensor.shard(gradients, specs, mesh, rank),))
+    results = on_ranks(clipped, mesh, lambda rank: (tensor.shard(gradients, specs, mesh, rank),))
     plain = optax.masked(optax.clip_by_global_norm(1.0), mask)
     want, _ = plain.update(gradients, plain.init(gradients))
-    close(tensor.unshard(told, specs, mesh), want, 1e-6)
+    close(tensor.unshard(results, specs, mesh), want, 1e-6)
     norms = on_ranks(lambda x: tensor.global_norm({"cut": x, "held": None}, specs, mesh), mesh,
                      lambda rank: (tensor.shard(gradients, specs, mesh, rank)["cut"],))  # fmt: skip
     np.testing.assert_allclose(norms, np.sqrt(30), rtol=1e-6)

@@ -63,12 +63,12 @@ def test_product_and_both_gradients_equal_serial_ones(name: str, mesh: Mesh) -> 
         return c, *pull(g)
 
     want = serial(a.astype(np.float64), b), *_gradients(name, a.astype(np.float64), b, g)
-    told = on_ranks(
+    results = on_ranks(
         call,
         mesh,
         lambda r: [mesh.part(x, s, r) for x, s in zip((a, b, g), (*specs, out), strict=True)],
     )
-    for rank, got in enumerate(told):
+    for rank, got in enumerate(results):
         for x, y, spec in zip(got, want, (out, *specs), strict=True):
             np.testing.assert_allclose(
                 x, mesh.part(y, spec, rank), rtol=1e-5, atol=1e-5, err_msg=f"rank {rank}"
@@ -90,7 +90,7 @@ def test_weight_gradient_without_depth_sum_is_wrong(mesh: Mesh) -> None:
         return jax.vjp(lambda b: ab(a, b, mesh.row, mesh.col), b)[1](g)[0]
 
     rows = activations(mesh)
-    told = on_ranks(
+    results = on_ranks(
         call,
         mesh,
         lambda r: (
@@ -100,9 +100,9 @@ def test_weight_gradient_without_depth_sum_is_wrong(mesh: Mesh) -> None:
         ),
     )
     want = [mesh.part(a.T @ g, mesh.spec("column"), r) for r in range(mesh.ranks)]
-    right = [np.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(told, want, strict=True)]
+    right = [np.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(results, want, strict=True)]
     assert all(right) if mesh.depth == 1 else not any(right)
-    layers = np.asarray(told).reshape(mesh.depth, mesh.side**2, *told[0].shape)
+    layers = np.asarray(results).reshape(mesh.depth, mesh.side**2, *results[0].shape)
     np.testing.assert_allclose(
         layers.sum(0), np.asarray(want[: mesh.side**2]), rtol=1e-4, atol=1e-4
     )
@@ -169,10 +169,10 @@ def test_derivatives_of_derivatives() -> None:
         )
 
     want = jax.grad(lambda b: penalty(jnp.matmul, lambda x: x, a, b))(b)
-    told = on_ranks(
+    results = on_ranks(
         call, mesh, lambda r: (mesh.part(a, activations(mesh), r), mesh.part(b, ("row", "col"), r))
     )
-    for rank, got in enumerate(told):
+    for rank, got in enumerate(results):
         np.testing.assert_allclose(
             got, mesh.part(np.asarray(want), ("row", "col"), rank), rtol=1e-3, atol=1e-3
         )

@@ -46,8 +46,6 @@ def test_kernel_accepts_slices_and_changes_only_those():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
 def test_explicitly_scheduled_thread_is_left_alone():
-    """A thread whose scheduling was set explicitly is left alone."""
-
     def work():
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         return sched_slice.ask_for_short_slices(), os.sched_getscheduler(0)

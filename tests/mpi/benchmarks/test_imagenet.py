@@ -71,8 +71,8 @@ def test_by_mpirun_with_a_data_set(
         "--evaluate-every": 2,
         "--emulate-link": "500mbit",
     }
-    words = ["--smoke", *(str(word) for pair in options.items() for word in pair)]
-    done = mpirun(2, str(BENCHMARK), *words, timeout=900, env=quick_compiler).check()
+    arguments = ["--smoke", *(str(word) for pair in options.items() for word in pair)]
+    done = mpirun(2, str(BENCHMARK), *arguments, timeout=900, env=quick_compiler).check()
     result = json.loads((tmp_path / "out.json").read_text())
     check(result)
     assert "speedup" not in result

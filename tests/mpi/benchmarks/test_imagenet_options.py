@@ -99,8 +99,8 @@ def test_one_rank_has_no_link(
 
     def run(line: list[str], environ: dict[str, str]) -> None:
         lines.append(line)
-        told = {"question": "", "command": [], "versions": {}, "machine": {}, "ranks": 1}
-        Path(line[line.index("--json") + 1]).write_text(json.dumps(told))
+        kept = {"question": "", "command": [], "versions": {}, "machine": {}, "ranks": 1}
+        Path(line[line.index("--json") + 1]).write_text(json.dumps(kept))
 
     monkeypatch.setattr(launch, "find_mpirun", lambda: launch.Mpirun(path="mpirun", vendor="mpich"))
     monkeypatch.setattr(benchmark, "run", run)
@@ -113,7 +113,7 @@ def test_one_rank_has_no_link(
 
 RANK = "import os, signal; print('up', os.getpid(), flush=True); signal.pause()"
 
-TOLD = f"""
+LAUNCHES_STAND_IN = f"""
 import sys
 from argparse import Namespace
 from jaxcross.commands import launch
@@ -149,7 +149,7 @@ def test_terminated_benchmark_leaves_nothing_behind(words: str, tmp_path: Path) 
         "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path]),
         "TMPDIR": str(tmp_path),
     }
-    line = [sys.executable, "-c", TOLD + words]
+    line = [sys.executable, "-c", LAUNCHES_STAND_IN + words]
     up: list[int] = []
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ) as benchmark:
         assert benchmark.stdout is not None

@@ -8,8 +8,8 @@ pytestmark = pytest.mark.usefixtures("lab")
 @pytest.mark.exhaustive
 def test_plan(smoke, tmp_path):
     picture = tmp_path / "plan.png"
-    words = ("--only", "equal,unequal", "--cases", "two,unequal shares", "--rates", "500")
-    result = smoke("plan.py", *words, "--png", str(picture))
+    options = ("--only", "equal,unequal", "--cases", "two,unequal shares", "--rates", "500")
+    result = smoke("plan.py", *options, "--png", str(picture))
     assert picture.stat().st_size > 10_000
     two, shares = result["rows"]
     assert (two["case"], shares["case"]) == ("two", "unequal shares")

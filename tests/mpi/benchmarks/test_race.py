@@ -75,8 +75,8 @@ def test_race_of_one_job(smoke):
 @pytest.mark.exhaustive
 def test_race_of_unlike_jobs(smoke):
     names = ["crossover", "crossover-cut", "crossover-shares", "crossover-shares-bf16"]
-    words = ("--cases", "mixed", "--rivals", ",".join(names), "--patience", "600")
-    result = smoke("race.py", *words)
+    arguments = ("--cases", "mixed", "--rivals", ",".join(names), "--patience", "600")
+    result = smoke("race.py", *arguments)
     assert [row["rival"] for row in result["rows"]] == names
     for row in result["rows"]:
         (raw,) = row["raw"]

@@ -86,8 +86,8 @@ def same(a, b):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-told = []
-logging.getLogger("jaxcross").addFilter(lambda record: told.append(record.getMessage()) or True)
+logged = []
+logging.getLogger("jaxcross").addFilter(lambda record: logged.append(record.getMessage()) or True)
 
 TXS = {name: tx for name, (tx, _) in WAYS.items()}
 TXS["top_k"] = accumulate(
@@ -117,8 +117,8 @@ assert all(same(together[name], alone[name]) for name in TXS), "crossover is sol
 # Each step was compiled once. Compiling `MultiSteps` again logs the notice again, hence two.
 STEPS_OF["MultiSteps"] = jaxcross.crossover(make(TXS["MultiSteps"]), axes="batch")
 run("MultiSteps")
-notices = [text for text in told if "`jaxcross.exchange.accumulate(optimizer, every=k)`" in text]
-assert len(notices) == 2 and len(set(notices)) == 1, told
+notices = [text for text in logged if "`jaxcross.exchange.accumulate(optimizer, every=k)`" in text]
+assert len(notices) == 2 and len(set(notices)) == 1, logged
 assert (
     "in every mini-step of `optax.MultiSteps`, at " in notices[0]
     and "(make.<locals>.train_step)" in notices[0]

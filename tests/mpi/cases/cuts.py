@@ -27,7 +27,7 @@ X = np.linspace(0.0, 1.0 + RANK, 12, dtype=np.float32).reshape(4, 3)
 DIVIDED = " into segments differently, by number in each:\n    rank 0: "
 
 
-def next_to_an_accelerator(rank: int) -> Any:
+def alongside_an_accelerator(rank: int) -> Any:
     """Makes that rank cut steps as if it had an accelerator."""
     if rank != RANK:
         return nullcontext()
@@ -108,7 +108,7 @@ def refused(make_step: Callable[[], Any], *args: Any) -> None:
 def kinds_that_cut_differently() -> None:
     """Adasum stays on the host if there's an accelerator, and is several segments otherwise."""
     for rank in (0, 1):
-        with next_to_an_accelerator(rank):
+        with alongside_an_accelerator(rank):
             refused(lambda: jaxcross.crossover(adasum, axes="batch"), [X, X[0]])
     assert not alone(jaxcross.crossover(adasum, axes="batch"), [X, X[0]])
 
@@ -117,7 +117,7 @@ def kinds_that_cut_alike() -> None:
     """Ranks may pack matching exchanges differently without changing any bit of the result."""
     state = [jnp.asarray(X[0] * n) for n in range(1, 5)]
     expected = jaxcross.crossover(means, axes="batch", cut=2)(state)
-    with next_to_an_accelerator(1):
+    with alongside_an_accelerator(1):
         step = jaxcross.crossover(means, axes="batch", cut=2)
         got = step(state)
     for a, b in zip(got, expected, strict=True):

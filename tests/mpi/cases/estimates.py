@@ -58,8 +58,8 @@ def the_same_on_every_rank():
     step, state = make_step(), fresh()
     found = jaxcross.estimate(step, state, X, mbps=1, memory=10**9)
     assert len(set(WORLD.control.allgather_text(json.dumps(found.as_dict())))) == 1
-    # Each rank receives 2(P - 1)/P of the 4 bytes per parameter, and the emulated link makes the
-    # exchange last at least as long as that takes.
+    # In an all-reduce over P ranks, a rank receives 2(P - 1)/P times the gradients' bytes. The
+    # emulated link of 1 Mbit/s delays the exchange for at least as long as it takes to send these.
     nbytes = 4 * (3 * 200 + 200 * 150)
     assert abs(found.cost.wire_bytes - 2 * (P - 1) / P * nbytes) < 8
     assert found.cost.exchange_s >= 8e-6 * found.cost.wire_bytes
@@ -91,16 +91,16 @@ def a_profile_in_place_of_a_measurement():
         == first.whole.memory
     )
     other = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P)
-    for refused, words in (
+    for refused, reason in (
         (other, "of another step"),
         (replace(first.whole, ranks=P + 1), f"and `train_step` runs on {P}"),
     ):
         text = raised(
             lambda given=refused: jaxcross.estimate(make_step(), fresh(), X, profiles=given)
         )
-        assert text.startswith("CutError: The profile") and words in text, text
+        assert text.startswith("CutError: The profile") and reason in text, text
         text = raised(lambda given=refused: make_step(cut=cut(given))(fresh(), X))
-        assert text.startswith("CutError: The profile") and words in text, text
+        assert text.startswith("CutError: The profile") and reason in text, text
     mine = first.whole if RANK else other
     text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, profiles=mine))
     assert (

@@ -47,13 +47,13 @@ def oracles(rows):
     mine = {}
     for row in rows[rank::size]:
         tx = row.made(size)
-        oracle, carries, told = over_ranks(step_of(tx), row.axes(size)), [start(tx)] * size, []
+        oracle, carries, received = over_ranks(step_of(tx), row.axes(size)), [start(tx)] * size, []
         for n in range(row.steps):
             results = oracle([(carry, gradients(r, n)) for r, carry in enumerate(carries)])
             carries = [carry for carry, _ in results]
-            told.append([[np.asarray(x) for x in jax.tree.leaves(r)] for r in results])
-        mine[row.name] = told
-    return {name: told for part in everyone.allgather(mine) for name, told in part.items()}
+            received.append([[np.asarray(x) for x in jax.tree.leaves(r)] for r in results])
+        mine[row.name] = received
+    return {name: received for part in everyone.allgather(mine) for name, received in part.items()}
 
 
 def close(got, expected, rtol, what):
@@ -202,8 +202,8 @@ def kept(rows):
 def refused():
     """Every rank refuses what three ranks can't run, and the world still works afterwards."""
     params = {"w": jnp.full((4, 4), float(rank))}
-    found, told = [], 0
-    for tx, words in (
+    found, refusals = [], 0
+    for tx, message in (
         (
             exchange.gtop_k(0.5, "batch"),
             "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two",
@@ -238,10 +238,10 @@ def refused():
         try:
             jaxcross.crossover(tx.update, axes="batch")(params, tx.init(params), params)
         except (ValueError, jaxcross.CutError) as error:
-            told += 1
-            if words not in str(error):
-                found.append(f"`{words}` is not in: {error}")
-    print(f"rank {rank}: {told} refused", flush=True)
+            refusals += 1
+            if message not in str(error):
+                found.append(f"`{message}` is not in: {error}")
+    print(f"rank {rank}: {refusals} refused", flush=True)
     mean = exchange.mean("batch")
     (w,) = jaxcross.crossover(mean.update, axes="batch")(params, mean.init(params))[0].values()
     return found if (w == 1).all() else [*found, f"after errors the mean of 0, 1 and 2 is {w}"]
@@ -255,7 +255,7 @@ if size == 3:
 UNLIKE = ("power_sgd", "local_sgd")
 failures = refused() if size == 3 else []
 chosen = [row for row in TABLE if row.worlds(size) and (len(sys.argv) == 1 or row.name in sys.argv)]
-told, members = oracles(chosen), {}
+oracles_of, members = oracles(chosen), {}
 for row in chosen:
     print(f"rank {rank}: {row.name}", file=sys.stderr, flush=True)
     tx = row.made(size)
@@ -268,12 +268,12 @@ for row in chosen:
             failures += formula(row, step, carry, n) if shift == 0 else []
             carry, updates = step(carry, gradients(rank, n + shift))
             if shift == 0:
-                # Updates that move parameters to their mean are differences, so they have the
-                # parameters' rounding errors. For these rows, compare only the parameters and the
-                # state.
+                # Some exchanges move the parameters to the mean over the ranks. Their update is a
+                # small difference of large numbers, so it has the rounding errors of the
+                # parameters. For these rows, we compare only the parameters and the state.
                 got = (carry, updates) if row.kind == "gradient" else (carry,)
                 failures += close(
-                    got, told[row.name][n][rank][: len(jax.tree.leaves(got))], row.rtol, what
+                    got, oracles_of[row.name][n][rank][: len(jax.tree.leaves(got))], row.rtol, what
                 )
             equal = (carry[0] if row.identical else (), row.shared(carry[1]))
             if len(set(everyone.allgather(digest(equal)))) > 1:

@@ -1,8 +1,9 @@
 """Every rank: keeps all results of 50 steps, and compares them with copies at the end.
 
-The arrays are large enough for arenas. Two jobs alternate. Both donate their states, skip steps
-whose gradients aren't finite, and are saved while they run; `delayed` exchanges during the next
-step's computation.
+The results must never change, although MPI reuses its receive buffers; the arrays are large enough
+to be received into such buffers (arenas). Two jobs alternate, both of which donate their states,
+skip steps whose gradients aren't finite, and save checkpoints while they run. The exchanges of the
+job `delayed` also run during the computation of its next step.
 """
 
 import sys
@@ -26,8 +27,8 @@ def make(tx):
     def step(w, opt, x):
         loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
         updates, opt = tx.update(grads, opt, w)
-        # A gathered array is MPI's receive buffer itself. Small sums share a message, so their
-        # results are copied out of its buffer.
+        # The result of an all-gather is MPI's receive buffer itself. Small sums are sent together
+        # in one message, so their results are copied out of that message's buffer.
         every, total = jax.lax.all_gather(grads, "batch"), jax.lax.psum(grads, "batch")
         seen = {"loss": jax.lax.pmean(loss, "batch"), "every": every, "total": total, "more": w + 1}
         return optax.apply_updates(w, updates), opt, seen

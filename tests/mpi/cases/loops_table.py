@@ -1,7 +1,7 @@
 """Loops that exchange, and whose number of iterations differs between ranks.
 
-Runs every row of the table on this run's ranks and compares it with `vmap`, compares two jobs in
-crossover with each job alone, and checks what happens if a rank fails.
+We run every row of the table on these ranks and compare it with `vmap`. We also compare two jobs in
+crossover with each of them alone, and check what happens if a rank fails.
 
 Prints `passed NAME` for each case on rank 0. The command line names cases, or rows of the table for
 `rows`.
@@ -112,17 +112,17 @@ def crossover_equals_alone():
 def a_rank_that_fails_ends_the_loop_of_the_others():
     """The failed rank's zeros would keep the predicate true forever. The other job continues."""
 
-    def explode(x):
-        if RANK == P - 1 and explode.calls == 2:
-            raise ValueError("boom")
-        explode.calls += 1
+    def fails_in_third_call(x):
+        if RANK == P - 1 and fails_in_third_call.calls == 2:
+            raise ValueError("the callback failed")
+        fails_in_third_call.calls += 1
         return x
 
-    explode.calls = 0
+    fails_in_third_call.calls = 0
 
     @jaxcross.crossover(axes="batch")
     def step(x, limit):
-        x = jax.pure_callback(explode, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        x = jax.pure_callback(fails_in_third_call, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         return (
             lax.while_loop(lambda v: v.max() < limit, lambda v: v * 2 + 0 * lax.psum(v, "batch"), x)
             % 3
@@ -137,7 +137,7 @@ def a_rank_that_fails_ends_the_loop_of_the_others():
 
     runner = jaxcross.Runner(WORLD)
     bad, good = runner.add("bad", fails), runner.add("good", training)
-    with pytest.raises(jaxcross.JobError, match="boom"):
+    with pytest.raises(jaxcross.JobError, match="the callback failed"):
         runner.run()
     assert (bad.status, bad.step, good.status, good.step) == ("failed", 2, "ended", 12)
 

@@ -52,8 +52,10 @@ def alone():
 
 
 def into_a_list():
-    """Every origin and every use moves to a different place, but no exchange of one rank has both
-    its origin and its use in common with one of another rank.
+    """Ranks can't match up their exchanges if both the origins and the uses change with the order.
+
+    Here each rank puts the results into a list or tuple in its own order. So no exchange of one
+    rank has both its origin and its use in common with an exchange of another rank.
     """
     for made in (list, tuple):
 
@@ -259,8 +261,10 @@ def mpi4jax_calls_from_rank_to_rank():
 
 
 def batches_of_each_rank():
-    """One rank's batch has one row, another's loop has a different length, and another's last batch
-    is short. There is neither an error nor a deadlock.
+    """Ranks may have different batches, as long as they exchange the same arrays.
+
+    One rank's batch has a single row, another rank's loop has a different length, and another
+    rank's last batch is short. This causes neither an error nor a deadlock.
     """
 
     @jaxcross.crossover(axes="x")

@@ -1,7 +1,8 @@
 """A job of a run that is restarted: `relaunch.py FOLDER STRATEGY`. Files in FOLDER make it fail.
 
-A file `kill-<rank>-<step>` kills that rank before that step, once. `hold-<step>` makes all ranks
-wait there until the file is gone, and they create `holds` meanwhile. `raise-<step>` raises.
+If there's a file `kill-<rank>-<step>`, that rank is killed before that step, but only once. If
+there's a file `hold-<step>`, all ranks create the file `holds` and wait before that step until the
+first file is deleted. A file `raise-<step>` makes the job raise an exception at that step.
 """
 
 import os

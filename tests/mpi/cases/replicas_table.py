@@ -339,7 +339,7 @@ def jobs_that_are_silent():
     )
 
 
-def checkpoints_compare_and_a_restart_goes_on(folder):
+def checkpoints_compare_and_a_restart_resumes(folder):
     for rate, name in ((1.0, "alike"), (1.0 + RANK, "apart")):
         runs = []
         for steps in (5, STEPS):
@@ -394,7 +394,7 @@ CASES = (
     statistics_of_a_rank_are_left_out_of_nnx_too,
     parts_of_a_model_raise_no_false_alarm,
     jobs_that_are_silent,
-    checkpoints_compare_and_a_restart_goes_on,
+    checkpoints_compare_and_a_restart_resumes,
     comparisons_change_no_bit,
     ranks_must_want_the_same_checks,
 )
@@ -402,6 +402,6 @@ CASES = (
 for case in CASES:
     if sys.argv[2:] and case.__name__ not in sys.argv[2:]:
         continue
-    case(*([sys.argv[1]] if case is checkpoints_compare_and_a_restart_goes_on else []))
+    case(*([sys.argv[1]] if case is checkpoints_compare_and_a_restart_resumes else []))
     if RANK == 0:
         print(f"passed {case.__name__}", flush=True)

@@ -1,5 +1,5 @@
-"""Every rank: the search for a cut, for a job that runs alone, resumes, is joined by another, or
-fails in a trial.
+"""Every rank: searches for a job's cut while it runs alone, after a restart, while another job
+joins, and with a trial that fails.
 """
 
 import dataclasses

@@ -20,7 +20,7 @@ def failure_of_one_job():
         state = job.restore(init(0.1))
         for batch in job.batches(data(6)):
             if job.step == 3 and WORLD.rank == last:
-                raise ValueError("boom")
+                raise ValueError("the loader failed")
             state, _ = step(state, batch)
             job.state = state
 
@@ -28,7 +28,8 @@ def failure_of_one_job():
     bad = runner.add("bad", fn)
     good = runner.add("good", train, {"step": step, "rate": 0.2, "n": 6})
     with pytest.raises(
-        JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."
+        JobError,
+        match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: the loader failed\.",
     ):
         runner.run()
     assert bad.step == 3
@@ -44,7 +45,7 @@ def failure_of_a_job_that_saves_nothing():
         state = job.restore(init(0.1))
         for batch in job.batches(data(6)):
             if job.step == 3 and WORLD.rank == last:
-                raise ValueError("boom")
+                raise ValueError("the loader failed")
             state, metrics = step(state, batch)
             job.log(metrics)
         return state
@@ -53,7 +54,8 @@ def failure_of_a_job_that_saves_nothing():
     bad = runner.add("bad", fn)
     good = runner.add("good", train, {"step": step, "rate": 0.2, "n": 6})
     with pytest.raises(
-        JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."
+        JobError,
+        match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: the loader failed\.",
     ):
         runner.run()
     assert bad.step == 3

@@ -156,7 +156,7 @@ def failure_of_a_worker():
             with ParameterServer(PARAMS, optax.sgd(0.01), staleness=staleness) as server:
                 for step in range(5):
                     if WORLD.rank == LAST and step == 3:
-                        raise ValueError("boom")
+                        raise ValueError("the worker failed")
                     server.push_pull(gradient(server.params, step))
 
         with pytest.raises(ValueError if WORLD.rank == LAST else ExchangeError) as raised:
@@ -164,7 +164,7 @@ def failure_of_a_worker():
         if WORLD.rank != LAST:
             assert str(raised.value).startswith(
                 f"The parameter server cannot continue: the worker of rank {LAST} failed after "
-                "step 3: ValueError: boom."
+                "step 3: ValueError: the worker failed."
             )
     train(staleness=0)  # nothing is left in flight
 
@@ -239,7 +239,7 @@ def failure_of_a_job_beside_another():
         with ParameterServer(PARAMS, optax.sgd(0.01), staleness=1) as server:
             for step in range(5):
                 if WORLD.rank == LAST and step == 3:
-                    raise ValueError("boom")
+                    raise ValueError("the worker failed")
                 server.push_pull(gradient(server.params, step))
 
     runner = Runner(WORLD)
@@ -248,7 +248,8 @@ def failure_of_a_job_beside_another():
     with pytest.raises(JobError) as error:
         runner.run()
     assert re.search(
-        rf"^Job `bad` failed on .*rank {LAST} (failed )?after step 3: ValueError: boom",
+        rf"^Job `bad` failed on .*rank {LAST} (failed )?after step 3: ValueError: the worker "
+        "failed",
         str(error.value),
     )
     same(good.state, train(staleness=0))

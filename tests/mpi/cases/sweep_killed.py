@@ -2,9 +2,10 @@
 
     sweep_killed.py FOLDER TRIALS RESULT [RANK COUNT]
 
-Rank RANK exits without a message when its trials have logged or saved COUNT times in total. Rank 0
-writes RESULT. The variable `METRIC` is `loss`, which the loop logs, or `eval/loss`, the result of
-an evaluation that also stops trials early.
+The rank RANK exits without a message once its trials have logged or saved COUNT times in total. If
+the sweep completes, rank 0 writes the file RESULT. The environment variable `METRIC` is either
+`loss`, which the training loop logs, or `eval/loss`, which is the result of an evaluation that also
+stops trials early.
 """
 
 import itertools

@@ -1,7 +1,8 @@
 """The model of `tensor_case` on meshes of four or eight ranks.
 
-Compares each mesh with the serial model, and two jobs in crossover with each job alone. On four
-ranks, also runs different jobs together: 1-D, 2-D, and one that averages gradients itself.
+We compare each mesh with the serial model, and two jobs in crossover with each of them alone. On
+four ranks, we also run different jobs together: a 1-D job, a 2-D job, and a data-parallel job that
+averages its gradients itself.
 
 Prints `rank R: tensor done` if all meshes hold. Every rank trains the serial model and cuts out its
 shards.
@@ -134,12 +135,12 @@ name = "[2,2,1]" if world.size == 4 else "[2,2,2]"
 half = Training(MESHES[name], dtype=jnp.bfloat16, **OPTIONS)
 call = jaxcross.crossover(half.loss_and_gradients, axes=half.mesh.axes)
 loss, grads = call(half.params(rank), half.mesh.local_batch(batch(0), rank))
-told = on_ranks(
+oracle = on_ranks(
     half.loss_and_gradients,
     half.mesh,
     lambda r: (half.params(r), half.mesh.local_batch(batch(0), r)),
 )
-want_loss, want_grads = told[rank]  # 16-bit sums are rounded in different places
+want_loss, want_grads = oracle[rank]  # 16-bit sums are rounded in different places
 np.testing.assert_allclose(loss, want_loss, rtol=1e-3)
 for (path, got), expected in zip(
     jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True

@@ -219,8 +219,9 @@ def large_arrays_are_not_copied():
     ], text
     text = jax.jit(function).lower(x).compile(AS_USERS_HAVE_IT).as_text()
     assert " copy(" not in text and "fusion" not in text, text
-    # For 16-bit floats, one pass widens, sums and rounds what was received. MPI has no such floats,
-    # so one pass before it converts floats to integers, and one after it converts them back.
+    # MPI has no 16-bit floats, so ranks exchange them as integers and do the sum themselves. There
+    # should be just three passes over memory: one converts the floats to integers, one widens, sums
+    # and rounds the received numbers, and one converts the result back to floats.
     narrow = jax.ShapeDtypeStruct((64, P * 1024), jnp.bfloat16)
     _, function = lowered(lambda x: lax.psum(x, "r"), narrow)
     assert [name for name, _ in messages(function, narrow)] == ["alltoall", "allgather"]
@@ -241,8 +242,9 @@ def small_sums_travel_together():
     a, b, c = counted + RANK, np.float32(RANK), np.full((4,), RANK, np.int32)
     large, narrow = np.full((1025, 1024), RANK, np.float32), np.full((5,), RANK + 1, jnp.bfloat16)
     _, function = lowered(step, a, b, c, large, narrow)
-    # The messages: a and b together, the large array, the integers, the 16-bit floats, which have
-    # their own path, and the sum that depends on the first one.
+    # We expect five messages: a and b are small and of the same type, so they share one. The large
+    # array, the integers, and the 16-bit floats, which are summed differently, each have their own.
+    # The last sum depends on the first one, so it can't be sent along with it.
     sizes = [x.size for _, x in messages(function, a, b, c, large, narrow)]
     assert sizes == [7, large.size, 4, 5, 6], sizes
     sums = call(function, a, b, c, large, narrow)

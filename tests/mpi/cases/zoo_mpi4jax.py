@@ -37,8 +37,9 @@ for cut in ("whole", 1, 2, 3):
 
 
 def talk(x):
-    # Rank 0's second message depends on what it received, and its third doesn't. If only data
-    # dependencies counted, the third could overtake the second.
+    # After receiving a message, rank 0 sends two. The first of these is computed from the received
+    # data, whereas the second one doesn't depend on it. If only data dependencies determined the
+    # order, the second one could be sent first.
     if rank == 0:
         got = mpi4jax.recv(jnp.zeros(6), source=1, tag=1, comm=comm)
         mpi4jax.send(jnp.sin(jnp.cumsum(got)), dest=1, tag=1, comm=comm)

@@ -3,8 +3,9 @@
 Compares each row with `vmap`, on up to two ranks with a single executable, and two jobs in
 crossover with each job alone.
 
-Prints `rank R: zoo done` if all rows hold, or all rows whose names start with an argument. Each
-row's oracle covers all ranks, so only one rank computes it.
+Arguments select the rows whose names start with one of them. If all of these rows are as expected,
+each rank prints `rank R: zoo done`. A row's oracle simulates all ranks, so only one rank computes
+it and sends it to the others.
 """
 
 import sys
@@ -134,13 +135,15 @@ def oracles(rows):
     mine = {}
     for row in [row for row in rows if row.vmap][rank::size]:
         function, state = row.build(size)
-        oracle, states, told = over_ranks(function, row.axes(size)), [state] * size, []
+        oracle, states, results = over_ranks(function, row.axes(size)), [state] * size, []
         for n in range(row.steps):
             results = oracle([(s, row.batch(r, n)) for r, s in enumerate(states)])
             states = [s for s, _ in results]
-            told.append([[plain(x) for x in jax.tree.leaves(r)] for r in results])
-        mine[row.name] = told
-    return {name: told for part in MPI.COMM_WORLD.allgather(mine) for name, told in part.items()}
+            results.append([[plain(x) for x in jax.tree.leaves(r)] for r in results])
+        mine[row.name] = results
+    return {
+        name: results for part in MPI.COMM_WORLD.allgather(mine) for name, results in part.items()
+    }
 
 
 def plain(leaf):
@@ -166,7 +169,7 @@ unknown = [
     if not any(have.startswith(name) for have in (*(r.name for r in ZOO), IN_PLACE))
 ]
 assert not unknown, f"no such rows: {unknown}"
-told = oracles(chosen)
+results_of = oracles(chosen)
 for row in chosen:
     print(f"rank {rank}: {row.name}", file=sys.stderr, flush=True)
     function, state = row.build(size)
@@ -192,7 +195,7 @@ for row in chosen:
             elif size <= 2:
                 assert_close((new, metrics), fused, row.rtol, what)
             if row.vmap:
-                expected = like((new, metrics), told[row.name][n][rank])
+                expected = like((new, metrics), results_of[row.name][n][rank])
                 assert_close((new, metrics), expected, row.rtol, what)
                 assert_close((split, split_metrics), expected, 4 * row.rtol, f"{what}, cut=2")
             else:

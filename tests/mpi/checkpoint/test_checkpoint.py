@@ -22,7 +22,7 @@ def killed(tmp_path, *options, timeout, env=()):
     return json.loads(out.read_text())
 
 
-def test_run_killed_at_four_moments_goes_on(mpirun, tmp_path, quick_compiler):
+def test_run_killed_at_four_moments_resumes(mpirun, tmp_path, quick_compiler):
     """The seed draws the first write, a step of the other rank, a later write, and a deletion."""
     result = killed(
         tmp_path,
@@ -47,7 +47,7 @@ def test_run_killed_at_four_moments_goes_on(mpirun, tmp_path, quick_compiler):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_many_killed_runs_go_on(mpirun, ranks, tmp_path):
+def test_many_killed_runs_resume(mpirun, ranks, tmp_path):
     result = killed(
         tmp_path, "--trials", "34", "--seed", "100", "--ranks", str(ranks), timeout=9000
     )

@@ -13,8 +13,8 @@ from jaxcross.plan import MachineContention
 from tests.support import warm_python
 
 
-def _run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    line = [*warm_python.COMMAND, "-m", *words]
+def _run(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    line = [*warm_python.COMMAND, "-m", *arguments]
     return subprocess.run(
         line, capture_output=True, text=True, timeout=240, env={**os.environ, **env}, check=False
     )

@@ -81,8 +81,8 @@ def check_numbers(folder):
     assert [set(job) for job in result["jobs"]] == [
         {"name", "images_per_second", "steps", "final_loss"}
     ] * 2
-    # On a busy machine, two jobs of three steps may have no round together in one of the two turns.
-    # That turn is then left out.
+    # Each job makes only three steps. If the machine is busy, it can happen that the two jobs don't
+    # share a whole round in one of the two turns, and the demo then leaves out that turn.
     turns = [
         Report.load(folder / "out" / f"{run}.json").rounds for run in ("crossover", "crossover-2")
     ]
@@ -171,9 +171,9 @@ def test_unwritable_output_is_reported_before_training(tmp_path, option):
     file = tmp_path / "file"
     file.touch()
     folders = {"--output": str(tmp_path / "out"), option: str(file / "result")}
-    words = [word for pair in folders.items() for word in pair]
+    arguments = [word for pair in folders.items() for word in pair]
     done = subprocess.run(
-        demo("--link", "none", *words), capture_output=True, text=True, check=False, timeout=240
+        demo("--link", "none", *arguments), capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 1
     assert done.stderr.startswith("jaxcross demo: nothing can be written into")

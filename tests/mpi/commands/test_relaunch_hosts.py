@@ -96,8 +96,10 @@ class Run:
 
 
 def test_host_that_comes_back_ends_in_the_same_bits(tmp_path):
-    """Residuals belong to a number of ranks, so the run waits for the host, and ends in the same
-    bits as a run that lost no host.
+    """A job whose checkpoint has residuals can't resume on fewer ranks, so the run waits for the
+    host.
+
+    It ends in the same state as a run that never lost a host, bit for bit.
     """
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -132,7 +134,7 @@ def test_host_that_comes_back_ends_in_the_same_bits(tmp_path):
     assert finals == [(alone / f"final-{rank}").read_text() for rank in range(2)]
 
 
-def test_hosts_that_are_left_go_on_without_the_other(tmp_path):
+def test_remaining_hosts_continue_without_the_lost_one(tmp_path):
     with Lab(hosts=2) as lab:
         run = Run(lab, tmp_path / "run", strategy="mean")
         report = run.lose_host(lab)

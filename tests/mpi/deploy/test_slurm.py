@@ -78,8 +78,9 @@ def test_slurm_accepts_the_recipe(tmp_path):
 
 @pytest.mark.exhaustive
 def test_job_is_requeued_until_it_is_done(tmp_path):
-    """The job loses a rank, then gets SIGTERM as before a time limit, and ends in the same bits as
-    an undisturbed job.
+    """The job first loses a rank and later receives SIGTERM, as before a time limit.
+
+    It must still end in the same state as an undisturbed job, bit for bit.
     """
     mpirun = find_mpirun()
     if mpirun is None or mpirun.vendor != "mpich":

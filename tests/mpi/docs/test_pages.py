@@ -1,8 +1,8 @@
 """The Python blocks of the README and the docs run, and print what the pages show.
 
-The blocks of a page run in order, on as many ranks as the page says (`<!-- ranks: 2 -->`), or on
-one. Pages with the same number of ranks run one after another in the same processes, each with its
-own names and in its own folder.
+We run the blocks of a page in order, on one rank or on the number of ranks that the page requests
+(`<!-- ranks: 2 -->`). Starting processes takes long, so all pages with the same number of ranks run
+one after the other in the same processes. Each page has its own namespace and its own folder.
 """
 
 import re
@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.pages import PAGES, blocks
 
-# Pages of the plain run, and pages whose four ranks compile for a minute. The integration tests run
-# examples/gpt.py on two ranks instead.
+# `PLAIN` are the pages that the plain test run includes. `LONG` are those whose four ranks compile
+# for a minute; instead of these, the integration tests run examples/gpt.py on two ranks.
 PLAIN, LONG = {"README.md", "limits.md", "your-step.md"}, {"tensor-parallelism.md"}
 
 

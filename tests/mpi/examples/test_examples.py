@@ -27,9 +27,11 @@ def test_mnist_sweep(
     """A second start has nothing left to do and prints the same."""
     pytest.importorskip("sklearn")
     pytest.importorskip("optuna")
-    words = ("--steps", "50", "--trials", "6", "--folder", str(tmp_path / "sweep"))
+    arguments = ("--steps", "50", "--trials", "6", "--folder", str(tmp_path / "sweep"))
     first, second = (
-        mpirun(2, str(EXAMPLES / "mnist_sweep.py"), *words, timeout=900, env=quick_compiler).check()
+        mpirun(
+            2, str(EXAMPLES / "mnist_sweep.py"), *arguments, timeout=900, env=quick_compiler
+        ).check()
         for _ in "ab"
     )
     assert "Sweep of 6 trials by accuracy (max)" in first.stdout
@@ -38,8 +40,8 @@ def test_mnist_sweep(
 
 @pytest.mark.exhaustive
 def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
-    words = ("--steps", "50", "--hidden", "16")
-    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *words, env=quick_compiler).check()
+    arguments = ("--steps", "50", "--hidden", "16")
+    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *arguments, env=quick_compiler).check()
     assert done.stdout.count("in both idioms") == 1
 
 
@@ -53,7 +55,7 @@ def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks
     done = mpirun(
         ranks, str(EXAMPLES / "basin.py"), "--size", "24", "--steps", "40", env=env
     ).check()
-    assert done.stdout.count("next to another job: the same bits") == 1
+    assert done.stdout.count("alongside another job: the same bits") == 1
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,8 @@ def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks
 def test_parameter_servers(
     mpirun: Callable[..., Any], quick_compiler: dict[str, str], staleness: tuple[str, ...]
 ) -> None:
-    words = ("--steps", "60", "--hidden", "16", "--staleness", *staleness)
-    done = mpirun(2, str(EXAMPLES / "parameter_servers.py"), *words, env=quick_compiler).check()
+    arguments = ("--steps", "60", "--hidden", "16", "--staleness", *staleness)
+    done = mpirun(2, str(EXAMPLES / "parameter_servers.py"), *arguments, env=quick_compiler).check()
     assert [done.stdout.count(f"staleness {s}: test accuracy") for s in staleness] == [
         staleness.count(s) for s in staleness
     ]
@@ -80,8 +82,10 @@ def test_gpt(
     mesh: str,
 ) -> None:
     (tmp_path / "own.txt").write_text("The network waits while one job computes. " * 50)
-    words = ["--data", str(tmp_path / "own.txt")] if ranks == 4 else []  # else the documentation
-    words += [
+    arguments = (
+        ["--data", str(tmp_path / "own.txt")] if ranks == 4 else []
+    )  # else the documentation
+    arguments += [
         "--steps",
         "40",
         "--features",
@@ -94,9 +98,11 @@ def test_gpt(
         "0.003",
         "0.01",
     ]
-    words += ["--letters", "20", "--loss", "3.5"]
+    arguments += ["--letters", "20", "--loss", "3.5"]
     script = str(EXAMPLES / "gpt.py")
-    done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=900, env=quick_compiler).check()
+    done = mpirun(
+        ranks, script, "--mesh", mesh, *arguments, timeout=900, env=quick_compiler
+    ).check()
     assert done.stdout.count("in crossover and alone the same bits") == 2
 
 
@@ -114,10 +120,10 @@ def test_imagenet_resnet(
         "--policy": "compare",
         "--json": tmp_path / "result.json",
     }
-    words = [str(word) for pair in options.items() for word in pair]
-    words += ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
+    arguments = [str(word) for pair in options.items() for word in pair]
+    arguments += ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
     done = mpirun(
-        2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=900, env=quick_compiler
+        2, str(EXAMPLES / "imagenet_resnet.py"), *arguments, timeout=900, env=quick_compiler
     ).check()
     assert done.stdout.count("all final states are equal, bit for bit") == 1
     result = json.loads((tmp_path / "result.json").read_text())

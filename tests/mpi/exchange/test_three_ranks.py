@@ -1,5 +1,7 @@
-"""The table of exchanges on three ranks, which isn't a power of two: a ring as users compile it,
-and what is refused.
+"""Exchanges on three ranks, which isn't a power of two: those that work, and those that are
+refused.
+
+One ring is compiled with the same options that users have.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
-"""If all ranks raise the same exception, one prints the traceback and each other rank prints one
-line. No folder stays behind.
+"""If all ranks raise the same exception, only one of them prints the traceback.
+
+Each of the others prints a single line. No folder of event files is left behind.
 """
 
 import re

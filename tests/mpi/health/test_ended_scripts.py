@@ -54,12 +54,12 @@ def test_a_rank_whose_script_has_ended_can_be_stopped(mpirun):
     assert said in done.stderr
 
 
-def test_an_exception_is_told_by_every_rank(mpirun):
+def test_exception_is_reported_by_every_rank(mpirun):
     code = START.format("") + "if world.rank == 1:\n    raise ValueError('no more data')\n" + WAIT
     done = mpirun(3, code)
     for rank in (0, 2):
-        words = f"jaxcross: rank {rank} of 3 ends while "
+        heading = f"jaxcross: rank {rank} of 3 ends while "
         assert (
             "because rank 1 failed with ValueError: no more data, outside of any step"
-            in done.stderr.split(words)[1]
+            in done.stderr.split(heading)[1]
         )

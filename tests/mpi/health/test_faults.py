@@ -163,7 +163,7 @@ def differs(job):
     job.nonfinite = "skip" if world.rank == 1 else "raise"
     return lucky(job.restore(0.0), 1.0)
 
-def goes_on(job):
+def endless(job):
     w = job.restore(0.0)
     def over(control):
         return control.allreduce_min(np.array([all(other.done.is_set() for other in bad)]))[0]
@@ -175,7 +175,7 @@ def goes_on(job):
 
 runner = Runner(world)
 bad = [runner.add(fn.__name__, fn) for fn in (compiles, reads, talks, differs)]
-good = runner.add("good", goes_on)
+good = runner.add("good", endless)
 try:
     runner.run()
 except Exception as error:

@@ -59,27 +59,28 @@ def start(lab, heartbeat_timeout_s, tmp_path, wrapped=list, stderr=subprocess.PI
 
 
 def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
-    told = tmp_path / "stderr"
-    with Lab(hosts=2) as lab, told.open("w") as stderr:
+    log = tmp_path / "stderr"
+    with Lab(hosts=2) as lab, log.open("w") as stderr:
         process = start(lab, 8.0, tmp_path, stderr=stderr)
         lab.set_link(1, up=False)
-        # The ranks' last words pass through `mpirun`, so they come slightly after the files. Open
-        # MPI's `mpirun` waits forever for processes beyond that link, and ends with the lab.
+        # The ranks' final lines of output pass through `mpirun`, so they appear slightly later than
+        # the event files. We can't wait for Open MPI's `mpirun` itself: it waits forever for the
+        # processes behind the broken link, and only ends together with the lab.
         wait_until(
             lambda: (
                 all(record.words for record in read_event_files(tmp_path / "events"))
-                and ENDS in told.read_text()
+                and ENDS in log.read_text()
             )
         )
     process.communicate(timeout=240)
     records = read_event_files(tmp_path / "events")
-    assert [record.words for record in records] == ["reported"] * 2, told.read_text()
+    assert [record.words for record in records] == ["reported"] * 2, log.read_text()
     for record, other in zip(records, (1, 0), strict=True):
         assert record.lost == (other,)
         assert record.text.startswith(f"rank {other} is silent for 8 s: its process "), record.text
         assert f"on host `h{other}`, that host, or the link to it does not answer." in record.text
         assert record.place.startswith("in job 'a', step ")
-    assert ENDS in told.read_text()
+    assert ENDS in log.read_text()
 
 
 @pytest.mark.exhaustive
@@ -109,12 +110,12 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
         comes = wait_until(lambda: (tmp_path / "hurt").exists() or process.poll() is not None)
         lab.set_link(1, up=False)
         (tmp_path / "cut").touch()  # until now, the last rank waits at that point
-        told = comes and wait_until(
+        recorded = comes and wait_until(
             lambda: all(record.words for record in read_event_files(events))
         )
         process.kill()
     output = "\n".join(process.communicate(timeout=240))
-    assert told, output
+    assert recorded, output
     for record, other in zip(read_event_files(events), (1, 0), strict=True):
         assert (record.words, record.lost) == ("reported", (other,)), output
     # The last rank may already have rank 0's part, and wait in the next exchange.
@@ -161,7 +162,6 @@ def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
 
 @pytest.mark.exhaustive
 def test_lost_packets_only_delay_an_exchange(tmp_path):
-    """Lost packets only delay an exchange."""
     with Lab(hosts=2) as lab:
         process = start(lab, 30.0, tmp_path)
         before = lab.dropped_packets()

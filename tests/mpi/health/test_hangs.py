@@ -22,7 +22,7 @@ def data(hangs):
             threading.Event().wait()
         yield float(n)
 
-def goes_on(job):
+def continues(job):
     w = job.restore(0.0)
     for x in job.batches(data(False)):
         w = step(w, x)
@@ -34,7 +34,7 @@ def hangs(job):
         {then}
 
 runner = Runner(world, {checkpoints})
-runner.add("good", goes_on)
+runner.add("good", continues)
 runner.add("bad", hangs)
 runner.run()
 """
@@ -162,16 +162,16 @@ def ends_early(job):
     steps(job, 2, 0)
     time.sleep(0 if world.rank else 6)
 
-def goes_on(job):
+def continues(job):
     steps(job, 20, 0.4)
 
 for policy, functions in (
-    (jaxcross.Sequential(), (goes_on, goes_on)),
-    (None, (rests, goes_on)),
+    (jaxcross.Sequential(), (continues, continues)),
+    (None, (rests, continues)),
     (None, (evaluates,)),
     (None, (every_second_step,)),
     (None, (in_pieces,)),
-    (None, (ends_early, goes_on)),
+    (None, (ends_early, continues)),
 ):
     runner = Runner(world, policy)
     jobs = [runner.add(f"job-{n}", function) for n, function in enumerate(functions)]
@@ -184,8 +184,10 @@ for policy, functions in (
 @pytest.mark.integration
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
-    """Each wait lasts twice the watchdog's time: for the policy, a rest, evaluations (one of them
-    in pieces), or other ranks at the job's end.
+    """The watchdog must tolerate legitimate waits, here of twice its time limit.
+
+    A job waits for the policy, while it's paused, during evaluations (one of which is in several
+    parts), or for the other ranks to reach the job's end.
     """
     done = mpirun(2, LONG).check()
     for rank in (0, 1):

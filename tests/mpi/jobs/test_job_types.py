@@ -17,7 +17,7 @@ import pytest
 
 def fails(x):
     if world.rank == 1 and x[0] >= 2:
-        raise ValueError("boom")
+        raise ValueError("the callback failed")
     return x
 
 
@@ -48,7 +48,7 @@ def narrow(job):
 runner = jaxcross.Runner(world)
 jobs = [runner.add(name, wide, {"steps": steps}) for name, steps in (("good", 2), ("bad", 4))]
 narrow = runner.add("narrow", narrow)
-failure = "(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*boom"
+failure = "(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*the callback failed"
 with pytest.raises(jaxcross.JobError, match=failure):
     runner.run()
 good, bad = jobs

@@ -39,7 +39,7 @@ def test_all_loops_equal_vmap(
     assert passed(mpirun(ranks, "loops_table.py", timeout=900, env=env).check()) == 9
 
 
-def test_loops_next_to_a_job_whose_threads_are_late(
+def test_loops_alongside_a_job_whose_threads_are_late(
     mpirun: Any, quick_compiler: dict[str, str]
 ) -> None:
     cases = [

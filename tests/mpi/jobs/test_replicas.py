@@ -16,7 +16,7 @@ CASES = [
     "statistics_of_a_rank_are_left_out_of_nnx_too",
     "parts_of_a_model_raise_no_false_alarm",
     "jobs_that_are_silent",
-    "checkpoints_compare_and_a_restart_goes_on",
+    "checkpoints_compare_and_a_restart_resumes",
     "comparisons_change_no_bit",
     "ranks_must_want_the_same_checks",
 ]

@@ -47,7 +47,7 @@ def lines(done):
 @pytest.mark.parametrize(
     ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.exhaustive)]
 )
-def test_a_stop_says_what_was_saved_and_a_restart_goes_on(mpirun, tmp_path, name, code):
+def test_stop_says_what_was_saved_and_a_restart_resumes(mpirun, tmp_path, name, code):
     folder = tmp_path / "ck"
     done = mpirun(2, SCRIPT, name, str(folder))
     assert done.returncode == code

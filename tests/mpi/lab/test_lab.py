@@ -122,8 +122,8 @@ def test_a_host_is_entered_and_pinned():
 def most(bits_per_s, lab, seconds):
     """Returns the highest average rate that a token bucket allows over `seconds`.
 
-    A slow machine can't exceed it. While the sender waits for a core, the bucket refills, so it
-    then passes at most one extra burst.
+    This limit holds even if the machine is slow: while the sender waits for a core, the bucket
+    refills, but it can only hold the tokens for a single burst.
     """
     return bits_per_s + 8 * lab.burst_kb * 1024 / seconds
 
@@ -195,10 +195,10 @@ def test_two_labs_run_side_by_side_and_count_own_bytes():
             )
             for lab, times in ((one, 1), (other, 4))
         ]
-        told = [process.communicate(timeout=240)[0] for process in running]
+        outputs = [process.communicate(timeout=240)[0] for process in running]
         crossed = one.bytes_crossed() - before[0], other.bytes_crossed() - before[1]
     assert [process.returncode for process in running] == [0, 0]
-    assert [len(text.splitlines()) for text in told] == [1, 4]
+    assert [len(text.splitlines()) for text in outputs] == [1, 4]
     # 4 MB in each direction per all-reduce. Neither lab counts the other's bytes.
     assert 8_000_000 <= crossed[0] <= 12_000_000 and 32_000_000 <= crossed[1] <= 48_000_000, crossed
 
@@ -257,14 +257,14 @@ def driven():
 @needs_lab
 @pytest.mark.parametrize("name", ["TERM", "HUP", "INT"])
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its group"])
-def test_a_command_hears_once_what_the_driver_is_told(driven, name, send):
-    trap = f"trap 'echo told; n=$((n + 1))' {name}"
+def test_command_receives_each_signal_of_the_driver_once(driven, name, send):
+    trap = f"trap 'echo signalled; n=$((n + 1))' {name}"
     driver = driven(
         f"{trap}; echo up; until [ $n ]; do sleep 0.1; done; sleep 0.3; echo saved; exit $n"
     )
     send(driver.pid, signal.Signals[f"SIG{name}"])
     said, _ = driver.communicate(timeout=240)
-    assert said == "told\nsaved\n"
+    assert said == "signalled\nsaved\n"
     assert driver.returncode == 1
 
 
@@ -287,17 +287,17 @@ def test_benchmark_process_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
 @needs_lab
 def test_terminal_interrupt_reaches_the_whole_command(driven):
     inner = 'trap "exit 4" INT; echo up; while :; do sleep 0.1; done'
-    driver = driven(f"trap 'echo told' INT; sh -c '{inner}'; exit $?")
+    driver = driven(f"trap 'echo signalled' INT; sh -c '{inner}'; exit $?")
     os.killpg(driver.pid, signal.SIGINT)
-    assert driver.communicate(timeout=240)[0] == "told\n"
+    assert driver.communicate(timeout=240)[0] == "signalled\n"
     assert driver.returncode == 4
 
 
 @needs_lab
 def test_second_sigterm_ends_a_disobedient_command(driven):
-    driver = driven("trap 'echo told' TERM; echo up; while :; do sleep 0.1; done")
+    driver = driven("trap 'echo signalled' TERM; echo up; while :; do sleep 0.1; done")
     driver.terminate()
-    assert driver.stdout.readline() == "told\n"
+    assert driver.stdout.readline() == "signalled\n"
     driver.terminate()
     assert driver.communicate(timeout=240)[0] == ""
     assert driver.returncode == 128 + signal.SIGTERM

@@ -48,7 +48,7 @@ def test_the_example_on_ranks_equals_devices(
         str(tmp_path / "devices.npz"),
     ]
     subprocess.run(line, check=True, timeout=900, env={**os.environ, **environ})
-    words = ("--compare", str(tmp_path / "devices.npz"))
-    done = mpirun(ranks, str(script), *words, timeout=900, env=environ).check()
+    options = ("--compare", str(tmp_path / "devices.npz"))
+    done = mpirun(ranks, str(script), *options, timeout=900, env=environ).check()
     assert done.stdout.count("apart") == 1
     assert "compiled again" not in done.stderr, "a step's results have the types of its arguments"

@@ -30,8 +30,9 @@ def test_rows_equal_vmap_and_one_fused_executable(
 def test_zoo_equals_vmap_and_one_fused_executable(
     mpirun: Any, ranks: int, quick_compiler: dict[str, str]
 ) -> None:
-    # Compiling takes nearly all of the time. Two ranks compile as users do. More ranks compile
-    # quickly, because they only add other exchanges of the same steps.
+    # Nearly all of the time is spent on compiling, so only the case with two ranks uses the
+    # compiler's default options, as users do. The other cases run the same steps and differ only in
+    # their exchanges, so they compile with fewer optimisations.
     check(mpirun, ranks, env=quick_compiler if ranks != 2 else {})
 
 

@@ -80,6 +80,6 @@ def test_parameters_stay_on_their_devices(mpirun):
 
 @pytest.mark.integration
 def test_uncaught_exception_ends_all_ranks(mpirun):
-    done = mpirun(2, STUCK.format(late="raise ValueError('boom')", steps=9))
+    done = mpirun(2, STUCK.format(late="raise ValueError('the worker failed')", steps=9))
     assert done.returncode != 0
-    assert "ValueError: boom" in done.stderr
+    assert "ValueError: the worker failed" in done.stderr

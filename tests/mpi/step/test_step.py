@@ -207,8 +207,8 @@ print("mixed", flush=True)
 def test_ranks_agree_anew_after_an_early_failed_step(mpirun, quick_compiler) -> None:
     done = mpirun(2, AGAIN, env=quick_compiler)
     assert done.returncode != 0
-    told = [line for line in done.stdout.splitlines() if line.startswith(("sum", "mixed"))]
-    assert sorted(told) == ["sum 32"] * 2 + ["sum 64"] * 4, done.stdout + done.stderr
+    printed = [line for line in done.stdout.splitlines() if line.startswith(("sum", "mixed"))]
+    assert sorted(printed) == ["sum 32"] * 2 + ["sum 64"] * 4, done.stdout + done.stderr
     assert "(agreement)" in done.stderr and "job 'on_one'" in done.stderr, done.stderr
 
 

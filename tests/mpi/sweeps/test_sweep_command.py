@@ -26,7 +26,7 @@ def train(job, gain, fails=False):
     for x in job.batches([jnp.full(2, float(gain))] * 4):
         w = step(w, x)
         if fails and world.rank == 1 and job.step == 2:
-            raise ValueError("boom")
+            raise ValueError("the trial failed")
         job.log({"score": w[0]})
     return w
 """
@@ -37,7 +37,7 @@ def test_command_sweeps_a_script(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def start():
-        words = [
+        options = [
             "--set",
             "gain=1,3,2",
             "--set",
@@ -51,7 +51,7 @@ def test_command_sweeps_a_script(tmp_path):
             "-n",
             "2",
         ]
-        line = [*warm_python.COMMAND, "-m", "jaxcross", "sweep", "train.py", *words]
+        line = [*warm_python.COMMAND, "-m", "jaxcross", "sweep", "train.py", *options]
         done = subprocess.run(
             line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
         )

@@ -1,5 +1,6 @@
-"""A sweep that is killed twice ends like an undisturbed one: the same trials, pruned at the same
-steps, with the same bits.
+"""A sweep that's killed twice gives the same result as an undisturbed one.
+
+Both have the same trials, which are pruned at the same steps and have bitwise identical states.
 """
 
 import json
@@ -18,8 +19,8 @@ def compare(
     mpirun(2, CASE, str(folder / "whole"), str(trials), str(whole), timeout=900, env=env).check()
     killed = folder / "killed.json"
     for rank, count in kills:
-        words = (str(folder / "killed"), str(trials), str(killed), str(rank), str(count))
-        assert mpirun(2, CASE, *words, timeout=900, env=env).returncode != 0
+        arguments = (str(folder / "killed"), str(trials), str(killed), str(rank), str(count))
+        assert mpirun(2, CASE, *arguments, timeout=900, env=env).returncode != 0
         assert not killed.exists()
     mpirun(2, CASE, str(folder / "killed"), str(trials), str(killed), timeout=900, env=env).check()
     found = json.loads(whole.read_text())

@@ -1,5 +1,6 @@
-"""Tensor parallelism over MPI. One `mpirun` on four ranks and one on eight train a model on every
-mesh of that size.
+"""Trains models with tensor parallelism over MPI.
+
+A single `mpirun` covers all meshes of four ranks, and another one all meshes of eight ranks.
 """
 
 from __future__ import annotations

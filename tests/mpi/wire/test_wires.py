@@ -21,16 +21,16 @@ rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 try:
     jaxcross.initialize(wire="mpi4py" if rank == 1 else "mpi4jax")
 except jaxcross.ExchangeError as error:
-    print(f"told: {error}", flush=True)
+    print(f"raised: {error}", flush=True)
 """
 
 
 @NEEDS_MPI4JAX
-def test_ranks_with_different_wires_are_told(mpirun):
+def test_ranks_with_different_wires_raise(mpirun):
     done = mpirun(3, MIXED).check()
     text = (
-        "told: Ranks would exchange by different libraries: mpi4jax on ranks 0, 2; mpi4py on rank "
-        "1."
+        "raised: Ranks would exchange by different libraries: mpi4jax on ranks 0, 2; mpi4py on "
+        "rank 1."
     )
     assert done.stdout.count(text) == 3, done.stdout + done.stderr
 
@@ -46,13 +46,13 @@ assert world.over == "mpi4py" and float(step(world.rank + 1.0)) == 3.0
 try:
     jaxcross.initialize(wire="mpi4jax")
 except ValueError as error:
-    print(f"told: {error}", flush=True)
+    print(f"raised: {error}", flush=True)
 """
 
 
 def test_a_world_without_mpi4jax_exchanges_over_mpi4py(mpirun):
     done = mpirun(2, MISSING, env={"JAXCROSS_WIRE": ""}).check()
     assert done.stderr.count("Exchanges go over mpi4py: mpi4jax isn't installed.") == 1, done.stderr
-    assert done.stdout.count("told: jaxcross is initialised already, with `wire='mpi4py'`") == 2, (
-        done.stdout
-    )
+    assert (
+        done.stdout.count("raised: jaxcross is initialised already, with `wire='mpi4py'`") == 2
+    ), done.stdout

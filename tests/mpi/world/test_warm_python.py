@@ -30,9 +30,9 @@ def no_child_of_a_rank(monkeypatch):
     monkeypatch.delenv(workers.VARIABLE, raising=False)
 
 
-def run(*words, **options):
+def run(*arguments, **options):
     return subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False, **options
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, **options
     )
 
 

@@ -179,14 +179,14 @@ def test_one_process_without_a_launcher_is_a_world():
     assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
 
 
-TOLD = """
+RECORDS_ENVIRONMENT = """
 import os, sys
-class Told:  # what the environment is when MPI is about to be loaded, which starts it
+class StartRecorder:  # what the environment is when MPI is about to be loaded, which starts it
     def find_spec(self, name, *rest):
         if name == "mpi4py.MPI":
             names = ("OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle")
             print(*(os.environ.get(x) for x in names))
-sys.meta_path.insert(0, Told())
+sys.meta_path.insert(0, StartRecorder())
 """
 
 
@@ -207,7 +207,7 @@ def test_mpi_starts_with_measured_default_settings(before, own, expected, monkey
         name for name in os.environ if name.startswith("OMPI_MCA_")
     ]:  # set by a world of this process
         monkeypatch.delenv(name)
-    done = alone(TOLD + before + START.format(watchdog=300) + after, **own)
+    done = alone(RECORDS_ENVIRONMENT + before + START.format(watchdog=300) + after, **own)
     assert done.stdout.splitlines() == [expected, expected.split()[1]], done.stderr
 
 
@@ -360,7 +360,6 @@ def launched(tmp_path, code, **environ):
 
 @pytest.mark.integration
 def test_failing_job_prints_one_traceback(tmp_path):
-    """A job that raises prints one traceback, and one line per rank."""
     script, lines, left = launched(tmp_path, JOB_RAISES)
     lines = [line for line in lines if line.strip(" ~^")]  # Python versions mark a call differently
     wanted = [line.format(script=script) for line in JOB_LINES]
@@ -376,7 +375,6 @@ def test_failing_job_prints_one_traceback(tmp_path):
 
 
 def test_failing_script_prints_one_traceback(tmp_path):
-    """A script that raises prints one traceback, and one line per rank."""
     script, lines, left = launched(tmp_path, SCRIPT_RAISES)
     assert len(lines) == 7 and left == [], lines
     assert (
@@ -389,7 +387,7 @@ def test_failing_script_prints_one_traceback(tmp_path):
 
 
 @pytest.mark.integration
-def test_jax_may_be_told_to_leave_all_lines(tmp_path):
+def test_unfiltered_tracebacks_of_jax_keep_all_lines(tmp_path):
     _, lines, _ = launched(tmp_path, SCRIPT_RAISES, JAX_TRACEBACK_FILTERING="off")
     assert any("runpy" in line for line in lines)
 

@@ -131,7 +131,7 @@ def test_every_part_says_what_it_covers(parts):
     assert kinds == {*parts.TIERS, "wheel", "mutants"}
 
 
-def test_words_about_the_mutants_concern_none_of_them(parts, changed):
+def test_text_about_the_mutants_does_not_make_them_due(parts, changed):
     mutants = parts.parts()["mutants"]
     changed("tests/mutation/README.md")
     assert not mutants.due("base")
@@ -163,7 +163,7 @@ def add(a, b):
     ],
     ids=["words", "no docstring", "layout", "code", "text", "uses its docstring", "deleted"],
 )
-def test_new_words_in_a_module_concern_only_tests_that_read_them(
+def test_rewording_a_module_concerns_only_tests_that_read_its_text(
     parts, monkeypatch, tmp_path, new, is_same
 ):
     (tmp_path / "jaxcross/wire").mkdir(parents=True)
@@ -260,8 +260,9 @@ def test_part_is_named_alone_or_with_its_tier(parts, monkeypatch, capfd):
 
 
 def test_folders_are_recorded_one_by_one(parts, tmp_path):
-    """A tier's folder counts as passed even if another one fails or can't be imported. An empty
-    folder counts as passed, too.
+    """A folder counts as passed even if another folder fails or can't be imported.
+
+    A folder without tests counts as passed, too.
     """
 
     def git(*words):

@@ -64,7 +64,7 @@ def test_the_factors_are_medians(
     assert f"jaxcross plan jobs.toml --contention {file} --mbps 419" in shown
 
 
-def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) -> None:
+def test_rates_are_kept_alongside_each_other(measured: list[Any], tmp_path: Path) -> None:
     """A new rate is added to the file. A rate that's about the same as a stored one replaces it."""
     file = tmp_path / "c.json"
     before = MachineContention(
@@ -84,8 +84,10 @@ def test_rates_are_kept_next_to_each_other(measured: list[Any], tmp_path: Path) 
 def test_a_step_fits_several_times_into_a_window(
     window_s: float, least_s: float, side: int
 ) -> None:
-    """The default window leaves room for the largest images even on a machine whose steps take 20
-    times as long as on this one.
+    """A measurement window has to hold several steps, so images shrink on slow machines.
+
+    The default window is long enough for the largest images even if a step takes 20 times as long
+    as on the machine on which we chose it.
     """
     assert image_side(window_s, least_s) == side
     assert side == 4 or 4 * least_s * (side / 4) ** 2 <= window_s

@@ -176,8 +176,9 @@ HALF_AN_MPI = replace(
 
 
 def test_bin_without_lib_is_one_remedy():
-    """If only the `bin` folder of an MPI is on the path and its `lib` isn't, we suggest a single
-    remedy rather than one per consequence.
+    """If an MPI's `bin` folder is on the path but its `lib` folder isn't, several checks fail.
+
+    All of these failures have the same cause, so the doctor suggests a single remedy.
     """
     checks = judge(HALF_AN_MPI)
     (remedy,) = [check.remedy for check in checks if check.remedy]
@@ -216,7 +217,7 @@ def test_exchange_that_works_needs_no_cause():
     assert [check.cause for check in checks] == [""] * len(checks)
 
 
-def test_library_next_to_mpirun_is_found(tmp_path):
+def test_library_alongside_mpirun_is_found(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").touch()
     assert libraries_of(str(tmp_path / "bin" / "mpirun")) is None

@@ -79,11 +79,11 @@ def test_the_users_settings_stay():
 
 def test_advice_for_cpus_without_malloc_settings():
     """We advise CPU users to set the `malloc` variables that retain memory."""
-    told = malloc.advice({}, libc="glibc", accelerators=0)
+    notice = malloc.advice({}, libc="glibc", accelerators=0)
     assert (
-        told is not None
-        and f"GLIBC_TUNABLES={PAGES['GLIBC_TUNABLES']}" in told
-        and "jaxcross launch" in told
+        notice is not None
+        and f"GLIBC_TUNABLES={PAGES['GLIBC_TUNABLES']}" in notice
+        and "jaxcross launch" in notice
     )
     assert malloc.advice(PAGES, libc="glibc", accelerators=0) is None
     assert malloc.advice({}, libc="", accelerators=0) is None, "musl has no such settings"
@@ -173,13 +173,13 @@ def test_modules_and_folders_that_python_runs(monkeypatch, tmp_path, words):
     assert callable(launch.prepared(parse(*words)))
 
 
-def test_more_ranks_than_cores_are_told():
+def test_more_ranks_than_cores_are_reported():
     assert launch.crowded(2, 2) == ""
     assert launch.crowded(99, 2).startswith("99 ranks share 2 cores, so they compute in turns")
     assert "share 1 core," in launch.crowded(3, 1)
 
 
-def test_more_ranks_than_cores_are_told_before_the_start(capsys, monkeypatch):
+def test_more_ranks_than_cores_are_reported_before_the_start(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
     monkeypatch.setattr(launch, "_run", lambda *_, **__: (0, False))
     monkeypatch.setattr(launch, "unreachable_hosts", lambda *_: [])

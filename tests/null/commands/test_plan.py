@@ -103,8 +103,10 @@ def test_ranks_and_steps_are_the_jobs_own(folder: Path) -> None:
 
 
 def test_a_group_too_high_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two jobs could form two groups, so only the plan shows that there's no group 1. Nothing is
-    printed or written in that case.
+    """If the plan turns out to have fewer groups than `--group` needs, nothing is written.
+
+    Two jobs can form up to two groups, so `--group 1` can't be refused before the plan is known.
+    Since the plan puts both jobs into one group, the command must then print only an error.
     """
     words = ("--json", folder / "plan.json", "--picture", folder / "group.png", "--group", "1")
     assert _run(folder / "jobs.toml", *words) == 2

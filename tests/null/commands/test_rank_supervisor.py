@@ -66,7 +66,7 @@ def test_it_stays_when_its_child_is_dead(start):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.terminate()
-    assert finish(process)[0] == -signal.SIGTERM, "who is told to end does so"
+    assert finish(process)[0] == -signal.SIGTERM, "a rank that receives SIGTERM ends"
 
 
 # What a rank that has joined a run of two executes.
@@ -119,8 +119,10 @@ def test_signals_reach_the_child_once(start, number):
 
 @pytest.mark.parametrize(("module", "held"), [("jaxcross.commands.rank", "[2]"), ("mpi4py", "[]")])
 def test_ctrl_c_waits_until_a_rank_can_take_it(module, held):
-    """A rank unblocks the signal. Another program can't know that it has to, so nothing is blocked
-    in it.
+    """The supervisor starts a rank with SIGINT blocked, and the rank unblocks it when it's ready.
+
+    A program that doesn't use jaxcross wouldn't know that it has to do that, so for such a program
+    nothing is blocked.
     """
     code = "import signal; print([int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])])"
     line = [

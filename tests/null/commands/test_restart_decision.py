@@ -46,7 +46,7 @@ def ranks(*words):
 GONE = ("reported", "rank 1 is gone: its process 2 on host `h` ended without a word", (1,))
 SILENT_HOST = ("reported", "rank 1 is silent for 30 s", (1,))
 RAISED = ("failed", "rank 0 failed with ValueError: no such file", (), True)
-TOLD = ("told", "rank 0 failed with ValueError: no such file, in job 'a', step 3", (), True)
+NOTIFIED = ("told", "rank 0 failed with ValueError: no such file, in job 'a', step 3", (), True)
 BY_MPI = ("failed", "rank 0 failed with Exception: MPI_ERR_OTHER: known error not in list")
 
 ENDS = {
@@ -55,8 +55,8 @@ ENDS = {
     "lost link": (1, ranks(SILENT_HOST, SILENT_HOST), "lost"),
     "MPI lost the other": (1, ranks(BY_MPI, ""), "lost"),
     "killed before the run": (9, [], "lost"),
-    "exception": (1, ranks(RAISED, TOLD), "own"),
-    "exception, file of one rank only": (1, [record(1, *TOLD)], "own"),
+    "exception": (1, ranks(RAISED, NOTIFIED), "own"),
+    "exception, file of one rank only": (1, [record(1, *NOTIFIED)], "own"),
     "exception while another is ended": (1, ranks(RAISED, ""), "own"),
     "import that fails": (1, [], "own"),
     "sys.exit(3)": (3, ranks("left", "left"), "own"),
@@ -144,7 +144,7 @@ def chosen(newest, missing, *, last=("a", "b"), same_ranks=False):
     return decision.action, tuple(decision.hosts), decision.reason
 
 
-def test_hosts_that_are_left_go_on():
+def test_remaining_hosts_continue():
     action, hosts, reason = chosen({"x": part(10)}, ["b"])
     assert (action, hosts) == ("restart", ("a",))
     assert "without host `b`: the data is divided among fewer ranks" in reason

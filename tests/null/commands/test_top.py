@@ -31,8 +31,10 @@ def progress(**fields):
 
 
 def write(folder, run, *ranks, host="elsewhere", pid=1, before=""):
-    """Writes each rank's event file. A rank is given by the activities that it has begun, as
-    (activity, job), or by its final message, as (kind, text).
+    """Writes the event file of each rank.
+
+    Each rank is described by a list of pairs. A pair is either an activity that the rank has begun
+    and its job, or the kind and the text of the rank's final message.
     """
     folder.mkdir(exist_ok=True)
     for rank, events in enumerate(ranks):
@@ -103,7 +105,7 @@ def test_a_run_that_ended(tmp_path, over, words, how):
     assert read_state(tmp_path, NOW_S).ended
 
 
-def test_the_script_may_go_on_after_its_run(tmp_path):
+def test_script_may_continue_after_its_run(tmp_path):
     write(tmp_path, progress(over=True), (), ())
     assert seen(tmp_path)[0] == "2 ranks, the run ended after 13 s; the script is still running"
     assert not read_state(tmp_path, NOW_S).ended
@@ -116,7 +118,7 @@ def test_a_killed_run_has_ended_without_a_word(tmp_path):
     assert seen(tmp_path, 6.0)[0].endswith("the processes have ended; rank 0 ended without a word")
 
 
-def test_a_silent_run_elsewhere_is_told_as_such(tmp_path):
+def test_silent_run_on_another_host_is_reported(tmp_path):
     write(tmp_path, progress(), (), ())
     assert seen(tmp_path, 40.0)[0].endswith(
         "; no sign of life for 40 s: it was stopped, or its host is gone"

@@ -67,7 +67,7 @@ def test_misspelt_field_is_found(name):
     assert any("slotPerWorker" in error for error in errors(document))
 
 
-def test_job_names_the_runtime_that_lies_next_to_it():
+def test_job_names_the_runtime_in_its_folder():
     reference = MANIFESTS["trainjob-TrainJob"]["spec"]["runtimeRef"]
     assert (reference["kind"], reference["name"]) == ("TrainingRuntime", "jaxcross-mpi")
     assert MANIFESTS["trainjob-TrainingRuntime"]["metadata"]["name"] == "jaxcross-mpi"
@@ -105,11 +105,11 @@ def test_launcher_command_names_the_hosts(tmp_path, line):
             "exec ", "printf '%s\\n' ", 1
         )
         done = subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True)
-        words = done.stdout.splitlines()
+        arguments = done.stdout.splitlines()
         parser = argparse.ArgumentParser()
         launch.add_parser(parser.add_subparsers())
-        args = parser.parse_args(words[1:])
-        assert words[0] == "jaxcross" and args.program == ["train.py"]
+        args = parser.parse_args(arguments[1:])
+        assert arguments[0] == "jaxcross" and args.program == ["train.py"]
         assert parse_hosts(args.hosts) == names and args.max_restarts == 3
         checked += 1
     assert checked

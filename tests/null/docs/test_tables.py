@@ -187,7 +187,7 @@ def test_who_failed_in_a_later_repeat_is_named() -> None:
         }
         return {**facts, **of_jobs, "rival": rival}
 
-    def told(*rows: dict[str, Any]) -> tuple[str, ...]:
+    def shown_link(*rows: dict[str, Any]) -> tuple[str, ...]:
         link = {"case": "two", "rate": "balanced", "run": 0, "tcp_bits_per_s": [9e8, 9.1e8]}
         found = {
             "rows": rows,
@@ -199,8 +199,8 @@ def test_who_failed_in_a_later_repeat_is_named() -> None:
         return line
 
     before = ("balanced", "1000 Mbit/s", "900 Mbit/s", "2.00", "0.10 s", "x 1.20", "2")
-    assert told(row("crossover", 2), row("ddp", 1)) == (*before, "gloo, ddp after 1 of 2")
-    assert told(row("ddp", 2)) == (*before, "gloo")
+    assert shown_link(row("crossover", 2), row("ddp", 1)) == (*before, "gloo, ddp after 1 of 2")
+    assert shown_link(row("ddp", 2)) == (*before, "gloo")
 
 
 def test_wait_free_is_compared_with_uncut_of_its_run() -> None:

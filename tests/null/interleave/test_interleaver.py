@@ -83,13 +83,17 @@ def test_failure_in_a_step_sends_zeros_without_commit():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
-    out = feed(one, m.SegmentFailed(0, 1, 0, "here", "boom"))
+    out = feed(one, m.SegmentFailed(0, 1, 0, "here", "the segment failed"))
     assert out == [m.RunExchange(0, 1, 1, 1, True)]
     out = vote(one, feed(one, m.ExchangeDone(0, 1)))
-    assert out == [m.CompareTexts(0, "failed\nhere: boom")]
+    assert out == [m.CompareTexts(0, "failed\nhere: the segment failed")]
     assert one.step(0) == 0
-    out = feed(one, m.TextsCompared(0, ("failed\nhere: boom",)))
-    assert out == [m.JobFinished(0, "failed", 0, ("failed\nhere: boom",)), m.Raised(0), m.Finish()]
+    out = feed(one, m.TextsCompared(0, ("failed\nhere: the segment failed",)))
+    assert out == [
+        m.JobFinished(0, "failed", 0, ("failed\nhere: the segment failed",)),
+        m.Raised(0),
+        m.Finish(),
+    ]
 
 
 def test_a_call_after_the_job_failed_raises_at_once():
@@ -107,8 +111,9 @@ def test_stop_ends_waiting_jobs_after_committed_steps():
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
     feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0), m.StopRequested())
-    # A single vote commits the step and learns of the stop. The step's inputs were donated, so the
-    # job must receive its outputs.
+    # The vote that commits the step is also the one in which the ranks learn of the stop. The
+    # step's inputs have been donated, so the job must still receive the step's outputs before it's
+    # stopped.
     out = vote(one, feed(one, m.ExchangeDone(0, 1)))
     assert "JobFinished" not in kinds(out)
     assert m.Dispatch(0, 1, 1, 2) in out
@@ -121,7 +126,7 @@ def test_stop_ends_waiting_jobs_after_committed_steps():
     assert m.Raised(0) in out
 
 
-def test_stop_reaches_a_job_without_other_news():
+def test_stop_reaches_a_job_with_nothing_else_to_report():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted(), m.BatchWanted(0, 0, 0))
     # This vote reports that the job waits, but changes nothing.
@@ -145,11 +150,11 @@ def test_new_loop_ends_those_not_read_beside_it():
         prepared = (m.BatchPrepared(0, stream, 2), m.StreamEnded(0, stream, 2))
         out = feed(one, m.StreamBegun(0, still_open), *prepared, m.BatchWanted(0, stream, 0))
         assert m.BatchGranted(0, True) in vote(one, out)
-        # The job has read stream 1 for the last time when stream 2 begins, but ballots mention it
-        # until the job requests a batch of stream 2.
+        # Once stream 2 begins, the job won't read from stream 1 again. The ballots still mention
+        # stream 1 until the job requests its first batch from stream 2.
         assert mine.prepared.keys() == mine.limits.keys() == shared.streams.keys() == known
-    # Streams that are still open can be read to their end. Late events from the thread of a loop
-    # that has ended are harmless.
+    # The job can still read open streams to their end. A loop that has ended may have a thread that
+    # prepared another batch, so late events from such a thread must be ignored.
     assert m.BatchGranted(0, True) in feed(one, m.BatchPrepared(0, 1, 2), m.BatchWanted(0, 0, 1))
     assert m.BatchGranted(0, False) in feed(one, m.BatchWanted(0, 0, 2))
     feed(one, m.StreamBegun(0, (3,)))
@@ -228,7 +233,7 @@ def test_late_events_of_a_job_that_left_are_harmless():
         failed_elsewhere(feed(one, m.StepCalled(0, PLAIN), m.SegmentDispatched(0, 1, 0)), jobs=2),
     )
     assert out == [m.CompareTexts(0, "step\ncalled step 1\n")]
-    feed(one, m.TextsCompared(0, ("failed\nboom",)))
+    feed(one, m.TextsCompared(0, ("failed\nthe segment failed",)))
     assert feed(one, m.SegmentDispatched(0, 1, 0), m.BatchPrepared(0, 0, 3), m.JobReturned(0)) == []
     out = feed(one, m.StepCalled(1, PLAIN))
     # The other job still has a segment on the device.
@@ -347,7 +352,9 @@ def test_failure_after_local_calls_is_at_the_last_step():
         feed(one, m.StepCalled(0, local, counts))
         feed(one, m.SegmentDispatched(0, call, 0), m.SegmentCompleted(0, call, 0))
         assert one.step(0) == step
-    assert m.CompareTexts(0, "failed\nboom") in vote(one, feed(one, m.JobRaised(0, "boom")))
-    out = feed(one, m.TextsCompared(0, ("failed\nboom",)))
+    assert m.CompareTexts(0, "failed\nthe segment failed") in vote(
+        one, feed(one, m.JobRaised(0, "the segment failed"))
+    )
+    out = feed(one, m.TextsCompared(0, ("failed\nthe segment failed",)))
     (finished,) = (i for i in out if isinstance(i, m.JobFinished))
     assert (finished.status, finished.step) == ("failed", 1)

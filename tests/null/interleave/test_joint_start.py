@@ -56,7 +56,7 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
         # A job that ends without a step, one that never exchanges, and one that raises.
         (together(ONE, ()), {"1 ended, 0 ended"}),
         (together(ONE, (step(LOCAL), step(LOCAL))), {"1 ended, 0 ended"}),
-        (together(ONE, (Sync("restore"), Fail("boom"))), {"1 ended, 0 failed"}),
+        (together(ONE, (Sync("restore"), Fail("the job failed"))), {"1 ended, 0 failed"}),
         # A job that waits for another one, which begins once the waiting job is excused.
         (together((Await(1), step(SHORT)), ONE), {"1 ended, 1 ended"}),
         pytest.param(
@@ -65,8 +65,8 @@ ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
             marks=EXHAUSTIVE,
         ),
         pytest.param(together(ONE, TWO, slow=(1,)), {"1 ended, 2 ended"}, marks=EXHAUSTIVE),
-        # A job that is paused before its first step and resumed in the end, and a job that is added
-        # by a waiting job.
+        # In these cases, a job is paused before its first step and resumed later, or a job that
+        # waits for the joint start adds another job.
         pytest.param(
             together(
                 (Await(1),), ONE, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)
@@ -115,7 +115,7 @@ def test_in_every_order_all_jobs_begin(case, expected):
 @pytest.mark.parametrize(
     ("bad", "good", "expected"),
     [
-        ((Fail("boom"),), ONE, "0 failed, 1 ended"),
+        ((Fail("the job failed"),), ONE, "0 failed, 1 ended"),
         ((step(SHORT, s0="dispatch"),), ONE, "0 failed, 1 ended"),
         ((), ONE, "0 failed, 1 ended"),
         ((Sync("other"), step(SHORT)), ONE, "0 failed, 1 ended"),
@@ -153,7 +153,7 @@ class BeginsAlone(Interleaver):
         pass
 
 
-class Deaf(Interleaver):
+class NeverExcuses(Interleaver):
     """Bug: no job is ever excused."""
 
     def _apply(self, event):
@@ -182,10 +182,10 @@ class Forgetful(Interleaver):
         (
             BeginsAlone,
             together(ONE, ONE),
-            r"it is of a step, and jobs \{1\} have not come to theirs",
+            r"it is of a step, and jobs \{1\} have not called theirs",
         ),
-        (Deaf, together((Await(1),), ONE), "ranks meet for ever and nothing comes of it"),
-        (Forgetful, together(ONE, (step(BETWEEN),)), "ranks meet for ever|a rank stands still"),
+        (NeverExcuses, together((Await(1),), ONE), "ranks keep meeting without progress"),
+        (Forgetful, together(ONE, (step(BETWEEN),)), "ranks keep meeting|a rank stands still"),
     ],
 )
 def test_a_wrong_joint_start_is_found_out(wrong, case, message):
@@ -229,8 +229,9 @@ def test_an_excused_job_does_not_keep_the_others():
 
 
 def test_of_two_excuses_the_known_one_counts():
-    """A job is late only if no rank knows why it hasn't called a step. If it calls one in the end,
-    it counts as present.
+    """If one rank knows why a job hasn't called its first step, the job doesn't count as late.
+
+    A job that was late and then calls its first step counts as present.
     """
     known, late, here = AtStart.EXCUSED, AtStart.LATE, AtStart.HERE
     start = JointStart()

@@ -40,7 +40,7 @@ def test_a_failure_elsewhere_waits_for_a_call_without_exchanges():
     # The next call doesn't begin any more.
     out = feed(one, m.StepCalled(0, LOCAL))
     assert not has(out, m.Dispatch)
-    out = feed(one, m.TextsCompared(0, ("failed\nboom", "")))
+    out = feed(one, m.TextsCompared(0, ("failed\nthe job failed", "")))
     assert m.Raised(0) in out
 
 
@@ -48,7 +48,9 @@ def test_a_call_that_breaks_is_not_waited_for():
     one, out = calls(LONG)
     out = feed(one, failed_elsewhere(feed(one, m.BackoffElapsed())))
     assert not has(out, m.CompareTexts)
-    assert has(feed(one, m.SegmentFailed(0, 1, 0, "in step 1", "boom", False)), m.CompareTexts)
+    assert has(
+        feed(one, m.SegmentFailed(0, 1, 0, "in step 1", "the job failed", False)), m.CompareTexts
+    )
 
 
 def test_a_call_that_broke_returns_nothing():
@@ -56,7 +58,9 @@ def test_a_call_that_broke_returns_nothing():
     one, _ = calls(LONG)
     feed(one, m.SegmentDispatched(0, 1, 0))
     out = feed(
-        one, m.SegmentFailed(0, 1, 0, "in step 1", "boom", False), m.SegmentDispatched(0, 1, 1)
+        one,
+        m.SegmentFailed(0, 1, 0, "in step 1", "the job failed", False),
+        m.SegmentDispatched(0, 1, 1),
     )
     assert not has(out, m.StepReturned)
 
@@ -68,7 +72,7 @@ def test_failing_data_waits_for_the_call_under_way(graph):
     if graph is UPDATE:
         vote(one, out)
         vote(one, feed(one, m.SegmentDispatched(0, 1, 0), m.ExchangeDone(0, 1)))
-    out = feed(one, m.JobRaised(0, "after batch 3: boom"))
+    out = feed(one, m.JobRaised(0, "after batch 3: the job failed"))
     while not has(out, m.CastVote | m.CompareTexts):
         out = feed(one, m.BackoffElapsed())
     out = vote(one, out) if not has(out, m.CompareTexts) else out
@@ -82,7 +86,7 @@ def test_a_call_that_has_not_begun_is_left():
     one, out = calls(UPDATE)
     out = feed(one, failed_elsewhere(out))
     assert has(out, m.CompareTexts)
-    assert m.Raised(0) in feed(one, m.TextsCompared(0, ("failed\nboom", "")))
+    assert m.Raised(0) in feed(one, m.TextsCompared(0, ("failed\nthe job failed", "")))
 
 
 @pytest.mark.parametrize("policy", [RoundRobin(), Sequential(), Weighted((9, 1))])
@@ -94,7 +98,9 @@ def test_a_call_ends_though_another_job_is_never_idle(policy):
     vote(one, feed(one, m.JobRequested(0, "a", JobRequest.PAUSE), m.RunStarted()))
     assert m.Dispatch(1, 1, 0, 0) in feed(one, m.StepCalled(1, LONG))
     vote(one, feed(one, m.JobRequested(0, "a", JobRequest.RESUME)))
-    vote(one, feed(one, m.JobRaised(1, "boom"), m.StepCalled(0, LOCAL), m.BackoffElapsed()))
+    vote(
+        one, feed(one, m.JobRaised(1, "the job failed"), m.StepCalled(0, LOCAL), m.BackoffElapsed())
+    )
     out = feed(one, m.SegmentDispatched(1, 1, 0), m.SegmentCompleted(1, 1, 0, 10))
     for call in range(1, 100):
         if m.Dispatch(1, 1, 0, 1) in out:

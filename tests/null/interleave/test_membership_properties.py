@@ -65,7 +65,7 @@ def script(rng, plan, *, fails_at=-1, adds=None):
         for name, added in (adds or {}).get(n, ()):
             yield Add(name, added)
         if n == fails_at:
-            yield Fail("boom")
+            yield Fail("the job failed")
         yield Call(each, tuple(duration(rng) for _ in each.kinds))
     for name, added in (adds or {}).get(len(plan), ()):
         yield Add(name, added)
@@ -322,7 +322,7 @@ def test_failure_waits_for_every_rank_to_commit():
     def fails(rank):
         yield Call(graph(1, 1), (0.1, 0.0, 0.1))
         if rank == 1:
-            yield Fail("boom")
+            yield Fail("the job failed")
         yield Call(graph(1, 1), (0.1, 0.0, 0.1))
 
     def busy(rank):

@@ -77,13 +77,13 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
             (step(SHORT), step(LOCAL), step(SHORT)),
             {1, 2},
         ),
-        ((step(PLAIN), Fail("boom")), (step(PLAIN), step(PLAIN)), {1}),
+        ((step(PLAIN), Fail("the job failed")), (step(PLAIN), step(PLAIN)), {1}),
         (
-            (step(SHORT), step(BETWEEN), Fail("boom")),
+            (step(SHORT), step(BETWEEN), Fail("the job failed")),
             (step(SHORT), step(BETWEEN), step(BETWEEN), step(SHORT)),
             {1},
         ),
-        ((step(SHORT), Fail("boom")), (step(SHORT), step(LOCAL), step(LOCAL)), {1}),
+        ((step(SHORT), Fail("the job failed")), (step(SHORT), step(LOCAL), step(LOCAL)), {1}),
         ((step(PLAIN),), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), Sync("save")), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), step(SHORT)), (step(PLAIN), step(PLAIN)), {1}),
@@ -112,7 +112,7 @@ def test_in_any_order_a_fault_ends_the_job_on_all(bad, good, steps):
         ((step(PLAIN, s0="complete"),), (step(PLAIN),), (0, "failed")),
         ((step(PLAIN, s2="dispatch"),), (step(PLAIN),), (1, "failed")),
         ((step(PLAIN, s2="complete"),), (step(PLAIN),), (1, "failed")),
-        ((step(PLAIN), Fail("boom")), (step(PLAIN), step(PLAIN)), (1, "failed")),
+        ((step(PLAIN), Fail("the job failed")), (step(PLAIN), step(PLAIN)), (1, "failed")),
         ((step(PLAIN),), (step(PLAIN), step(PLAIN)), (1, "failed")),
         ((step(PLAIN, s1="skip"),), (step(PLAIN),), (1, "ended")),
         ((step(PLAIN, s1="eject"),), (step(PLAIN),), (0, "ejected")),
@@ -135,7 +135,7 @@ def test_data_that_fails_at_any_moment_ends_the_job(script, steps):
     """The thread that prepares a job's data fails on one rank, while the job is in any of its
     calls.
     """
-    found = ends(alike(2, script, outside=((m.JobRaised(0, "boom"),), ())))
+    found = ends(alike(2, script, outside=((m.JobRaised(0, "the job failed"),), ())))
     assert found == {((n, "failed"),) for n in steps} | {
         ((sum(s.graph != LOCAL for s in script), "ended"),)
     }
@@ -145,7 +145,7 @@ def test_data_that_fails_at_any_moment_ends_the_job(script, steps):
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_in_every_order_the_other_job_does_not_notice(ranks):
     others = [((), (step(SHORT),))] * (ranks - 1)
-    found = ends(Case(scripts=(((Fail("boom"),), (step(SHORT),)), *others)))
+    found = ends(Case(scripts=(((Fail("the job failed"),), (step(SHORT),)), *others)))
     assert found == {((0, "failed"), (1, "ended"))}
 
 
@@ -204,8 +204,9 @@ def test_interrupt_stops_all_ranks_at_one_step():
             ),
             {"0 stopped", "1 ended"},
         ),
-        # A job that is added by another job always comes in time. One that is added from outside
-        # may come after the run has ended.
+        # If a job adds another job, the new one always joins, because the run can't end before the
+        # job that adds it. If a thread outside of the run adds a job, the run may already have
+        # ended.
         (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
         pytest.param(
             alike(1, (Add("new", (step(SHORT),)), step(SHORT))),

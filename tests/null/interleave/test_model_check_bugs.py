@@ -80,7 +80,7 @@ class TakesTheCommitForGranted(Interleaver):
         self._jobs[job].call.committed = self.shared.commit == job
 
 
-class DeafState(SharedState):
+class IgnoresFailuresState(SharedState):
     def _apply_job(self, number, said, committing, called):
         return super()._apply_job(number, replace(said, good=True), committing, called)
 
@@ -113,15 +113,15 @@ class ComparesTooEarly(Interleaver):
         self._compute = BlindQueue(jobs, policy, depth)
 
 
-class DeafToFailure(Interleaver):
+class IgnoresFailures(Interleaver):
     """Bug: a step is committed even if a rank votes against it."""
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
-        self.shared = DeafState(jobs, policy)
+        self.shared = IgnoresFailuresState(jobs, policy)
 
 
-class GoesOnAfterFailure(Interleaver):
+class ContinuesAfterFailure(Interleaver):
     """Bug: a failed job's segments are still dispatched."""
 
     def _fail(self, job, text, ejects=False):
@@ -161,7 +161,7 @@ class LeavesThreadsBehind(Interleaver):
 
     def _finish_job(self, job, how, texts=()):
         super()._finish_job(job, how, texts)
-        self._out = [told for told in self._out if not isinstance(told, m.Raised)]
+        self._out = [each for each in self._out if not isinstance(each, m.Raised)]
 
 
 class BlindJob(LocalJob):
@@ -194,10 +194,10 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
 
 @pytest.mark.mostly_integration(
     "TakesTheCommitForGranted-case1-overwrites the state of a step that is not committed",
-    "GoesOnAfterFailure-case5-its job has failed here",
-    "ForgetsBatches-case9-ranks meet for ever and nothing comes of it",
-    "ForgetsOpenLoops-case10-ranks meet for ever and nothing comes of it",
-    "LeavesThreadsBehind-case11-all is over, but the threads of jobs \\\\[0\\\\] wait",
+    "ContinuesAfterFailure-case5-its job has failed here",
+    "ForgetsBatches-case9-ranks keep meeting without progress",
+    "ForgetsOpenLoops-case10-ranks keep meeting without progress",
+    "LeavesThreadsBehind-case11-every job has ended, but the threads of jobs \\\\[0\\\\] wait",
 )
 @pytest.mark.parametrize(
     ("wrong", "case", "message"),
@@ -208,22 +208,22 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
             alike(1, (step(PLAIN),)),
             "overwrites the state of a step that is not committed",
         ),
-        (DeafToFailure, FAILING, "overwrites the state of a step that is not committed"),
+        (IgnoresFailures, FAILING, "overwrites the state of a step that is not committed"),
         (
             LosesTheLastStep,
-            unlike((Fail("boom"),), (step(LOCAL),)),
+            unlike((Fail("the job failed"),), (step(LOCAL),)),
             "its state is being overwritten",
         ),
-        (ComparesTooEarly, unlike((Fail("boom"),), (step(LOCAL),)), "may still fail"),
+        (ComparesTooEarly, unlike((Fail("the job failed"),), (step(LOCAL),)), "may still fail"),
         (
-            GoesOnAfterFailure,
+            ContinuesAfterFailure,
             unlike((step(WIDE, s0="dispatch"),), depth=1),
             "its job has failed here",
         ),
         (
             SkipsForItself,
             unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)),
-            "its step is skipped: True, but told so",
+            "its step is skipped: True, instructed to skip it",
         ),
         (
             RunsWhatRests,
@@ -235,13 +235,13 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
             "makes steps while it is paused",
         ),
         (MakesNoZeros, FAILING, "a rank stands still"),
-        (ForgetsBatches, alike(2, fed(1)), "ranks meet for ever and nothing comes of it"),
+        (ForgetsBatches, alike(2, fed(1)), "ranks keep meeting without progress"),
         (
             ForgetsOpenLoops,
             alike(1, loops(0, 1, 2, 0)),
-            "ranks meet for ever and nothing comes of it",
+            "ranks keep meeting without progress",
         ),
-        (LeavesThreadsBehind, FAILING, r"all is over, but the threads of jobs \[0\] wait"),
+        (LeavesThreadsBehind, FAILING, r"every job has ended, but the threads of jobs \[0\] wait"),
         (
             MixesFunctions,
             unlike((step(TRAIN),), (step(EVALUATE),)),

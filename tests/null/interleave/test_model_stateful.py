@@ -141,20 +141,20 @@ class Ranks(RuleBasedStateMachine):
     def start(self, case):
         self.ranks = [RankModel(case, rank) for rank in range(len(case.scripts))]
         self.through = [0] * len(self.ranks)  # per rank: the number of slots that it has left
-        self.standing = defaultdict(dict)  # by slot: the arrivals of the ranks that have reached it
+        self.waiting = defaultdict(dict)  # by slot: the arrivals of the ranks that have reached it
         self.note()
 
     def note(self):
         for number, rank in enumerate(self.ranks):
             if rank.arrival is not None:
-                self.standing[self.through[number]].setdefault(number, rank.arrival)
+                self.waiting[self.through[number]].setdefault(number, rank.arrival)
 
     def may_leave(self, number):
-        stand = self.standing[self.through[number]]
+        stand = self.waiting[self.through[number]]
         return number in stand and len(stand) == len(self.ranks) and not self.ranks[number].through
 
     def leave(self, number):
-        stand = self.standing[self.through[number]]
+        stand = self.waiting[self.through[number]]
         result = meet([stand[n] for n in range(len(self.ranks))])
         self.through[number] += 1
         self.ranks[number].leave(result)

@@ -189,9 +189,12 @@ def seconds_a_round(policy, jobs, steps=20):
     return result.end_s / steps
 
 
-def test_larger_share_lets_a_large_job_hide_in_pieces():
-    """Uncut, the large job's bound is its own c + m. In pieces that take turns with the other job's
-    steps, it has to wait for that job.
+def test_larger_share_lets_a_large_cut_job_overlap():
+    """A large job only overlaps with itself if it's cut and also has a large share.
+
+    Uncut, the large job can't be faster than its own c + m. If it's cut but takes turns with the
+    small job, segment by segment, it has to wait for a whole step of the small job each time. With
+    a share of 4 to 1, it waits less often.
     """
     large, small = (1.4, 1.25), (0.5, 0.7)
     uncut = seconds_a_round(RoundRobin(), [(*large, 1), (*small, 1)])

@@ -175,8 +175,8 @@ def test_every_rank_makes_every_exchange_in_one_order(part, seed, kind, data):
 def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
-    guilty_rank, guilty = rng.randrange(ranks), rng.randrange(jobs)
-    plan = plans[guilty] = plans[guilty] or [random_graph(rng, 5)]
+    failing_rank, failing_job = rng.randrange(ranks), rng.randrange(jobs)
+    plan = plans[failing_job] = plans[failing_job] or [random_graph(rng, 5)]
     at, segment = rng.randrange(len(plan)), rng.randrange(9)
     scripts = [
         [
@@ -186,7 +186,7 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
                 locals_[job],
                 segment=segment,
                 how=how,
-                fault=fault if (rank, job) == (guilty_rank, guilty) else None,
+                fault=fault if (rank, job) == (failing_rank, failing_job) else None,
                 fault_step=at,
             )
             for job in range(jobs)
@@ -203,19 +203,19 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
         assert result.finished == results[0].finished
         assert result.steps == results[0].steps
         for job in range(jobs):
-            if job != guilty or harmless:
+            if job != failing_job or harmless:
                 assert result.finished[job][0] == "ended"
-            if job != guilty:
+            if job != failing_job:
                 assert result.steps[job] == len(plans[job])
                 assert exchanges_of(result, job) == expected_exchanges(plans[job])
         if harmless:
             continue
-        assert result.finished[guilty][0] == "failed"
-        texts = result.finished[guilty][1]
+        assert result.finished[failing_job][0] == "failed"
+        texts = result.finished[failing_job][1]
         assert len(texts) == ranks
         if fault in ("raise", "segment"):
             assert [t.startswith("failed\n") for t in texts] == [
-                rank == guilty_rank for rank in range(ranks)
+                rank == failing_rank for rank in range(ranks)
             ]
         else:
             said = {
@@ -223,14 +223,14 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
                 "other": f"step\ncalled step {at + 1}\ny",
                 "function": f"step\ncalled step {at + 1} by another\nx",
             }[fault]
-            assert texts[guilty_rank] == said
-            assert {t for rank, t in enumerate(texts) if rank != guilty_rank} == {
+            assert texts[failing_rank] == said
+            assert {t for rank, t in enumerate(texts) if rank != failing_rank} == {
                 f"step\ncalled step {at + 1}\nx"
             }
         # Nothing overwrote the state of an uncommitted step. A fault after the commit may lose one
         # step.
-        after = fault == "segment" and result.steps[guilty] > at
-        assert result.steps[guilty] == at or after
+        after = fault == "segment" and result.steps[failing_job] > at
+        assert result.steps[failing_job] == at or after
 
 
 @PARTS

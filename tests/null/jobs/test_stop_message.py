@@ -50,7 +50,7 @@ def test_without_checkpoints_nothing_was_saved():
     )
 
 
-def test_jobs_that_are_over_do_not_hide_those_that_go_on():
+def test_finished_jobs_do_not_hide_unfinished_ones():
     jobs = [StoppedJob(name=f"{n}", status=JobStatus.ENDED, step=4) for n in range(64)]
     jobs.append(StoppedJob(name="last", status=JobStatus.STOPPED, step=3, begun=True, saved=3))
     assert stop_message(jobs, "ck").splitlines()[1] == "Job `last`: saved at step 3 in ck."

@@ -71,8 +71,9 @@ def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
 
 
 def test_equal_jobs_of_the_race_are_within_a_tenth() -> None:
-    """Covers all 21 runs of two or three equal jobs in steady state: uncut, in 32 and 16 bits, at
-    305 to 2059 Mbit/s.
+    """Compares predictions with all 21 kept runs of two or three equal jobs, in steady state.
+
+    These jobs are uncut and exchange in 32 or 16 bits, over links of 305 to 2059 Mbit/s.
     """
     rows = race_rows("two", "three")
     assert len(rows) == 21
@@ -89,8 +90,10 @@ def test_the_bound_alone_is_further_off_and_below() -> None:
 
 
 def test_predicted_speed_is_near_that_of_the_race() -> None:
-    """Compares the speed-up over running in turn, which is what an estimate prints, over a whole
-    run including the time to fill the lanes.
+    """Compares predicted and measured speed-ups over running one job after the other.
+
+    This is the number that an estimate prints. The measured runs include the time in which the
+    lanes fill up.
     """
     rows = json.loads((RESULTS / "race.json").read_text())["rows"]
     alone = {
@@ -137,7 +140,7 @@ def test_contention_far_from_measured_rates_is_unknown() -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 4])
 @pytest.mark.parametrize(("c", "m"), [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (3.0, 0.1)])
-def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> None:
+def test_interleaver_reaches_the_bound(jobs: int, c: float, m: float) -> None:
     steps, seconds = 16, (c, m, 0.0)
 
     def script() -> Any:
@@ -154,7 +157,7 @@ def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> No
     assert bound_s - 1e-9 <= taken_s <= bound_s + c + m, "the lanes are filled and drained once"
 
 
-def test_under_contention_the_shorter_lane_is_always_next_to_the_other() -> None:
+def test_under_contention_the_shorter_lane_always_overlaps_the_other() -> None:
     """The exchanges take 1.1 s under contention. Meanwhile 1.1 / 1.25 s of the 2 s of compute get
     done; the rest runs alone.
     """

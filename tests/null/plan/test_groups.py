@@ -67,8 +67,10 @@ def _loads(seed: int, count: int, ranks: tuple[int, ...] = (1,)) -> list[Load]:
 
 
 def _check(found: Grouping, loads: list[Load], most: int, memory: int | None) -> None:
-    """Checks that every job is in exactly one group, that a group's jobs fit and have equally many
-    ranks, and that the totals are the sums over the groups.
+    """Checks what must hold for any grouping.
+
+    Every job is in exactly one group. The jobs of a group fit into memory and have the same number
+    of ranks. The totals are the sums over all groups.
     """
     named = {load.name: load for load in loads}
     assert sorted(itertools.chain.from_iterable(found.groups)) == sorted(named)

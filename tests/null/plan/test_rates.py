@@ -37,8 +37,10 @@ def _random(seed: int) -> list[Cuts]:
 
 
 def _bound(jobs: list[Cuts], found: Rates) -> float | None:
-    """Returns the most progress that any order could achieve at this floor, or None if no order
-    reaches it. Uses a linear program.
+    """Computes, with a linear program, the most progress that any order of the jobs could achieve.
+
+    Each job must keep at least the share `found.floor` of its own speed. Returns None if that's
+    impossible.
     """
     lanes = [[getattr(cuts[1], use) for cuts in jobs] for use in ("compute_s", "exchange_s")]
     use = [
@@ -106,8 +108,10 @@ def test_a_large_job_is_cut_for_a_small_one() -> None:
 
 
 def test_a_job_with_a_short_exchange_does_not_hold_the_lane() -> None:
-    """With equal shares, the first job would take up the turns of the others, one of which would
-    drop to less than a tenth of its speed.
+    """A job that computes much but hardly exchanges mustn't crowd out the others.
+
+    With equal shares, it would take so much of the compute lane that one of the other jobs would
+    run at less than a tenth of its own speed.
     """
     costs = {"computes": (0.8, 0.011), "exchanges": (0.118, 0.373), "both": (0.523, 0.26)}
     jobs = [_cuts(name, *cost) for name, cost in costs.items()]

@@ -34,8 +34,8 @@ def _error(row: dict[str, Any], *, contention: bool) -> float:
 def test_the_kept_race_is_replayed() -> None:
     """The mean error is at most 3.5%, and four rows in five are within 5%.
 
-    The twin knows each job's solo costs, and the contention measured by another benchmark. Without
-    contention, its mean error is at least 8%.
+    The twin gets each job's costs when running alone, and the contention that another benchmark has
+    measured. If we leave out the contention, the mean error is at least 8%.
     """
     rows = _rows()
     assert len(rows) >= 17

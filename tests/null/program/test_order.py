@@ -16,8 +16,10 @@ STATE, BATCH = 0, 1
 
 
 def program(*segments: tuple[Kind, tuple[int, ...]]) -> Program:
-    """Makes a program of `(kind, values it reads)`. Segment n makes value n + 2, and the last
-    segment's value is returned.
+    """Makes a program from a kind and the values to read for each segment.
+
+    Values 0 and 1 are the inputs, segment n makes value n + 2, and the program returns the value of
+    its last segment.
     """
     last_reader = {v: n for n, (_, inputs) in enumerate(segments) for v in inputs}
     total = Exchange(op="psum", axes=("batch",), dtype="float32", shape=(4,))

@@ -173,8 +173,8 @@ def test_receives_from_any_source_count_their_senders() -> None:
     assert all_senders_known({**calls, 2: [send(0)]}, 0)
 
 
-# Random schedules. Each event is valid by itself, and every rank makes its calls in the order of
-# the events, so the calls match.
+# Random schedules of exchanges between ranks. Every rank makes its calls in the order in which we
+# draw the exchanges, and each exchange is valid by itself, so the calls of all ranks match up.
 
 COMMS = (WORLD, (0, 1), (2, 3), (1, 2, 3), (3, 0))
 

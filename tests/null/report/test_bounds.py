@@ -63,7 +63,7 @@ def loop(rng, graph, seconds, steps, *, jitter, think, fails_at=-1):
     yield Think(think)
     for n in range(steps):
         if n == fails_at:
-            yield Fail("boom")
+            yield Fail("the job failed")
         yield Call(graph, tuple(length * (1 + jitter * rng.random()) for length in seconds))
 
 
@@ -214,8 +214,11 @@ def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
 
 
 def test_unequal_rates_share_a_round_of_as_many_steps():
-    """One job makes three steps of 1 s while the other makes one of 3 s, i.e. four job-steps in 6
-    s.
+    """A round has as many job-steps as there are jobs, so a job may have a fraction of a step in
+    it.
+
+    Here one job makes three steps of 1 s while the other job makes a single step of 3 s, i.e. four
+    job-steps in 6 s. So a round of two job-steps takes 3 s.
     """
 
     def step(job, number, start, length):
@@ -328,8 +331,10 @@ def test_traces_of_all_runs_are_well_formed(tmp_path_factory, part, seed, kind):
 
 
 def test_exchange_beside_backward_has_its_makers_arrow():
-    """Segment 2 computes while segment 1 is in flight. It's short and ends first, but it produced
-    nothing that segment 1 exchanges.
+    """In the trace, an arrow leads to an exchange from the segment that computed its operands.
+
+    Segment 2 computes while the exchange (segment 1) is in flight. It's short and ends before the
+    exchange does, but none of its results are exchanged, so the arrow must not come from there.
     """
 
     def span(kind, segment, start, end, ready):

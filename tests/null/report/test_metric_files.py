@@ -28,10 +28,10 @@ def table(folder: Path, job: str = "a") -> list[dict[str, str]]:
 
 
 def logged(
-    folder: Path, *values: object, goes_on: Path | None = None, begin: int | None = None
+    folder: Path, *values: object, continued: Path | None = None, begin: int | None = None
 ) -> None:
     """Logs these values, one per step, starting after step `begin`."""
-    files = MetricFiles(folder, goes_on)
+    files = MetricFiles(folder, continued)
     files.claim()
     if begin is not None:
         files.begin("a", begin)
@@ -76,10 +76,10 @@ def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
 def test_a_restart_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
     """The run had logged more than its checkpoint holds, and was killed while it wrote a line."""
     folder, checkpoints = tmp_path / "metrics", tmp_path / "checkpoints"
-    logged(folder, *({"loss": float(n)} for n in range(5)), goes_on=checkpoints)
+    logged(folder, *({"loss": float(n)} for n in range(5)), continued=checkpoints)
     with (folder / "a.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    logged(folder, {"loss": 30.0}, goes_on=checkpoints, begin=3)
+    logged(folder, {"loss": 30.0}, continued=checkpoints, begin=3)
     assert [(line["step"], line["loss"]) for line in written(folder)] == [
         (1, 0.0),
         (2, 1.0),
@@ -91,10 +91,10 @@ def test_a_restart_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [None, Path("/one")], ids=["no checkpoints", "other checkpoints"])
 def test_another_run_cannot_have_the_folder(first: Path | None, tmp_path: Path) -> None:
-    logged(tmp_path, {"loss": 1.0}, goes_on=first)
-    for goes_on in (None, Path("/two")):
+    logged(tmp_path, {"loss": 1.0}, continued=first)
+    for continued in (None, Path("/two")):
         with pytest.raises(ValueError, match="has the metrics of another run"):
-            MetricFiles(tmp_path, goes_on).claim()
+            MetricFiles(tmp_path, continued).claim()
     assert written(tmp_path) == [{"step": 1, "loss": 1.0}]
 
 
@@ -102,15 +102,17 @@ def test_lines_of_a_run_whose_checkpoints_are_gone_stay(tmp_path: Path) -> None:
     """The new run begins at step 0, in the folder of a run that had come further."""
     folder, checkpoints = tmp_path / "metrics", tmp_path / "checkpoints"
     for n in range(3):
-        logged(folder, {"loss": float(n)}, goes_on=checkpoints, begin=0)
+        logged(folder, {"loss": float(n)}, continued=checkpoints, begin=0)
     assert written(folder) == [{"step": 1, "loss": 2.0}]
     aside = [json.loads((folder / f"a.jsonl.old-{n}").read_text())["loss"] for n in (1, 2)]
     assert aside == [0.0, 1.0]
 
 
 def test_what_is_logged_before_the_state_is_restored(tmp_path: Path) -> None:
-    """It isn't known yet where to truncate the files, so the line waits. If the run resumes, the
-    files already contain that line.
+    """A line that's logged before the job restores its state is held back.
+
+    Until the state is restored, we don't know at which step to truncate the files of the previous
+    run. If the job resumes, the files already contain this line, so it's dropped.
     """
     for begin, losses in ((0, [(0, 9.0), (1, 1.0)]), (1, [(0, 9.0), (1, 1.0), (2, 2.0)])):
         files = MetricFiles(tmp_path / "metrics", tmp_path / "checkpoints")
@@ -123,7 +125,7 @@ def test_what_is_logged_before_the_state_is_restored(tmp_path: Path) -> None:
 
 
 def test_a_job_that_restores_nothing_is_written_at_the_end(tmp_path: Path) -> None:
-    logged(tmp_path / "metrics", {"loss": 1.0}, goes_on=tmp_path / "checkpoints")
+    logged(tmp_path / "metrics", {"loss": 1.0}, continued=tmp_path / "checkpoints")
     assert written(tmp_path / "metrics") == [{"step": 1, "loss": 1.0}]
 
 
@@ -202,7 +204,7 @@ def test_a_line_is_read_as_it_was_logged(tmp_path):
 )
 @pytest.mark.parametrize("kind", ["done", "closed"])
 @pytest.mark.parametrize("restores", [True, False])
-def test_files_of_a_job_that_is_over_are_closed(restores: bool, kind: str, tmp_path: Path) -> None:
+def test_files_of_a_finished_job_are_closed(restores: bool, kind: str, tmp_path: Path) -> None:
     """Otherwise, a sweep of 600 trials would need more open files than a process may have."""
     files = MetricFiles(tmp_path / "m", tmp_path / "checkpoints")
     files.claim()
@@ -249,7 +251,7 @@ def test_two_runs_at_once_need_two_folders(tmp_path):
     ids=["its own", "a number", "of the loop, too", "a slash", "another name"],
 )
 def test_only_lines_of_the_evaluation_go(values: object, stays: bool, tmp_path: Path) -> None:
-    logged(tmp_path / "m", values, goes_on=tmp_path / "c", begin=0)
+    logged(tmp_path / "m", values, continued=tmp_path / "c", begin=0)
     files = MetricFiles(tmp_path / "m", tmp_path / "c")
     files.claim()
     assert len(files.begin("a", 1)) == 1

@@ -54,7 +54,7 @@ def beat(at_s):
     return {"beat": 1, "at": int(at_s * 1e9)}
 
 
-def words(how, at_s, text="", lost=(), standing=""):
+def ended_as(how, at_s, text="", lost=(), standing=""):
     return {
         "words": how,
         "at": int(at_s * 1e9),
@@ -75,7 +75,7 @@ EXCHANGE = {"what": "exchange", "job": "b", "step": 14, "segment": 3}
 def test_who_is_reported_gone_ended_first(tmp_path):
     gone = "rank 2 is gone: its process 102 on host `h0` ended without a word."
     for rank in (0, 1, 3):
-        say = words("reported", 12, gone, [2]) if rank == 1 else words("told", 12.1, gone)
+        say = ended_as("reported", 12, gone, [2]) if rank == 1 else ended_as("told", 12.1, gone)
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=5), say)
     write(tmp_path, 2, begin(1, 9, **EXCHANGE | {"what": "compute", "segment": 2}), beat(10.5))
     assert first_to_end(read_event_files(tmp_path)) == (
@@ -125,9 +125,9 @@ def test_an_exception_is_quoted_with_its_place(tmp_path):
             tmp_path,
             rank,
             begin(1, 10, **EXCHANGE, number=8),
-            words("told", 11, "because of rank 3"),
+            ended_as("told", 11, "because of rank 3"),
         )
-    write(tmp_path, 3, words("failed", 10.5, "rank 3 failed with ValueError: x", standing=place))
+    write(tmp_path, 3, ended_as("failed", 10.5, "rank 3 failed with ValueError: x", standing=place))
     assert first_to_end(read_event_files(tmp_path)).startswith(
         f"Rank 3 ended first (rank 3 failed with ValueError: x), {place}. Ranks 0,"
     )
@@ -140,7 +140,7 @@ def test_a_rank_that_left_too_early(tmp_path):
         1,
         begin(1, 9, "vote", number=7),
         end(1, 9.1),
-        words("left", 9.2, "its script ended"),
+        ended_as("left", 9.2, "its script ended"),
         size=2,
     )
     assert first_to_end(read_event_files(tmp_path)).startswith(
@@ -150,13 +150,13 @@ def test_a_rank_that_left_too_early(tmp_path):
 
 def test_a_good_end_and_a_stop(tmp_path):
     for rank in range(2):
-        write(tmp_path, rank, words("left", 5), size=2)
+        write(tmp_path, rank, ended_as("left", 5), size=2)
     assert (
         first_to_end(read_event_files(tmp_path))
         == "All ranks ended normally: their scripts finished."
     )
     for rank in range(2):
-        write(tmp_path, rank, words("terminated", 5 + rank, "SIGTERM"), size=2)
+        write(tmp_path, rank, ended_as("terminated", 5 + rank, "SIGTERM"), size=2)
     assert first_to_end(read_event_files(tmp_path)).startswith("Rank 0 ended first (SIGTERM)")
 
 
@@ -205,7 +205,7 @@ def test_every_activity_of_a_dead_rank_is_named(tmp_path):
     assert f", {beside}. " in first_to_end(read_event_files(tmp_path))
 
 
-def test_a_job_in_its_own_code_is_named_next_to_the_exchange_of_another_one(tmp_path):
+def test_job_in_its_own_code_is_named_alongside_another_jobs_exchange(tmp_path):
     """A rank that's killed in one job's code, e.g. by the kernel, may have been waiting in another
     job's exchange.
     """
@@ -261,7 +261,9 @@ def test_files_of_another_run_are_left_out(tmp_path):
 )
 def test_a_file_without_a_head_is_skipped_with_a_line(tmp_path, capsys, text, reason):
     gone = "rank 1 is gone: its process 101 on host `h0` ended without a word."
-    write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=5), words("reported", 12, gone, [1]), size=3)
+    write(
+        tmp_path, 0, begin(1, 10, **EXCHANGE, number=5), ended_as("reported", 12, gone, [1]), size=3
+    )
     (tmp_path / "rank-1.jsonl").write_text(text)
     assert cli.main(["doctor", "--post-mortem", str(tmp_path)]) == 0
     lines = " ".join(capsys.readouterr().out.split())
@@ -362,7 +364,7 @@ def test_the_command(tmp_path, capsys):
         tmp_path,
         0,
         begin(1, 10, "exchange", "[red]b", 14, 3, number=8),
-        words("failed", 11, "no \x1b[2J luck"),
+        ended_as("failed", 11, "no \x1b[2J luck"),
         size=2,
     )
     assert cli.main(["doctor", "--post-mortem", str(tmp_path)]) == 0

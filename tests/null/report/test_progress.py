@@ -162,7 +162,7 @@ def test_an_evaluation_does_not_replace_the_loss():
     assert metric_of([]) == ""
 
 
-def test_words_for_what_a_job_does():
+def test_text_for_what_a_job_does():
     assert doing_text("compile", local=False) == "compiling"
     assert doing_text("batch 3 of data 1", local=True) == "waiting for data"
     assert doing_text("batch 3 of data 1", local=False) == "waiting for other ranks' data"

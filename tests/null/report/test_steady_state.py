@@ -172,8 +172,10 @@ def test_jobs_beside_a_job_mid_step_have_a_round():
 
 
 def test_turns_with_rounds_of_other_jobs_are_separate():
-    """In one turn, all three jobs share rounds of 3 s. In another, c has left, and the other two
-    share rounds of 2 s.
+    """Turns are compared separately if they have rounds of different jobs.
+
+    In one turn, all three jobs share rounds of 3 s. In the other one, job c has left, so the
+    remaining two jobs share rounds of 2 s.
     """
 
     def turn(spans):

@@ -24,7 +24,7 @@ def result(mode="max", rows=ROWS):
             status=status,
             step=step,
             value=value,
-            error="boom\nin line 3" if status == "failed" else "",
+            error="the trial failed\nin line 3" if status == "failed" else "",
             values=() if value is None else ((step // 2, 0.1), (step, value)),
         )
         for number, params, status, step, value in rows
@@ -54,7 +54,7 @@ def test_table_marks_the_best_and_says_why_one_failed():
         "finished",
     ]
     assert "Best: lr 0.1235, with accuracy 0.9312 after 30 steps." in lines
-    assert lines[-1] == "Trial `3` failed: boom"
+    assert lines[-1] == "Trial `3` failed: the trial failed"
 
 
 def test_nothing_is_best_where_none_finished():

@@ -202,7 +202,7 @@ def test_numbers_have_three_digits(value, text):
 
 
 def test_a_share_of_the_run_other_than_none_is_stated():
-    """a runs from 0 to 8 s and b from 7 to 15 s, so they share 1 s of 15 s."""
+    """Job a runs from 0 to 8 s, and job b from 7 to 15 s. So they share 1 s of 15 s."""
     spans = [*steps_of("a", 4), *steps_of("b", 4, begin=7)]
     text = str(
         report(
@@ -267,8 +267,10 @@ def test_other_exchanging_calls_are_not_called_steps():
 
 
 def test_the_input_row_names_the_level_that_waited():
-    """The job waits 1 s for a batch before each step. 4 of 5 batches come from a data cache's
-    origin, and one was being decoded.
+    """The job waits for 1 s before each step, because its next batch isn't ready.
+
+    For four of five batches, that's because a data cache has to read them from the origin. The
+    fifth was still being decoded.
     """
     spans = steps_of("a", 6, every=3.0)
     waits = [

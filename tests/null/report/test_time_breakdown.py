@@ -98,8 +98,9 @@ def test_early_rank_waits_for_its_peer():
 
 
 def test_jitter_between_equal_ranks_is_peer_waiting():
-    # Each rank is 0.5 s late in every other step, so each computes for 1.25 s on average, but the
-    # pair takes 1.5 s.
+    # The ranks are slow in turn: in every step, one of them computes for 1.5 s and the other one
+    # for 1 s. So each rank computes for 1.25 s on average, but because they wait for each other,
+    # every step takes as long as the slower one, i.e. 1.5 s.
     spans = []
     for step in range(5):
         begin = 2.5 * step
@@ -127,8 +128,9 @@ def test_an_exchange_bound_run():
 
 
 def test_votes_cost_only_what_they_hold_up():
-    # One job with c = 1 and m = 1.5. A vote of 0.2 s delays each exchange by 0.1 s; another vote
-    # overlaps with compute and costs nothing.
+    # There's one job, which computes for 1 s and exchanges for 1.5 s. In each step, a vote that
+    # takes 0.2 s delays the exchange by 0.1 s. An earlier vote overlaps with the computation, so it
+    # costs nothing.
     spans = []
     for step in range(5):
         t = 2.6 * step
@@ -157,8 +159,10 @@ def test_votes_cost_only_what_they_hold_up():
 
 @pytest.mark.parametrize("ready", [1.2, 1.1])
 def test_vote_waiting_for_a_late_rank_is_peer_waiting(ready):
-    """Rank 0 votes for 1 s. Rank 1's batch is late, so it only takes part for the last 0.1 s. Other
-    work may be ready meanwhile.
+    """If one rank votes for long because another is late, that time counts as waiting for a peer.
+
+    Rank 0's vote takes 1 s, because rank 1's batch is late and rank 1 only enters the vote for the
+    last 0.1 s. This must hold even if other work becomes ready in the meantime.
     """
     early, late = [], []
     for step in range(5):
@@ -192,8 +196,8 @@ def test_enqueued_compute_begins_when_previous_ends():
 
 
 def test_exchange_beside_own_backward_shortens_chain():
-    # Segment 1 exchanges the result of segment 0. It takes 1 s and overlaps with segment 2, which
-    # computes for 2 s.
+    # Segment 1 exchanges the result of segment 0, which takes 1 s. Meanwhile segment 2 computes for
+    # 2 s, so the exchange is hidden.
     spans = []
     for step in range(4):
         t = 4 * step
@@ -216,9 +220,11 @@ def test_nothing_ran():
 
 
 def test_exchanges_with_parameter_servers_overlap():
-    """Each job has its own lane, and the n-th steps of two ranks are unrelated. A step is one
-    stretch of computing and waiting, which would be its own bound, so an efficiency would be
-    meaningless.
+    """Exchanges with parameter servers overlap, because each job has its own lane for them.
+
+    Ranks don't wait for each other, so the n-th steps of two ranks have nothing to do with each
+    other. We can't report an efficiency: within a step, computing and waiting follow each other, so
+    the bound would be the measured time itself.
     """
     spans = []
     for rank, pace in ((0, 1), (1, 3)):
@@ -244,7 +250,10 @@ def test_bytes_per_step_are_those_of_training_steps():
 
 
 def test_two_of_three_jobs_share_a_part_of_the_run():
-    """The share is the time in which at least two jobs run: a and b from 3 to 6 s, never c."""
+    """The shared time is that in which at least two jobs run, here a and b from 3 to 6 s.
+
+    The job c runs alone later.
+    """
     spans = [*alone("a", 3), *alone("b", 3, begin=3), *alone("c", 2, begin=12)]
     assert break_down(spans, facts("a", "b", "c", steps=3), {0: 16 * S}).shared_share == 3 / 16
 

@@ -100,8 +100,10 @@ def test_rank_waiting_locally_is_not_blamed():
 
 
 def test_what_moves_on_stays_watched_and_begins_anew(world):
-    """After a restart, a job drops batch after batch. All the while, the other ranks see that this
-    rank is waiting for its data.
+    """After a restart, a job skips the batches that it has already trained on, which may take long.
+
+    In the meantime, the other ranks see that this rank is waiting for its data. The wait restarts
+    with each skipped batch, so that it isn't taken for a stall.
     """
     waits, wait = JobWaits(world), ("a", 4, "own batch 4 of data 1")
     for moved in range(4):

@@ -20,7 +20,7 @@ def owner() -> ExchangeOwner:
     return ExchangeOwner()
 
 
-def check_goes_on(owner: ExchangeOwner, *, expected: bool, anew: bool = False) -> None:
+def check_continues(owner: ExchangeOwner, *, expected: bool, anew: bool = False) -> None:
     """Checks whether this rank may still exchange, and whether the ranks have to agree first."""
     assert owner.must_agree == anew
     refused = pytest.raises(
@@ -97,7 +97,7 @@ def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fails", "waits", "ended", "goes_on"),
+    ("fails", "waits", "ended", "continues"),
     [
         (4, -1, [1, 3], True),
         (1, -1, [], False),
@@ -109,7 +109,7 @@ def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
     ],
 )
 def test_after_an_error_no_exchange_is_left_under_way(
-    owner: ExchangeOwner, fails: int, waits: int, ended: list[int], goes_on: bool
+    owner: ExchangeOwner, fails: int, waits: int, ended: list[int], continues: bool
 ) -> None:
     """If all exchanges were made, the caller may catch the error and continue, since its next
     exchange uses the same communicator. If none had begun, the ranks have to agree first. After a
@@ -125,15 +125,15 @@ def test_after_an_error_no_exchange_is_left_under_way(
         with pytest.raises(RuntimeError, match="out of memory"):
             Standalone(world, "step").run(compiled, [], None)
         assert execution.ended == ended
-        check_goes_on(owner, expected=goes_on, anew=goes_on and not ended)
+        check_continues(owner, expected=continues, anew=continues and not ended)
 
 
 @pytest.mark.parametrize("fails", range(5))
-def test_who_speaks_to_nobody_goes_on_after_any_error(owner: ExchangeOwner, fails: int) -> None:
+def test_single_rank_continues_after_any_error(owner: ExchangeOwner, fails: int) -> None:
     world: Any = SimpleNamespace(exchange_owner=owner)
     with pytest.raises(RuntimeError, match="out of memory"):
         Standalone(world, "step").run(overlapped(Execution(fails), is_single_rank=True), [], None)
-    check_goes_on(owner, expected=True)
+    check_continues(owner, expected=True)
 
 
 class Interrupted(Execution):
@@ -171,7 +171,7 @@ def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> N
         assert execution.ended == [1]
         exchanger.submit(lambda: None).result()
         assert execution.ended == [1]
-        check_goes_on(owner, expected=False)
+        check_continues(owner, expected=False)
 
 
 class Carried(Execution):
@@ -207,16 +207,16 @@ def test_carried_exchange_begins_before_the_computation(owner: ExchangeOwner) ->
         assert Standalone(world, "step").run(compiled, [], None) == "results"
     assert [(wait["segment"], wait["what"]) for wait in watched] == [(1, "psum"), (3, "psum")]
     assert execution.ended[:2] == [1, 0] and sorted(execution.ended) == [*range(5)], "each once"
-    check_goes_on(owner, expected=True)
+    check_continues(owner, expected=True)
 
 
 @pytest.mark.parametrize(
-    ("error", "goes_on"),
+    ("error", "continues"),
     [(None, True), (ExchangeError("other steps"), True), (KeyboardInterrupt(), False)],
 )
 @pytest.mark.parametrize("carried", [frozenset[int](), frozenset({1})])
 def test_ranks_compare_their_calls_once_before_the_first_exchange(
-    owner: ExchangeOwner, error: BaseException | None, goes_on: bool, carried: frozenset[int]
+    owner: ExchangeOwner, error: BaseException | None, continues: bool, carried: frozenset[int]
 ) -> None:
     """If steps differ, every rank raises before anything is exchanged. If the comparison is
     interrupted, the other ranks may already have continued.
@@ -240,7 +240,7 @@ def test_ranks_compare_their_calls_once_before_the_first_exchange(
             Standalone(world, "step").run(compiled, [], None, compare=compare)
     assert exchanged_before == [[]]
     assert {1, 3} & set(execution.ended) == (set() if error else {1, 3})
-    check_goes_on(owner, expected=goes_on, anew=isinstance(error, ExchangeError))
+    check_continues(owner, expected=continues, anew=isinstance(error, ExchangeError))
 
 
 def test_rank_that_speaks_to_nobody_compares_nothing(owner: ExchangeOwner) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxcross.server.clocks import Clocks
 
 
-def test_with_staleness_0_all_go_on_together():
+def test_with_staleness_0_all_workers_advance_together():
     clocks = Clocks(3, 0)
     for rank in (2, 0):
         clocks.push(rank)

@@ -117,7 +117,7 @@ class Machine:
             job["returned"] = True
             coordinator.came_to_end(number, step, coordinator.last_value(number))
         elif facts["fails"] and step == 7:
-            coordinator.over(number, step, "failed", error="boom")
+            coordinator.over(number, step, "failed", error="the trial failed")
             del self.jobs[number]
         else:
             job["step"] = step = step + 1
@@ -157,7 +157,7 @@ def test_order_of_threads_and_kills_change_nothing(tmp_path, concurrent, prunes,
     assert "before a restart" not in caplog.text
 
 
-def test_more_trials_go_on_as_if_from_the_start(tmp_path):
+def test_more_trials_continue_as_if_from_the_start(tmp_path):
     few = Machine(random.Random(1), tmp_path / "a", lambda _: Adaptive(6), 3)
     few.run()
     more = Machine(random.Random(2), tmp_path / "a", lambda _: Adaptive(12), 3).run()
@@ -165,7 +165,7 @@ def test_more_trials_go_on_as_if_from_the_start(tmp_path):
     assert outcome(more) == outcome(whole)
 
 
-def test_search_that_does_not_repeat_goes_on_with_a_warning(tmp_path, caplog):
+def test_search_that_does_not_repeat_continues_with_a_warning(tmp_path, caplog):
     class Moody(Adaptive):
         def __init__(self, fixed):
             super().__init__(6, prunes=False)

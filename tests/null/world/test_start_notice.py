@@ -80,7 +80,7 @@ def lines_of_a_launch(capsys, monkeypatch, events, *, environ=None):
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_log_is_told_that_ranks_start(capsys, monkeypatch, tmp_path):
+def test_log_shows_that_ranks_start(capsys, monkeypatch, tmp_path):
     assert lines_of_a_launch(capsys, monkeypatch, tmp_path) == [
         "[jaxcross] 2 ranks start, 5 s",
         "[jaxcross] 2 ranks start, 10 s",
