@@ -1,4 +1,4 @@
-"""The message that a stopped run prints: what it has saved, and how to resume. Pure."""
+"""The message that a stopped run prints: what has been saved, and how to resume. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class StoppedJob:
 
     Attributes:
         name: The job's name.
-        status: How it ended; None for a job whose turn never came.
-        step: How many steps it has made.
-        begun: Whether it has restored its state, so that the run saves it.
-        saved: The step of its newest checkpoint that's complete on all ranks, or None.
+        status: How the job ended; None if it never joined the run.
+        step: How many steps the job has made.
+        begun: Whether the job has restored its state. Otherwise, there's nothing to save.
+        saved: The step of the job's newest checkpoint that's complete on all ranks, or None.
     """
 
     name: str
@@ -34,9 +34,10 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
 
     Args:
         jobs: The jobs of the run.
-        folder: Where the run keeps its checkpoints; None if it keeps none.
+        folder: The folder of the run's checkpoints; None if there are none.
     """
-    # A sweep may have many trials that have ended, so the jobs that will resume come first.
+    # We show only a few jobs, and a sweep may have many trials that have ended. So the jobs that
+    # will resume come first.
     jobs = sorted(jobs, key=_is_over)
     shown, more = jobs[:MAX_JOBS_SHOWN], len(jobs[MAX_JOBS_SHOWN:])
     if folder is None:
@@ -60,7 +61,7 @@ def _where(job: StoppedJob) -> str:
 
 
 def _ended(job: StoppedJob) -> str:
-    """Returns how the job ended, or "" if the stop ended it."""
+    """Returns how the job ended, or "" if it was running until the stop."""
     return (
         f"{job.status} "
         if job.status in (JobStatus.ENDED, JobStatus.FAILED)
