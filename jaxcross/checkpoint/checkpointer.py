@@ -61,8 +61,7 @@ class SavedProgress:
 class Writer:
     """A thread that writes the checkpoints of all jobs.
 
-    A separate thread per job wouldn't be faster, because all of them would write to the same disk,
-    and they would take more CPU time away from training.
+    There's only one, because the cores and the disk that it uses aren't available for training.
     """
 
     def __init__(self) -> None:
