@@ -218,8 +218,8 @@ class JobCheckpointer:
         if found is None:
             if self._known:
                 self._log.warn(
-                    f"nothing in `{self._folders.path}` was ever written to its end: the job "
-                    "starts from its beginning"
+                    f"no checkpoint in `{self._folders.path}` was ever complete: the job starts "
+                    "from scratch"
                 )
             # If there's still a mark that says that a checkpoint was complete, someone has deleted
             # that checkpoint by hand.
@@ -250,8 +250,8 @@ class JobCheckpointer:
         if self._bests or part.best_step is None:
             return part.best_step
         self._log.warn(
-            f"its best state, that of step {part.best_step}, is lost: the best one from here on "
-            "counts"
+            f"its best state, of step {part.best_step}, is lost. From now on, the best state since "
+            "the restart is kept"
         )
         return None
 
@@ -290,10 +290,10 @@ class JobCheckpointer:
         if is_stopped:
             marks = self._folders.path / "left-*"
             self._log.warn(
-                f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`"
+                f"was stopped in an earlier run, and stays so. To resume it, delete `{marks}`"
             )
         elif is_paused:
-            self._log.warn("is paused, as in an earlier run, until it is resumed")
+            self._log.warn("was paused in an earlier run, and stays paused until it is resumed")
         return is_stopped, is_paused
 
     def mark_done(self, status: JobStatus) -> None:
@@ -316,9 +316,9 @@ class JobCheckpointer:
             try:
                 self._folders.mark(what, text)
             except OSError as error:
-                lost = f"that it is {text or 'going on'}"
+                lost = f"that it is {text or 'not paused'}"
                 if what == "whole":
-                    lost = "which checkpoints were whole"
+                    lost = "which checkpoints were complete"
                 self._log.warn(f"a restart will not know {lost}: {error}")
 
         self._writer.submit(write)
@@ -444,9 +444,9 @@ class JobCheckpointer:
                     f"{key} is `{value}`, was `{was}`: the last bits may differ from here on"
                 )
         if part.ranks != self._world.size:
-            began = "; each begins with all that the one rank had" if part.ranks == 1 else ""
-            ranks = f"{self._world.size} ranks go on from {part.ranks}"
-            self._log.warn(f"{ranks}: with other shares of data, other sums{began}")
+            began = "; each rank begins with a copy of its state" if part.ranks == 1 else ""
+            ranks = f"{self._world.size} ranks resume from {part.ranks}"
+            self._log.warn(f"{ranks}: they share the data differently, so sums differ{began}")
         self._log.note(f"resumes after step {part.step}")
 
     def _unsavable_reason(self, state: PyTree) -> str:

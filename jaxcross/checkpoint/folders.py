@@ -165,7 +165,7 @@ class Folders:
                     )
                 content = file.read_bytes()
         except ABSENT:
-            raise AbsentError(f"`{file}` is missing: it was not written to its end") from None
+            raise AbsentError(f"`{file}` is missing: it was not written completely") from None
         try:
             part = parse(content.decode())
         except (UnusableError, UnicodeDecodeError) as error:

@@ -57,8 +57,8 @@ from jaxcross.errors import JobError, clause, first_line, quoted
 from jaxcross.world import World
 
 UNREADABLE = (
-    "has checkpoints that cannot be read now, which says nothing against them: none was deleted. "
-    "Start again once the disk, or the way to it, is well. What happened"
+    "has checkpoints that cannot be read now. They may be intact, so none was deleted. Start again "
+    "once the disk, or the network to it, works. What happened"
 )
 
 
@@ -161,7 +161,7 @@ def find(
         # nobody needs it: either because rank 0 has stored all leaves, or because the checkpoint
         # was written by a different number of ranks, so it can't be used anyway.
         if name not in seen.absent or name not in {*candidates.complete, *candidates.foreign}:
-            ranks.log.warn(f"checkpoint `{name}` is not whole: {fault}")
+            ranks.log.warn(f"checkpoint `{name}` cannot be used: {fault}")
     damaged: dict[str, str] = {}
     complete = candidates.complete
     # Try the checkpoints from the newest to the oldest until one isn't damaged. The loop contains
@@ -188,7 +188,7 @@ def find(
         damaged[name] = "; ".join(
             f"on rank {rank}, {text}" for rank, (text, _) in enumerate(gathered) if text
         )
-        ranks.log.warn(f"checkpoint `{name}` is damaged, and passed over: {damaged[name]}")
+        ranks.log.warn(f"checkpoint `{name}` is damaged, so an older one is tried: {damaged[name]}")
         complete.pop()
     if candidates.refused is not None:
         name = candidates.refused
@@ -320,9 +320,9 @@ def _refuse_lost(
     }
     listed = "; ".join(f"`{name}`: {text}" for name, text in (reasons | dict(damaged)).items())
     raise log.error(
-        f"has checkpoints in `{path}`, and none of them is whole any more. It does not begin again "
-        "by itself, and nothing was deleted. Bring back what is missing or, to begin again, move "
-        f"`{path}` away, on every node. In detail: {listed}."
+        f"has checkpoints in `{path}`, but none of them is intact any more. It does not start from "
+        "scratch by itself, and nothing was deleted. Restore what is missing or, to start from "
+        f"scratch, move `{path}` away, on every node. In detail: {listed}."
     )
 
 
@@ -474,7 +474,7 @@ def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:
     return (
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote. "
         "Residuals of an exchange, or parts of a model, may be cut for that number of ranks: start "
-        f"{_ranks(saved_on)}, or name another directory. Else its model, its optimizer or an "
+        f"{_ranks(saved_on)}, or name another directory. Otherwise, its model, its optimizer or an "
         "argument of its exchange has changed. What differs"
     )
 

@@ -193,8 +193,8 @@ class MemoryAdmission:
         if least == _NO_LIMIT and control.rank == 0 and not self._warned:
             self._warned = True
             _log.warning(
-                "Whether jobs fit into memory is not checked: this device does not say how much it "
-                'has. Give it, as by `Runner(memory="80GB")`.'
+                "Whether jobs fit into memory is not checked, because this device does not report "
+                'how much it has. Pass it, as in `Runner(memory="80GB")`.'
             )
         self._booked[job] = wanted
         self.most_booked_bytes = max(self.most_booked_bytes, needed)
@@ -230,15 +230,15 @@ class MemoryAdmission:
             ),
         ]
         if running and alone > limit:
-            lines.append(f"Alone it needs {human_bytes(alone)}, which is too much as well.")
+            lines.append(f"Even alone, it needs {human_bytes(alone)}, which is too much.")
         elif running:
             fitting = self._fitting(states, running, wanted)
-            where = f"next to {fitting} of them" if fitting else "alone only"
-            lines.append(f"It fits {where}: alone it needs {human_bytes(alone)}.")
+            where = f"together with {fitting} of them" if fitting else "only alone"
+            lines.append(f"It fits {where}: alone, it needs {human_bytes(alone)}.")
         if held := needed_by(states):
             lines.append(
-                f"States of jobs that are over hold {human_bytes(held)}: set their `job.state` to "
-                "None."
+                f"States of jobs that have ended hold {human_bytes(held)}: set their `job.state` "
+                "to None."
             )
         others = "run fewer jobs at once, " if running else ""
         lines.append(
@@ -259,7 +259,7 @@ class MemoryAdmission:
 
 
 def _next_to(count: int) -> str:
-    return f"Next to {count} other job{'s' * (count > 1)} it" if count else "It"
+    return f"Together with {count} other job{'s' * (count > 1)}, it" if count else "It"
 
 
 def remedies(program: Program) -> str:

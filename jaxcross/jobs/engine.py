@@ -216,15 +216,13 @@ class JobEngine:
     def unsavable_reason(self) -> str:
         """Returns why a restart couldn't resume from the current state; "" if it could."""
         if self.steps_made and self.registry.training is None:
-            return (
-                "the job trains by a `ParameterServer`, which has a state of its own on every rank"
-            )
+            return "the job trains with a `ParameterServer`, whose state differs between ranks"
         if self.latest.step != self.step:
             return "its function neither returned nor saved its latest state"
         if self.latest.is_guess:
             return (
-                "its function changes what its step returns before the next one, and has not said "
-                "what it makes of the latest: assign that to `job.state` in each step"
+                "its function changes what its step returns before the next one, and was stopped "
+                "before it did so for the latest step: assign the state to `job.state` in each step"
             )
         return "" if self.resumption is None else self.resumption.unsavable_reason
 
@@ -302,8 +300,8 @@ class JobEngine:
         """
         driver, record = self.running()
         _log.warning(
-            "Job `%s` is over (%s), but its function catches every exception and goes on: its "
-            "thread stays, asleep. Let `except` name what it expects.",
+            "Job `%s` has ended (%s), but its function catches every exception and continues. Its "
+            "thread cannot be ended, and is put to sleep. Catch only the exceptions you expect.",
             self.name,
             describe(record.error) if record.error else JobStatus.STOPPED,
         )
@@ -786,7 +784,7 @@ class JobEngine:
             driver, record = self.running()
             driver.resumed(record, self.step)
             if self.world.rank == 0:
-                print_error(f"jaxcross: job `{self.name}` goes on after step {self.step}.")
+                print_error(f"jaxcross: job `{self.name}` resumes after step {self.step}.")
             self.latest.set(found, self.step)
         else:
             if mode != "local":

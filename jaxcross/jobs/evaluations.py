@@ -248,15 +248,15 @@ class Evaluations:
         self.begin(job)
         if self.stop_reason:
             raise JobError(
-                f"Job `{self._job}` trains on after step {job.step}, where it stopped early: "
+                f"Job `{self._job}` continues after step {job.step}, where it stopped early: "
                 f"{self.stop_reason}. Loops over `job.batches` that were open then have ended: "
                 "take all batches from one of them."
             )
         if due := self._due(job.step):
             raise JobError(
-                f"Job `{self._job}` makes its next step and has not made the evaluation "
-                f"`{due[0].name}` of step {job.step}. Evaluations are made when the job asks for "
-                "a batch or saves: take the batches from `job.batches`, or call `job.save`."
+                f"Job `{self._job}` makes its next step but has not run the evaluation "
+                f"`{due[0].name}` of step {job.step}. Evaluations run when the job asks for a "
+                "batch or saves: take the batches from `job.batches`, or call `job.save`."
             )
 
     def run(self, job: EvaluatedJob, log: Callable[[str, PyTree], None]) -> bool:

@@ -231,7 +231,7 @@ class Runner:
                 record = None if driver is None else driver.join(name, engine.make_thread, attach)
                 if record is None:
                     raise JobError(
-                        f"Job `{name}` comes too late: this runner has run. Make a new Runner."
+                        f"Job `{name}` comes too late: this runner's run has ended. Make a new one."
                     )
                 if self._session is not None:
                     self._session.added(name)
@@ -292,7 +292,7 @@ class Runner:
             self._check_name(job)
             if self._driver is None or not self._driver.submit(text):
                 raise JobError(
-                    f"Job `{job}` cannot be submitted: jobs are, while `runner.run()` runs."
+                    f"Job `{job}` cannot be submitted now. Submit jobs while `runner.run()` runs."
                 )
             self._submitted.add(job)
             if self._session is not None:
@@ -312,7 +312,8 @@ class Runner:
             raise ValueError(f"the name of a job must have printable characters only, got {name!r}")
         if name in self._submitted or any(job.name == name for job in self.jobs):
             raise ValueError(
-                f"There is a job `{name}` already. Reports and errors need one name for each job."
+                f"There is a job `{name}` already. Give each job a different name, because reports "
+                "and errors show it."
             )
 
     def _add_submitted(self, text: str) -> None:
@@ -597,9 +598,8 @@ def _taken_over(
             yield name, fn, arguments
     if session.missing and rank == 0:
         _log.warning(
-            "These jobs joined an earlier run with these checkpoints, were not over when it ended, "
-            "and are not added now: %s. Add them before `runner.run()`, and they go on where they "
-            "stood.",
+            "These jobs joined an earlier run with these checkpoints and had not ended, but this "
+            "run does not have them: %s. To resume them, add them before `runner.run()`.",
             quoted(session.missing),
         )
 

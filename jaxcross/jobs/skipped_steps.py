@@ -77,10 +77,10 @@ class SkippedSteps:
         if path is not None:
             raise JobError(
                 f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of "
-                "the state is not finite: all further ones would be, too. A step that did not "
-                "exchange the value has left it there, as with gradients that are pending or "
-                'accumulated, and with local steps. Let such a job end by `nonfinite="raise"`, and '
-                "go on from a checkpoint that was written before."
+                "the state is not finite, so all further steps would be skipped too. A step that "
+                "did not exchange the value has left it there, as with gradients that are pending "
+                'or accumulated, and with local steps. Use `nonfinite="raise"` for such a job, and '
+                "resume from an earlier checkpoint."
             )
 
 

@@ -49,7 +49,7 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
         )
     lines = ["jaxcross: the run has stopped.", *(_saved(job, folder) for job in shown)]
     lines += [f"And {more} more jobs in {folder}."] if more else []
-    return "\n".join([*lines, "Start the same command again to go on."])
+    return "\n".join([*lines, "Start the same command again to resume."])
 
 
 def _is_over(job: StoppedJob) -> bool:
@@ -73,9 +73,9 @@ def _ended(job: StoppedJob) -> str:
 
 def _saved(job: StoppedJob, folder: str) -> str:
     if not job.begun and _is_over(job):
-        return f"Job `{job.name}`: was over before the stop."
+        return f"Job `{job.name}`: had ended before the stop."
     if not job.begun:
-        return f"Job `{job.name}`: had not begun; what earlier runs saved of it stays."
+        return f"Job `{job.name}`: had not begun. Its earlier checkpoints are kept."
     if job.saved is None:
         made = f"of its {job.step} steps" if job.step else "since it has made no step"
         return f"Job `{job.name}`: nothing is saved {made}."

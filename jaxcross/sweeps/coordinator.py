@@ -69,8 +69,9 @@ class Coordinator:
             self._schedule = self._repeated(strict=True)
         except _DiffersError as error:
             _log.warning(
-                "The sweep goes on, but not as if it had never stopped: %s. Give the sampler a "
-                "seed, as `optuna.samplers.TPESampler(seed=0)`, and keep the version of Optuna.",
+                "The sweep continues, but not as it would have without the restart: %s. Give the "
+                "sampler a seed, as in `optuna.samplers.TPESampler(seed=0)`, and do not change the "
+                "version of Optuna.",
                 error,
             )
             self.search = make({number: trial.parameters for number, trial in log.trials.items()})
@@ -108,8 +109,8 @@ class Coordinator:
                 new.append(decision)
                 continue
             if strict and known.parameters != decision.parameters:
-                was = f"trial {known.number} was asked for with {known.parameters}"
-                raise _DiffersError(f"{was}, and is now with {decision.parameters}")
+                was = f"trial {known.number} had the parameters {known.parameters}"
+                raise _DiffersError(f"{was}, and now it would have {decision.parameters}")
             for step, values in sorted(known.values.items()) if self.search.prunes else ():
                 new += schedule.report(known.number, step, values[0])
             if known.returned or known.status in ("finished", "failed", "stopped"):
@@ -126,8 +127,8 @@ class Coordinator:
             ):
                 raise JobError(
                     f"Trial `{trial.name}` was pruned at step {trial.step} before the restart, and "
-                    "the pruner would let it go on now. Start with the pruner and the version of "
-                    "Optuna that were in use, or in another folder."
+                    "the pruner would let it continue now. Use the same pruner and version of "
+                    "Optuna as before, or another folder."
                 )
 
     @property
@@ -203,8 +204,8 @@ class Coordinator:
             known = self._log.trials[number].values.get(step, [])[nth : nth + 1]
             if known and known[0] != value and not (known[0] != known[0] and value != value):
                 text = (
-                    "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it "
-                    "does not repeat."
+                    "Trial `%s` logged %r after step %d, but %r before a restart, so it is not "
+                    "repeatable. The earlier value is used."
                 )
                 _log.warning(text, self._log.trials[number].name, value, step, known[0])
             self._log.value(number, step, nth, value)

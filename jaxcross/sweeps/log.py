@@ -107,15 +107,15 @@ class TrialLog:
         found = {path.name for path in self._folder.iterdir()}
         if found - FILES and "sweep.json" not in found:
             raise ValueError(
-                f"`{self._folder}` is to hold a sweep, and holds other files. Name an empty folder."
+                f"`{self._folder}` contains files that are not of a sweep. Name an empty folder."
             )
         self._file = (self._folder / "trials.jsonl").open("a+")
         if not lock(self._file):
             self._file.close()
             raise ValueError(
-                f"`{self._folder}` is in use: {holder(self._folder / 'trials.jsonl')} sweeps "
-                "there. Wait until it has ended, or end it: the same command then continues that "
-                "sweep. In another folder, a sweep begins from nothing."
+                f"`{self._folder}` is in use: {holder(self._folder / 'trials.jsonl')} is running a "
+                "sweep there. Wait until it has ended, or end it: the same command then continues "
+                "that sweep. To start a new sweep, name another folder."
             )
         if "sweep.json" not in found:
             if self._read():

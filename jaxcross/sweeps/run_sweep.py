@@ -199,7 +199,7 @@ def _mode(
 ) -> Literal["max", "min"]:
     if isinstance(search, Optuna):
         if mode not in (None, search.mode):
-            raise ValueError(f"`mode` is `{mode}`, and the study's direction says `{search.mode}`.")
+            raise ValueError(f"`mode` is `{mode}`, but the study's direction says `{search.mode}`.")
         return search.mode
     if mode is None:
         raise ValueError(
@@ -298,7 +298,7 @@ def _run(
                 if runner.report is None or not any(job.status in _FAILED for job in runner.jobs):
                     raise
                 if coordinator is not None and coordinator.error is None:
-                    _log.warning("A trial failed, the others go on: %s", error)
+                    _log.warning("A trial failed, the others continue: %s", error)
             # A job may also have an error if it has ended normally, e.g. if its replicas differ at
             # the end.
             wrong = wrong or next(
