@@ -42,7 +42,8 @@ def record(data: Any, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         text, at, place = str(error).rpartition(" - at `$")
         if not at:  # the error isn't about a part of `data`
-            text, place = place, ""
+            text = place
+            place = ""
         where = f" at `{place.lstrip('.')}" if place else ""
         raise ValueError(f"{text[:1].lower()}{text[1:]}{where}") from None
 

@@ -366,12 +366,12 @@ def _while(
     while True:
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
-        going = {
-            p: jnp.asarray(goes_on)
-            for p, (goes_on,) in zip(places, more, strict=True)
-            if jnp.any(goes_on)
+        active = {
+            p: jnp.asarray(continues)
+            for p, (continues,) in zip(places, more, strict=True)
+            if jnp.any(continues)
         }
-        places = [*going]
+        places = [*active]
         if not places:
             return carry
         here = [meshes[p] for p in places]
@@ -380,7 +380,7 @@ def _while(
         # whose condition is false keep their values while the loop continues for the others.
         for p, new in zip(places, outs, strict=True):
             masks = [
-                jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim))
+                jnp.reshape(active[p], active[p].shape + (1,) * (jnp.ndim(x) - active[p].ndim))
                 for x in new
             ]
             carry[p] = [

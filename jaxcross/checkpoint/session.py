@@ -146,7 +146,7 @@ class Session:
             settings.path.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
                 mine["new"] = not (settings.path / SET_FILE).exists()
-                mine |= self._take_over()
+                mine |= self._adopt_earlier_jobs()
                 self._about["process"] = asdict(this_process())
                 self._write_set()
         except Exception as error:
@@ -164,7 +164,7 @@ class Session:
         self._is_new: bool = gathered[0]["new"]
         self._writer = Writer()
 
-    def _take_over(self) -> dict[str, Any]:
+    def _adopt_earlier_jobs(self) -> dict[str, Any]:
         """Adds the jobs of earlier runs that haven't ended to this run's list."""
         file = self._settings.path / SET_FILE
         try:
@@ -185,10 +185,10 @@ class Session:
                 "ended, or name another folder"
             )
         status = {name: self._folders(name).marked("left") for name in before.jobs}
-        going = [name for name in before.jobs if status[name] != JobStatus.ENDED]
-        lacking = [name for name in going if name not in self._jobs]
+        unfinished = [name for name in before.jobs if status[name] != JobStatus.ENDED]
+        lacking = [name for name in unfinished if name not in self._jobs]
         self._submitted = {name: text for name, text in before.submitted.items() if name in lacking}
-        self._added = [name for name in before.added if name in going]
+        self._added = [name for name in before.added if name in unfinished]
         self._jobs += lacking
         return {
             "resubmit": self._submitted,

@@ -218,9 +218,11 @@ class MemoryAdmission:
         return [[need] for kept in self._kept.values() if (need := Need.of_state(kept())).lasting]
 
     def _refusal(self, job: str, wanted: Booking, rank: int, remedy: str) -> str:
-        limit, states = self.limit_bytes or 0, self._states()
+        limit = self.limit_bytes or 0
+        states = self._states()
         running = [booked for name, booked in self._booked.items() if name != job]
-        alone, needed = self._needed([*states, wanted]), self._needed([*states, *running, wanted])
+        alone = self._needed([*states, wanted])
+        needed = self._needed([*states, *running, wanted])
         missing = f"{human_bytes(needed - limit)} {'is' if needed - limit == 1 else 'are'} missing"
         lines = [
             f"it does not fit into the memory of rank {rank}: {missing}.",
@@ -235,7 +237,8 @@ class MemoryAdmission:
             fitting = self._fitting(states, running, wanted)
             where = f"together with {fitting} of them" if fitting else "only alone"
             lines.append(f"It fits {where}: alone, it needs {human_bytes(alone)}.")
-        if held := needed_by(states):
+        held = needed_by(states)
+        if held:
             lines.append(
                 f"States of jobs that have ended hold {human_bytes(held)}: set their `job.state` "
                 "to None."

@@ -87,7 +87,8 @@ class BatchLoops:
             self._ending = {loop.stream for loop in self._engine.loops if not loop.closed}
 
     def _measured(self, loop: Prefetcher) -> Iterator[Any]:
-        engine, used = self._engine, False
+        engine = self._engine
+        used = False
         try:
             while not engine.ends_stray_loop():
                 # Check the replicas only once the job has used a batch of this loop. At the first

@@ -72,7 +72,9 @@ class Best:
             value, step, since = json.loads(text)
             found = None if value is None else float.fromhex(value)
         except (TypeError, ValueError, RecursionError):
-            found, step, since = math.nan, None, None
+            found = math.nan
+            step = None
+            since = None
         if (
             type(step) is not int
             or type(since) is not int

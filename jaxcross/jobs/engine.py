@@ -21,7 +21,7 @@ final status, and drops all references except to the state.
 **Saving the last state.** If the function has returned, its last state is saved while the job is
 still running, as the last work of its thread. After a stop or a failure, that's impossible, because
 the job no longer has slots in the exchange lane. Such a job is saved by the runner after the run
-(`JobEngine.save_left`).
+(`JobEngine.save_after_run`).
 """
 
 from __future__ import annotations
@@ -237,7 +237,9 @@ class JobEngine:
         If a `session` is passed, the job has checkpoints.
         """
         resumption = None if session is None else self._resumption(session)
-        self.driver, self.record, self.resumption = driver, record, resumption
+        self.driver = driver
+        self.record = record
+        self.resumption = resumption
         record.abandon = self._abandon
         # Another job may wait for this job's end and then save a state that depends on it. So the
         # driver calls `on_end` before the other job can notice the end, and the mark for this job
@@ -391,7 +393,8 @@ class JobEngine:
         self.driver = None
         if record is not None:
             record.detach()
-        self._function, self._arguments = _no_function, {}
+        self._function = _no_function
+        self._arguments = {}
         self.registry.forget()
         self.loops = []
         if self.metrics.observer is not None:
@@ -418,7 +421,7 @@ class JobEngine:
         if thread is None or not thread.is_alive():
             self.close()
 
-    def save_left(self) -> None:
+    def save_after_run(self) -> None:
         """Saves the state of a job that was stopped or has failed. Waits for all ranks.
 
         Called after the run. If saving fails, we only log that error, because raising it would hide
@@ -536,7 +539,8 @@ class JobEngine:
         # Otherwise the run could begin between the two reads: we'd find no driver yet but a record,
         # and would drop a request to a job that has only just started. For the same reason we use
         # local copies, because `driver` may be None by the next line.
-        record, driver = self.record, self.driver
+        record = self.record
+        driver = self.driver
         if record is None:
             raise JobError(
                 f"Job `{self.name}` is not running: it can be stopped or paused during "
@@ -553,7 +557,8 @@ class JobEngine:
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane; see `JobContext.run_on_all_ranks`."""
         driver, record = self.running()
-        if error := self._stray_error("`job.run_on_all_ranks` or `job.restore`", "called"):
+        error = self._stray_error("`job.run_on_all_ranks` or `job.restore`", "called")
+        if error is not None:
             raise error
         return driver.run_on_all_ranks(record, label, work)
 
@@ -773,7 +778,8 @@ class JobEngine:
         if options:
             self.run_on_all_ranks(f"restore, {', '.join(options)}", lambda _: None)
         self.rank_local = rank_local
-        resumption, found = self.resumption, None
+        resumption = self.resumption
+        found = None
         if resumption is not None:
             found = resumption.restore(
                 state, self.run_on_all_ranks, local=mode == "local", named=named

@@ -84,7 +84,9 @@ class Evaluations:
     """
 
     def __init__(self, job: str, *, rank: int, ranks: int) -> None:
-        self._job, self._rank, self._ranks = job, rank, ranks
+        self._job = job
+        self._rank = rank
+        self._ranks = ranks
         self._every: dict[str, Evaluation] = {}
         self._early: EarlyStopping | None = None
         self._best: Best | None = None
@@ -145,12 +147,10 @@ class Evaluations:
             ValueError: The notes weren't made by `to_notes`.
         """
         self._notes = notes
-        if (
-            has_best
-            and self._best is not None
-            and (text := notes.get(_BEST + self._best.key)) is not None
-        ):
-            self._best = self._best.resumed(text)
+        if has_best and self._best is not None:
+            text = notes.get(_BEST + self._best.key)
+            if text is not None:
+                self._best = self._best.resumed(text)
 
     def _check_open(self, what: str) -> None:
         if self._begun:
@@ -192,16 +192,17 @@ class Evaluations:
                     "evaluation that could return it. Call `job.every(n, fn, "
                     f"name={metric.partition('/')[0]!r})` before the loop."
                 )
-        self._go_on()
+        self._restore_from_notes()
 
-    def _go_on(self) -> None:
+    def _restore_from_notes(self) -> None:
         for name in self._every:
-            if (step := self._notes.get(_DONE + name, "")).isdecimal():
+            step = self._notes.get(_DONE + name, "")
+            if step.isdecimal():
                 self._done[name] = int(step)
-        if (
-            self._early is not None
-            and (text := self._notes.get(_STOP + self._early.best.key)) is not None
-        ):
+        if self._early is None:
+            return
+        text = self._notes.get(_STOP + self._early.best.key)
+        if text is not None:
             self._early = replace(self._early, best=self._early.best.resumed(text))
             self.stop_reason = self._early.reason(self._done_step(self._early.best.metric))
 
@@ -252,7 +253,8 @@ class Evaluations:
                 f"{self.stop_reason}. Loops over `job.batches` that were open then have ended: "
                 "take all batches from one of them."
             )
-        if due := self._due(job.step):
+        due = self._due(job.step)
+        if due:
             raise JobError(
                 f"Job `{self._job}` makes its next step but has not run the evaluation "
                 f"`{due[0].name}` of step {job.step}. Evaluations run when the job asks for a "
@@ -280,7 +282,8 @@ class Evaluations:
         if self.running:
             return False
         self.begin(job)
-        improved, step = False, job.step
+        improved = False
+        step = job.step
         for each in self._due(step):
             self.running = True
             try:
@@ -297,7 +300,8 @@ class Evaluations:
         return improved
 
     def _make(self, each: Evaluation, job: EvaluatedJob) -> PyTree:
-        state, known_step = job.latest.state, job.latest.step
+        state = job.latest.state
+        known_step = job.latest.step
         if known_step != job.step or has_deleted(state):
             raise JobError(
                 f"Job `{self._job}`: evaluation `{each.name}` of step {job.step} needs the state, "

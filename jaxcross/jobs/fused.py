@@ -132,7 +132,8 @@ class FusedJob:
         Returns:
             The number of examples per step in this round.
         """
-        live, examples = self._live, 0.0
+        live = self._live
+        examples = 0.0
         batches = FusedBatches([member.source for member in live])
         states = job.state = tuple(member.job.state for member in live)
         stopped: set[str] = set()
@@ -165,7 +166,8 @@ class FusedJob:
 
     def _staying(self, job: JobContext, batches: FusedBatches, stopped: set[str]) -> list[_Member]:
         """Returns the members of the next round, the same on every rank. Waits for all ranks."""
-        live, mine = self._live, batches.ends()
+        live = self._live
+        mine = batches.ends()
         ranks = job.run_on_all_ranks("jobs that leave", lambda control: gather(control, mine))
         staying = []
         for member, texts in zip(live, zip(*ranks, strict=True), strict=True):
@@ -176,7 +178,8 @@ class FusedJob:
                 error = explain(member.name, member.step, found)
                 error.__cause__ = member.source.error
                 self.errors.append(error)
-                member.stand_in.status, member.stand_in.error = JobStatus.FAILED, error
+                member.stand_in.status = JobStatus.FAILED
+                member.stand_in.error = error
             if member.name not in stopped and all(text is None for text in texts):
                 staying.append(member)
             else:
@@ -192,7 +195,8 @@ class FusedJob:
         # theirs.
         if self._live and isinstance(state, tuple) and len(state) == len(self._live):
             for member, own in zip(self._live, state, strict=True):
-                member.stand_in.state, member.stand_in.step = own, job.step
+                member.stand_in.state = own
+                member.stand_in.step = job.step
         for member in self._live:
             member.source.close()
         self._live = []
@@ -202,7 +206,8 @@ class FusedJob:
                     stand_in.history.append((step, values[stand_in.name]))
         for stand_in in self._stand_ins:
             if stand_in.status is None:
-                stand_in.status, stand_in.error = job.status, job.error
+                stand_in.status = job.status
+                stand_in.error = job.error
             elif job.status == JobStatus.ENDED:  # an error after the run applies to all
                 stand_in.error = stand_in.error or job.error
             if stand_in.status is not None:  # otherwise the run never began
@@ -256,8 +261,11 @@ class _Member:
     """
 
     def __init__(self, job: Job, stand_in: JobStandIn, engine: JobEngine) -> None:
-        self.job, self.stand_in, self._engine = job, stand_in, engine
-        self.name, self.step = job.name, 0
+        self.job = job
+        self.stand_in = stand_in
+        self._engine = engine
+        self.name = job.name
+        self.step = 0
         self.source = MemberBatches(job._batches, job._steps)
         self.latest = JobState()
         self._evaluations = Evaluations(job.name, rank=engine.world.rank, ranks=engine.world.size)
@@ -274,7 +282,8 @@ class _Member:
         self._set(state)
 
     def _set(self, state: PyTree) -> None:
-        self.stand_in.state, self.stand_in.step = state, self.step
+        self.stand_in.state = state
+        self.stand_in.step = self.step
         self.latest.set(state, self.step)
 
     def stops_early(self, job: JobContext) -> bool:
@@ -344,7 +353,8 @@ class MemberBatches:
             return _END
         except Exception as error:  # only this job fails
             error.add_note("raised by the data of the job")
-            self._data, self.error = None, error
+            self._data = None
+            self.error = error
             return _END
         if self._left is not None:
             self._left -= 1
@@ -358,7 +368,8 @@ class MemberBatches:
     @property
     def ended(self) -> bool:
         """Whether there are no more batches. Waits for the user's iterator."""
-        self.give_back(batch := self.take())
+        batch = self.take()
+        self.give_back(batch)
         return batch is _END
 
     def close(self) -> None:

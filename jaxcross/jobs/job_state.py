@@ -74,7 +74,9 @@ class JobState:
 
     def set(self, state: PyTree, step: int) -> None:
         """Sets the state of the job's function after `step` steps."""
-        self.state, self._state_step, self.is_guess = state, step, False
+        self.state = state
+        self._state_step = step
+        self.is_guess = False
 
     def note_arguments(self, arguments: Sequence[object]) -> None:
         """Checks whether the function passes the latest results to the next step unchanged."""
@@ -84,10 +86,8 @@ class JobState:
         # This runs before every step, so we search for the state only if the results have a new
         # structure.
         if structure != self._kind:
-            self._kind, self._part = (
-                structure,
-                self._part_like_state(jax.tree.unflatten(structure, leaves)),
-            )
+            self._kind = structure
+            self._part = self._part_like_state(jax.tree.unflatten(structure, leaves))
         if self._part is None:
             return
         given = set(map(id, arguments))

@@ -169,7 +169,9 @@ class Job:
         check_choice(mode, RestoreMode, f"`mode` of job `{name}`")
         self.name = name
         self.rank_local = checked_names(f"`rank_local` of job `{name}`", rank_local)
-        self._function, self._batches, self._steps = step, batches, steps
+        self._function = step
+        self._batches = batches
+        self._steps = steps
         self._mode: RestoreMode = mode
         self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
@@ -461,10 +463,10 @@ def check_batches_apart(jobs: Iterable[Job]) -> None:
     """
     seen: dict[int, str] = {}
     for job in jobs:
-        if (
-            isinstance(job._batches, Iterator)
-            and (other := seen.setdefault(id(job._batches), job.name)) != job.name
-        ):
+        if not isinstance(job._batches, Iterator):
+            continue
+        other = seen.setdefault(id(job._batches), job.name)
+        if other != job.name:
             raise ValueError(
                 f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each "
                 "batch would go to one of them, to whichever asks first. Give each job its own."

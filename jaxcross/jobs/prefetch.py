@@ -138,9 +138,12 @@ class _Storage:
         """
         if self._source is None:
             return ""
-        now, now_s = self._source.waited_s(), time.monotonic()
+        now = self._source.waited_s()
+        now_s = time.monotonic()
         waits = {level: seconds - self._before.get(level, 0.0) for level, seconds in now.items()}
-        passed_s, self._before, self._before_s = now_s - self._before_s, now, now_s
+        passed_s = now_s - self._before_s
+        self._before = now
+        self._before_s = now_s
         level = max(waits, key=lambda each: waits[each], default="")
         return level if level and waits[level] >= passed_s / 2 else ""
 
@@ -190,14 +193,16 @@ class Prefetcher(Iterator[Any]):
         start: DataPosition = START,
         resumable: bool = False,
     ) -> None:
-        self._driver, self._job, self.stream = driver, job, stream
+        self._driver = driver
+        self._job = job
+        self.stream = stream
         self._data: Iterable[Any] | None = data
-        self._steps, self._prepare = (
-            None if steps is None else max(0, steps - start.n_batches),
-            prepare,
-        )
-        self.position, self._resumable = start, resumable
-        self._buffer_size, self._batch_bytes = buffer_size, 0
+        self._steps = None if steps is None else max(0, steps - start.n_batches)
+        self._prepare = prepare
+        self.position = start
+        self._resumable = resumable
+        self._buffer_size = buffer_size
+        self._batch_bytes = 0
         self.first_batch: frozenset[Hashable] = frozenset()
         # If the user abandons a loop, Python's garbage collector finishes the loop's generator,
         # which calls `close`. That can happen at any allocation in any thread, even while that
@@ -253,7 +258,8 @@ class Prefetcher(Iterator[Any]):
     def close(self) -> None:
         """Ends the thread. Doesn't wait for it, because it may be stuck in the user's iterator."""
         with self._lock:
-            self.closed, batches = True, self._batches
+            self.closed = True
+            batches = self._batches
             self._batches = deque()
         batches.clear()  # without the lock, as this may run the user's destructors
         self._free.put(None)

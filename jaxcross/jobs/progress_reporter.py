@@ -33,7 +33,9 @@ VARIABLE = "JAXCROSS_PROGRESS"
 FIRST_S = 3.0
 """Seconds until the first lines of a run. A shorter run prints no progress."""
 
-_LEAST_S, _MOST_S, _GROWS_AFTER = 10.0, 60.0, 10
+_LEAST_S = 10.0
+_MOST_S = 60.0
+_GROWS_AFTER = 10
 _LOOK_S = 1.0
 
 
@@ -43,7 +45,8 @@ def interval_of(progress: bool | float | None, environ: Mapping[str, str]) -> In
     Raises:
         ValueError: The variable isn't a number of seconds.
     """
-    if text := environ.get(VARIABLE, ""):
+    text = environ.get(VARIABLE, "")
+    if text:
         try:
             every_s = float(text)
         except ValueError:
@@ -110,7 +113,10 @@ class ProgressReporter:
         progress: bool | float | None,
         environ: Mapping[str, str],
     ) -> None:
-        self._jobs, self._flight, self._rank, self._ranks = jobs, flight, rank, ranks
+        self._jobs = jobs
+        self._flight = flight
+        self._rank = rank
+        self._ranks = ranks
         self._interval = interval_of(progress, environ)
         self._shown = progress is not False
         self._paces: dict[str, StepRate] = {}
@@ -176,7 +182,8 @@ class ProgressReporter:
 
     def _metric_of(self, job: JobEngine) -> str:
         """Returns the metric to show: the sweep's metric once it was logged, or else the loss."""
-        chosen, observer = "", job.metrics.observer
+        chosen = ""
+        observer = job.metrics.observer
         if observer is not None:
             chosen = self._metrics.setdefault(job.name, LatestMetric()).look(
                 job.history, observer.metric

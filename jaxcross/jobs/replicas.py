@@ -64,7 +64,10 @@ class ReplicaChecks:
     """
 
     def __init__(self, job: str, *, rank: int, ranks: int, latest: JobState) -> None:
-        self._job, self._rank, self._ranks, self._latest = job, rank, ranks, latest
+        self._job = job
+        self._rank = rank
+        self._ranks = ranks
+        self._latest = latest
         self._every: int | None = None
         self.findings = Findings(job)
         self.batches = 0
@@ -113,7 +116,10 @@ class ReplicaChecks:
         """
         if self._ranks == 1:
             return
-        self._restored, self._start, self._first_step, self._compared = True, state, step, step
+        self._restored = True
+        self._start = state
+        self._first_step = step
+        self._compared = step
         self._every = check_every
         self._paths = _paths(state)
         self._common = [path for path in common_leaves(state) if path not in named]
@@ -146,7 +152,9 @@ class ReplicaChecks:
         Raises:
             ExchangeError: On every rank: replicas differ.
         """
-        self._exchanged, self._between, self._start = True, local, None
+        self._exchanged = True
+        self._between = local
+        self._start = None
         if self._due(step) and not local:
             self._compare(step, run_on_all_ranks)
 
@@ -177,7 +185,8 @@ class ReplicaChecks:
             ExchangeError: On every rank: replicas differ, and the job checks them.
         """
         if self._ranks > 1 and every is not None:
-            common, why = set(self._common), self._unknown() or self._uncertain
+            common = set(self._common)
+            why = self._unknown() or self._uncertain
             self._add(
                 [
                     RankReport(step, why, {path: d for path, d in rank.items() if path in common})
@@ -281,7 +290,8 @@ class ReplicaChecks:
         still the restored one, and we can only be sure that the job trains if that state was
         donated.
         """
-        state, start = self._latest.newest()[0], self._start
+        state = self._latest.newest()[0]
+        start = self._start
         if not self._restored:
             return any(_floats(leaf) for leaf in jax.tree.leaves(state))
         if has_deleted(start) or has_deleted(state):
@@ -362,7 +372,8 @@ class ReplicaDifference(NamedTuple):
 def judge(reports: Sequence[RankReport]) -> ReplicaDifference | str | None:
     """Returns the first difference, the reason why nothing can be compared, or None. Pure."""
     first = reports[0]
-    if why := next((report.why for report in reports if report.why not in ("", BETWEEN)), ""):
+    why = next((report.why for report in reports if report.why not in ("", BETWEEN)), "")
+    if why:
         return why
     if any(report.step != first.step for report in reports):
         return (
@@ -398,7 +409,8 @@ class Findings:
 
     def add(self, reports: Sequence[RankReport], leaves: int) -> ReplicaDifference | None:
         """Adds the comparison of a state with `leaves` leaves. Returns the difference, if any."""
-        found, self.step = judge(reports), reports[0].step
+        found = judge(reports)
+        self.step = reports[0].step
         self.difference = found if isinstance(found, ReplicaDifference) else None
         self.unknown = isinstance(found, str)
         last = (
@@ -413,7 +425,8 @@ class Findings:
                 f"and {there}{last}"
             )
         elif found == UNCHANGED:
-            self.text, self.unknown = "", False
+            self.text = ""
+            self.unknown = False
         elif found is not None:
             self.text = f"not compared: {found}{last}"
         else:

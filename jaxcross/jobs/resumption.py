@@ -49,8 +49,11 @@ class Resumption:
         evaluations: Evaluations,
         skipped: SkippedSteps,
     ) -> None:
-        self._checkpointer, self._cuts, self.every = checkpointer, cuts, every
-        self._evaluations, self._skipped = evaluations, skipped
+        self._checkpointer = checkpointer
+        self._cuts = cuts
+        self.every = every
+        self._evaluations = evaluations
+        self._skipped = skipped
         self.first_step = 0
         self._next_positions: list[DataPosition] = []  # of loops that haven't begun yet
         self._positions: tuple[DataPosition, ...] = ()  # at the latest step

@@ -134,7 +134,11 @@ class Runner:
         self.world = world if world is not None else current_world()
         # An estimate runs one job up to its first step and writes no files for the user.
         if self.world.estimate_request:
-            listening, policy, events, checkpoints, metrics = (), None, None, None, None
+            listening = ()
+            policy = None
+            events = None
+            checkpoints = None
+            metrics = None
         self.policy = policy if policy is not None else RoundRobin()
         self.checkpoints = checkpoints
         depth, start = arguments.depth_and_start(self.policy)
@@ -221,7 +225,8 @@ class Runner:
 
     def _add(self, name: str, fn: Callable[..., Any], kwargs: dict[str, Any]) -> JobContext:
         with self._lock:
-            if (known := self._added_before(name)) is not None:
+            known = self._added_before(name)
+            if known is not None:
                 return known
             self._check_name(name)
             engine = self._make_engine(name, fn, kwargs)
@@ -373,7 +378,7 @@ class Runner:
             try:
                 stopped = driver.run(held)
             except BaseException:
-                self._break_off()
+                self._close_after_failure()
                 raise
             end_ns = time.monotonic_ns()
             # A thread may be adding a job right now. Wait until the job is in the list, so that
@@ -390,7 +395,7 @@ class Runner:
             jobs = tuple(self._engines)
             if self._session is not None:
                 for engine in self._engines:
-                    engine.save_left()
+                    engine.save_after_run()
                 broke_off = not all(job.status == JobStatus.ENDED for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
@@ -398,7 +403,7 @@ class Runner:
                 missing = _left_out(
                     self.world, jobs, [*driver.router.left_out, *sorted(self._submitted)]
                 )
-                _tell_unread(self.world, jobs)
+                _share_unread_errors(self.world, jobs)
             self.report = _report_of(
                 jobs,
                 self._recorder,
@@ -413,7 +418,8 @@ class Runner:
                 paused = [
                     job.name for job in jobs if job.paused and job.status == JobStatus.STOPPED
                 ]
-                missing, stopped = missing or nobody_resumes(paused), False
+                missing = missing or nobody_resumes(paused)
+                stopped = False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
@@ -450,7 +456,7 @@ class Runner:
             if self.checkpoints is not None:
                 names = [engine.name for engine in engines]
                 self._session = _open_session(self.checkpoints, self.world, names, self.policy)
-                for name, fn, given in _taken_over(
+                for name, fn, given in _resubmitted_jobs(
                     self._session, self._functions, self._check_name, self.world.rank
                 ):
                     self._engines.append(self._make_engine(name, fn, {**given}))
@@ -504,7 +510,7 @@ class Runner:
             else self._metric_files.begin(name, step, without=without)
         )
 
-    def _break_off(self) -> None:
+    def _close_after_failure(self) -> None:
         """Closes the jobs and files after a lane has failed. Waits until everything is written.
 
         If a job's thread is still alive, that thread closes the job itself. All other jobs are
@@ -571,7 +577,7 @@ def _open_session(
         return Session(checkpoints, world, jobs=jobs, policy=_text_of(policy))
 
 
-def _taken_over(
+def _resubmitted_jobs(
     session: Session, functions: RegisteredFunctions, check_name: Callable[[str], None], rank: int
 ) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Yields the jobs that were submitted in an earlier run and haven't ended.
@@ -648,7 +654,7 @@ def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> 
     return error
 
 
-def _tell_unread(world: World, jobs: Sequence[JobEngine]) -> None:
+def _share_unread_errors(world: World, jobs: Sequence[JobEngine]) -> None:
     """Sets a job's error on every rank if some rank couldn't read back the job's metrics.
 
     Waits for all ranks.
@@ -774,6 +780,7 @@ def raise_first(errors: Sequence[Exception]) -> None:
         return
     for other in errors[1:MAX_ERRORS_SHOWN]:
         errors[0].add_note(f"Also: {other}")
-    if more := len(errors[MAX_ERRORS_SHOWN:]):
+    more = len(errors[MAX_ERRORS_SHOWN:])
+    if more:
         errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
     raise errors[0]

@@ -44,7 +44,9 @@ class SkippedSteps:
     __slots__ = ("_in_a_row", "_job", "_latest", "before", "total")
 
     def __init__(self, job: str, latest: JobState) -> None:
-        self._job, self._latest, self._in_a_row = job, latest, 0
+        self._job = job
+        self._latest = latest
+        self._in_a_row = 0
         self.before = self.total = 0
 
     def resume(self, notes: Mapping[str, str]) -> None:

@@ -147,7 +147,8 @@ class StepRegistry:
         """
         known = self._graphs.get(id(compiled))
         if known is None:
-            program, function = compiled.program, ""
+            program = compiled.program
+            function = ""
             if program.exchanges:
                 # Keep the step alive, so that its id stays unique.
                 number, _ = self._numbers.setdefault(id(step), (len(self._numbers) + 1, step))
@@ -193,4 +194,7 @@ class StepRegistry:
 
     def forget(self) -> None:
         """Drops all programs, to free their constants. Keeps the name of the training function."""
-        self._graphs, self._programs, self._agreed, self._numbers = {}, {}, {}, {}
+        self._graphs = {}
+        self._programs = {}
+        self._agreed = {}
+        self._numbers = {}

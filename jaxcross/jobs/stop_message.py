@@ -39,7 +39,8 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
     # We show only a few jobs, and a sweep may have many trials that have ended. So the jobs that
     # will resume come first.
     jobs = sorted(jobs, key=_is_over)
-    shown, more = jobs[:MAX_JOBS_SHOWN], len(jobs[MAX_JOBS_SHOWN:])
+    shown = jobs[:MAX_JOBS_SHOWN]
+    more = len(jobs[MAX_JOBS_SHOWN:])
     if folder is None:
         steps = ", ".join(f"job `{job.name}` {_where(job)}" for job in shown)
         rest = f", and {more} more jobs" if more else ""
@@ -62,13 +63,9 @@ def _where(job: StoppedJob) -> str:
 
 def _ended(job: StoppedJob) -> str:
     """Returns how the job ended, or "" if it was running until the stop."""
-    return (
-        f"{job.status} "
-        if job.status in (JobStatus.ENDED, JobStatus.FAILED)
-        else "was ejected "
-        if job.status == JobStatus.EJECTED
-        else ""
-    )
+    if job.status in (JobStatus.ENDED, JobStatus.FAILED):
+        return f"{job.status} "
+    return "was ejected " if job.status == JobStatus.EJECTED else ""
 
 
 def _saved(job: StoppedJob, folder: str) -> str:

@@ -24,18 +24,15 @@ def _depth(value: Any) -> int:
 
     We don't use recursion, because the nesting may be too deep for the stack.
     """
-    levels, deepest = [(value, 0)], 0
+    levels = [(value, 0)]
+    deepest = 0
     while levels:
         value, depth = levels.pop()
         deepest = max(deepest, depth)
-        inside = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else ()
-        )
-        levels += [(each, depth + 1) for each in inside]
+        if isinstance(value, dict):
+            levels += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list | tuple):
+            levels += [(each, depth + 1) for each in value]
     return deepest
 
 
@@ -97,7 +94,8 @@ class RegisteredFunctions:
             raise ValueError(
                 f"Job `{job}`: its arguments are nested deeper than {_DEEPEST} levels."
             )
-        if (size := len(text.encode())) > MOST_BYTES:
+        size = len(text.encode())
+        if size > MOST_BYTES:
             raise ValueError(
                 f"Job `{job}`: its submission has {size} bytes, more than {MOST_BYTES}."
             )
@@ -111,7 +109,8 @@ class RegisteredFunctions:
         starts, and the job fails on all ranks.
         """
         asked = json.loads(text)
-        name, job = asked["function"], asked["job"]
+        name = asked["function"]
+        job = asked["job"]
 
         def lacking(_: Any, **__: Any) -> None:
             raise JobError(

@@ -61,12 +61,13 @@ class Coordinator:
     """
 
     def __init__(self, make: Make, log: TrialLog, *, concurrent: int) -> None:
-        self._log, self._concurrent = log, concurrent
+        self._log = log
+        self._concurrent = concurrent
         self._changed = threading.Condition(threading.RLock())
         self.submit: Submit = lambda *_: None
         self.search = make({})
         try:
-            self._schedule = self._repeated(strict=True)
+            self._schedule = self._replayed_schedule(strict=True)
         except _DiffersError as error:
             _log.warning(
                 "The sweep continues, but not as it would have without the restart: %s. Give the "
@@ -75,26 +76,26 @@ class Coordinator:
                 error,
             )
             self.search = make({number: trial.parameters for number, trial in log.trials.items()})
-            self._schedule = self._repeated(strict=False)
+            self._schedule = self._replayed_schedule(strict=False)
         self._check_pruned()
 
-    def _repeated(self, *, strict: bool) -> Schedule:
+    def _replayed_schedule(self, *, strict: bool) -> Schedule:
         """Replays the log, and returns the resulting schedule."""
         schedule = Schedule(
             self.search, concurrent=self._concurrent, known_until=self._log.known_until
         )
-        new = self._taken(schedule, schedule.begin(), strict=strict)
+        new = self._replay_trials(schedule, schedule.begin(), strict=strict)
         while (decisions := schedule.repeat()) is not None:
-            new += self._taken(schedule, decisions, strict=strict)
+            new += self._replay_trials(schedule, decisions, strict=strict)
         while decisions := schedule.settle():
-            new += self._taken(schedule, decisions, strict=strict)
+            new += self._replay_trials(schedule, decisions, strict=strict)
         if schedule.error is not None:
             raise schedule.error
         for decision in new:  # write nothing before the replay has succeeded
             self._write(decision)
         return schedule
 
-    def _taken(
+    def _replay_trials(
         self, schedule: Schedule, decisions: list[Decision], *, strict: bool
     ) -> list[Decision]:
         """Replays what the log contains about the trials that begin by these decisions.

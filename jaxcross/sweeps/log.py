@@ -254,14 +254,19 @@ class TrialLog:
             return
         trial = self.trials[number]
         if "returned" in line:
-            trial.returned, trial.step = True, line["returned"]
+            trial.returned = True
+            trial.step = line["returned"]
         elif "pruned" in line:
-            trial.status, trial.step = "pruned", line["pruned"]
+            trial.status = "pruned"
+            trial.step = line["pruned"]
             trial.value = trial.values[trial.step][-1]
             self.known_until = max(self.known_until, (line["time"], number))
         elif "end" in line:
-            trial.status, trial.step, trial.value = line["end"], line["step"], line["value"]
-            trial.digest, trial.error = line["digest"], line["error"]
+            trial.status = line["end"]
+            trial.step = line["step"]
+            trial.value = line["value"]
+            trial.digest = line["digest"]
+            trial.error = line["error"]
         else:
             trial.values.setdefault(line["step"], []).append(line["value"])
             trial.latest = max(

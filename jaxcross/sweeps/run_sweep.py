@@ -334,7 +334,7 @@ def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> li
             if each.status == "finished"
         }
         pruned = {each.number: each.name for each in coordinator.trials if each.status == "pruned"}
-        going = [
+        unfinished = [
             {
                 "number": each.number,
                 "name": each.name,
@@ -346,7 +346,7 @@ def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> li
         mine = {
             "finished": [*finished.items()],
             "pruned": [*pruned.items()],
-            "trials": going,
+            "trials": unfinished,
             "prunes": coordinator.search.prunes,
         }
     with world.monitor(job="", step=0, segment=-1, what="next trials"):

@@ -135,7 +135,9 @@ class Schedule:
     def __init__(
         self, search: Search, *, concurrent: int, known_until: tuple[int, int] = (-1, -1)
     ) -> None:
-        self._search, self._concurrent, self._known_until = search, concurrent, known_until
+        self._search = search
+        self._concurrent = concurrent
+        self._known_until = known_until
         self._repeating = known_until >= (0, 0)
         self._running: dict[int, _Running] = {}
         self._queue: list[_Event] = []
@@ -194,7 +196,8 @@ class Schedule:
         trial = self._running.get(number)
         if trial is None or trial.ending:
             return []
-        trial.ending, trial.step = True, max(trial.step, step)
+        trial.ending = True
+        trial.step = max(trial.step, step)
         heapq.heappush(self._queue, _Event(trial.begin + step, number, True, step, value, status))
         return self.settle()
 

@@ -18,7 +18,8 @@ def main(arguments: list[str]) -> int:
     """Runs the sweep that the command line describes, and returns 0. Waits for all ranks."""
     from jaxcross.sweeps.run_sweep import sweep
 
-    script, task = Path(arguments[0]), json.loads(arguments[1])
+    script = Path(arguments[0])
+    task = json.loads(arguments[1])
     search = search_of(task)
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.absolute().parent))

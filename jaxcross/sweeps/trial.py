@@ -89,8 +89,11 @@ class Trials:
         world: World,
         coordinator: Coordinator | None,
     ) -> None:
-        self._train, self._world = train, world
-        self.settings, self.coordinator, self.prunes = settings, coordinator, False
+        self._train = train
+        self._world = world
+        self.settings = settings
+        self.coordinator = coordinator
+        self.prunes = False
         self._shared = _Shared()
 
     def take_over(
@@ -198,7 +201,9 @@ class Trials:
 
         Called once on every rank.
         """
-        job, number, shared = observer.job, observer.number, self._shared
+        job = observer.job
+        number = observer.number
+        shared = self._shared
         with shared.lock:
             failed = job.status in (JobStatus.FAILED, JobStatus.EJECTED, JobStatus.LEFT_OUT)
             stopped = job.status == JobStatus.STOPPED
@@ -228,7 +233,9 @@ class Trials:
 
     def clean(self) -> None:
         """Deletes this rank's checkpoints of the trials that we don't keep. Waits for the disk."""
-        folder, keep, shared = self.settings.checkpoint_folder, self.settings.keep, self._shared
+        folder = self.settings.checkpoint_folder
+        keep = self.settings.keep
+        shared = self._shared
         if folder is None or keep is None:
             return
         with shared.lock:
@@ -261,7 +268,10 @@ class TrialObserver:
     """
 
     def __init__(self, trials: Trials, job: JobContext, engine: JobEngine, number: int) -> None:
-        self._trials, self.job, self._engine, self.number = trials, job, engine, number
+        self._trials = trials
+        self.job = job
+        self._engine = engine
+        self.number = number
         self.finished: Finished | None = None
         self.pruned = False
         self.metric = trials.settings.metric
@@ -313,11 +323,11 @@ class TrialObserver:
             return
         self._engine.read_back()
         self._write_values()
-        coordinator, stopping = self._coordinator, lambda: self._engine.stopping
+        coordinator = self._coordinator
 
         def ask() -> str:
             assert coordinator is not None
-            return str(int(coordinator.prunes(self.number, step, stopping)))
+            return str(int(coordinator.prunes(self.number, step, lambda: self._engine.stopping)))
 
         if self.answer("whether to prune", ask) == "1":
             raise TrialPruned
@@ -394,7 +404,8 @@ class TrialObserver:
 
     def finish(self, state: PyTree) -> PyTree:
         """Records that the function has returned. Waits for all ranks and for the state."""
-        job, coordinator = self.job, self._coordinator
+        job = self.job
+        coordinator = self._coordinator
         self._engine.read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
