@@ -66,6 +66,8 @@ def load_checkpoint(
     if not 0 <= rank < first.ranks:
         raise log.error(f"was saved on {first.ranks} ranks: there is no rank {rank}")
     arrays = {}
+    # Rank 0's part contains all leaves as rank 0 had them. If some differ between ranks, read the
+    # requested rank's part after it, whose values then replace those of rank 0.
     for each in sorted({0, rank} if first.rank_local else {0}):
         folders = Folders(path, rank=each, ranks=first.ranks)
         try:
@@ -85,6 +87,8 @@ def load_checkpoint(
 def _complete(log: JobLog, path: Path) -> dict[str, Part]:
     """Returns rank 0's part of each complete checkpoint, by the checkpoint's name."""
     found = {}
+    # We know the number of ranks only after we have read a part, so look at the parts of rank 0,
+    # which always exists.
     folders = Folders(path, rank=0, ranks=1)
     for name in folders.names():
         try:
@@ -95,6 +99,8 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
             ) from None
         except UnusableError:
             continue
+        # If all leaves are common, rank 0 has stored everything. Otherwise, every rank that took
+        # part in the checkpoint must have completed its part.
         holders = Folders(path, rank=0, ranks=part.ranks).holders().get(name, [])
         if not part.rank_local or len(holders) == part.ranks:
             found[name] = part
@@ -102,6 +108,7 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
 
 
 def _best(log: JobLog, path: Path, parts: dict[str, Part]) -> str:
+    # Every checkpoint contains the best step as it was known then, so the newest one is right.
     step = parts[max(parts)].best_step
     if step is None:
         raise log.error(

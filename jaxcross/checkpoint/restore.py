@@ -229,6 +229,8 @@ def _select(offers: Sequence[_Offer]) -> _Candidates:
     for name, (ranks, common) in sorted(offers[0].items()):
         if common or (ranks == len(offers) and all(name in offer for offer in offers)):
             complete.append(name)
+        # If neither condition is true, a rank's part is missing, so the checkpoint is incomplete,
+        # and we leave it out.
         elif ranks != len(offers):
             foreign[name] = ranks
     return _Candidates(complete, foreign)
@@ -397,6 +399,8 @@ def read_arrays(
     """
     folder = folders.arrays_path(name)
     try:
+        # Check the files before orbax opens them, so that we can distinguish damaged files from other
+        # errors of orbax.
         if part.files:
             folders.check_files(name, part.files)
         held = {
@@ -406,6 +410,7 @@ def read_arrays(
         for path, saved in held.items():
             if digest(saved.form, values[path]) != saved.digest:
                 raise UnusableError(f"`{folder}` has other values in `{path}` than were saved")
+    # A missing file counts as damage too, because all files existed when the part was completed.
     except (UnusableError, *ABSENT) as error:
         return {}, str(error), None
     # This includes errors of orbax. By now we have checked that the files are the same as when they

@@ -267,10 +267,14 @@ class JobEngine:
         driver, record = self.running()
         try:
             self._call_function()
+        # A stop ends the function by an exception too, but that isn't a failure.
         except Stopped as stopped:
             self._unwound = True
             forget_locals(stopped)
             driver.job_returned(record)
+        # Catch even `SystemExit` and the like: whatever ends this thread, the other ranks have to
+        # find out, because otherwise they would wait for the job. If another thread has misused the
+        # job's loops, report that, because this error is probably a consequence of it.
         except BaseException as error:
             driver.job_raised(record, self.misuse or error, f"after step {self.step}")
             forget_locals(error)
@@ -283,6 +287,8 @@ class JobEngine:
         driver, record = self.running()
         result = self._function(self.context, **self._arguments)
         self.running()
+        # The call above raises if another thread has misused the job's loops. The function may have
+        # returned normally even so.
         if result is not None:
             self.latest.set(result, self.step)
         del result
@@ -370,6 +376,7 @@ class JobEngine:
                 if record.prints_error:
                     self._print_failure(self.error)
                 forget_locals(self.error)
+            # The function may have been ended before it set its latest state.
             if status != JobStatus.ENDED:
                 self.latest.adopt_results()
             self.replicas.finish(status, self.step)
@@ -680,6 +687,8 @@ class JobEngine:
         """
         driver, record = self.running()
         resumption = self.resumption
+        # This is collective, so `first_run` answers the same on every rank, even if only one of
+        # them has compiled another program.
         if self.registry.first_run(compiled):
             self._book_memory(compiled, leaves)
         graph = self.registry.graph(compiled, step)
@@ -692,6 +701,8 @@ class JobEngine:
         execution.watch(self.nonfinite)
         if leads and resumption is not None:
             self.latest.note_arguments(leaves)
+        # The driver counts skipped steps during the call, so that's how we find out whether this
+        # one was skipped.
         skipped_before = record.skipped
         outputs = driver.call(record, graph, execution, in_step=leads)
         if self.evaluations.running:
@@ -730,6 +741,8 @@ class JobEngine:
             JobError: On every rank: some rank doesn't have enough memory left.
         """
         driver, record = self.running()
+        # The arguments of the step are included in the program's memory. In addition, the job holds
+        # its state, unless that is an argument, and the batches that are read ahead.
         given = arrays_by_buffer(leaves)
         state, _ = self.latest.newest()
         resting = [
@@ -745,6 +758,8 @@ class JobEngine:
         need = Need.of(memory, [*compiled.lasting_inputs(leaves), *resting], without=batches)
         remedy = remedies(compiled.program)
         with self.preparing():
+            # Book in the order of the jobs. Otherwise, it would depend on which job compiles faster
+            # which of them still fits.
             driver.start_gate.wait(record.number)
         self.run_on_all_ranks(
             f"memory of `{compiled.program.name}`",

@@ -231,6 +231,9 @@ class Runner:
             self._check_name(name)
             engine = self._make_engine(name, fn, kwargs)
             if self._used:
+                # The job can be attached only if the run hasn't ended, and its thread may start as
+                # soon as the other ranks have added it. So the driver calls `attach` itself, under
+                # its lock, and returns None if it's too late.
                 driver = self._driver
                 attach = partial(engine.attach, session=self._session)
                 record = None if driver is None else driver.join(name, engine.make_thread, attach)
@@ -396,6 +399,7 @@ class Runner:
             if self._session is not None:
                 for engine in self._engines:
                     engine.save_after_run()
+                # If the run failed before any job made a step, don't leave an empty folder behind.
                 broke_off = not all(job.status == JobStatus.ENDED for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
@@ -618,6 +622,8 @@ def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
     in other jobs, that's only a warning.
     """
     joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
+    # Every rank must pass the same number of reports, so a job that has nothing to compare passes
+    # an empty one.
     found = (
         exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined
@@ -762,6 +768,8 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
 
 def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
     """Raises the first failed job's error, or else `missing`, with notes about the other errors."""
+    # A job that was ejected isn't an error, because the user has asked for that by
+    # `nonfinite="eject"`. All jobs that were left out have the same error, which is `missing`.
     errors = [
         job.error
         for job in jobs

@@ -84,9 +84,14 @@ class Coordinator:
         schedule = Schedule(
             self.search, concurrent=self._concurrent, known_until=self._log.known_until
         )
+        # First, repeat the events that the search had received before the restart, one after the
+        # other. Each of them may begin another trial, and what the log contains about that trial
+        # has to be reported before the next event.
         new = self._replay_trials(schedule, schedule.begin(), strict=strict)
         while (decisions := schedule.repeat()) is not None:
             new += self._replay_trials(schedule, decisions, strict=strict)
+        # Then pass on the rest of the log, i.e. the events that were still waiting for other trials
+        # when the sweep was stopped.
         while decisions := schedule.settle():
             new += self._replay_trials(schedule, decisions, strict=strict)
         if schedule.error is not None:
@@ -112,8 +117,11 @@ class Coordinator:
             if strict and known.parameters != decision.parameters:
                 was = f"trial {known.number} had the parameters {known.parameters}"
                 raise _DiffersError(f"{was}, and now it would have {decision.parameters}")
+            # Only a pruner needs the values before the end of a trial.
             for step, values in sorted(known.values.items()) if self.search.prunes else ():
                 new += schedule.report(known.number, step, values[0])
+            # The end of a pruned trial isn't replayed, because the search has to decide again to
+            # prune it. `_check_pruned` compares the decisions afterwards.
             if known.returned or known.status in ("finished", "failed", "stopped"):
                 status = "finished" if known.returned else known.status or "finished"
                 new += schedule.end(known.number, known.step, status, known.value)
@@ -203,6 +211,7 @@ class Coordinator:
         """
         with self._changed:
             known = self._log.trials[number].values.get(step, [])[nth : nth + 1]
+            # NaN is the only value that differs from itself. Two NaNs count as the same value.
             if known and known[0] != value and not (known[0] != known[0] and value != value):
                 text = (
                     "Trial `%s` logged %r after step %d, but %r before a restart, so it is not "
@@ -269,11 +278,15 @@ class Coordinator:
         with self._changed:
             value = self._log.trials[number].value
             self._log.end(number, status, step, value, digest=digest, error=error)
+            # If the trial was finished or pruned, the schedule knows it already: from
+            # `came_to_end`, or because it has made the decision itself.
             if status in ("failed", "stopped"):
                 self._follow(lambda: self._schedule.end(number, step, status, value))
 
     def _follow(self, change: Callable[[], list[Decision]]) -> None:
         """Makes a change, and carries out the resulting decisions. Call it with the lock held."""
+        # Write all decisions to the log before acting on any of them. If the process is killed in
+        # between, the restart then finds them there.
         decisions = change()
         for decision in decisions:
             self._write(decision)
@@ -282,6 +295,8 @@ class Coordinator:
                 try:
                     self.submit(decision, self._log.trials[decision.number].name)
                 except JobError:
+                    # The run has ended in the meantime. The trial is in the log, so the next run
+                    # begins with it.
                     _log.debug("trial %d begins in the next run", decision.number)
         self._changed.notify_all()
 

@@ -185,6 +185,8 @@ class Schedule:
         restart.
         """
         trial = self._running.get(number)
+        # A trial that was pruned or has ended no longer counts. And after a restart, a trial
+        # repeats the steps since its last checkpoint, so it may report a step again.
         if trial is None or trial.ending or step <= trial.reported:
             return []
         trial.reported = trial.step = max(trial.step, step)
@@ -215,6 +217,8 @@ class Schedule:
     def settle(self) -> list[Decision]:
         """Passes on all events that can't be preceded by another one any more."""
         found: list[Decision] = []
+        # While events from before a restart are still being repeated, nothing else may be passed
+        # on, because an earlier event may still be missing.
         while not self._repeating and self._queue and self._is_next(self._queue[0]):
             found += self._hand_on(heapq.heappop(self._queue))
         return found
@@ -235,6 +239,9 @@ class Schedule:
 
     def _is_next(self, event: _Event) -> bool:
         here = (event.time, event.number)
+        # Another trial can still report at the step that it has reached, but not at an earlier one.
+        # So nothing can precede this event if, for each other trial, that step has a later time, or
+        # the same time and the trial has a higher number.
         return not self._search.ordered or all(
             (trial.begin + trial.step, number) > here
             for number, trial in self._running.items()
@@ -244,12 +251,15 @@ class Schedule:
     def _close(self, event: _Event, status: Status) -> list[Decision]:
         del self._running[event.number]
         self._call(lambda: self._search.tell(event.number, status, event.value))
+        # The next trial begins at the time of this event, no matter how long it really takes until
+        # its job runs.
         return self._ask(event.time, event.number)
 
     def _ask(self, time: int, after: int | None) -> list[Decision]:
         if self._exhausted:
             return []
         parameters = self._call(lambda: self._search.ask(self._asked))
+        # This is also None if the search has raised an error.
         if parameters is None:
             self._exhausted = True
             return []
