@@ -399,7 +399,7 @@ def read_arrays(
     """
     folder = folders.arrays_path(name)
     try:
-        # Check the files before orbax opens them, so that we can distinguish damaged files from other
+        # Check the files before orbax opens them, so that we can tell damage apart from other
         # errors of orbax.
         if part.files:
             folders.check_files(name, part.files)

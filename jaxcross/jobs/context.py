@@ -322,8 +322,8 @@ class JobContext:
                 rank-local, aren't compared; see `docs/reference/faults.md`. The same on every rank.
 
         Raises:
-            ValueError: `mode` isn't one of these words, `rank_local` names no leaf of `state`, or
-                `check_replicas` isn't a whole number of at least 1.
+            ValueError: `mode` isn't one of these values, a name in `rank_local` matches no leaf of
+                `state`, or `check_replicas` isn't a whole number of at least 1.
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
             TypeError: `rank_local` contains something other than strings. Also, on every rank: a
                 leaf is neither an array nor a number, unless `mode` is `local` and there are no

@@ -7,8 +7,8 @@ everything that a restart needs. The other ranks find out about new trials becau
 them as jobs. They find out whether a trial is pruned by a collective call in that trial's job.
 
 **Restarts.** Optuna's samplers and pruners have internal state, which we don't save. Instead, the
-log contains everything that the search was ever asked and told, and a restart replays this log into
-a new search, in the same order as before. If the search is deterministic, it then has the same
+log contains everything that the search has proposed and received, and a restart replays this log
+into a new search, in the same order as before. If the search is deterministic, it then has the same
 state as before the restart. If it isn't, e.g. because the sampler has no seed, there are two cases.
 If it proposes different parameters for a trial than before, we log a warning, and replay the log
 into another new search to which we dictate the parameters. If the pruner would now continue a trial
@@ -194,8 +194,8 @@ class Coordinator:
         """Records how many steps a trial has made.
 
         Also passes on any reports that other trials have made in the meantime: we hold these back
-            until it's their turn, so that the search algorithm always receives reports in the same
-            order.
+        until no earlier report can follow, so that the search algorithm always receives reports in
+        the same order.
         """
         with self._changed:
             self._follow(lambda: self._schedule.advance(number, step))
