@@ -30,8 +30,8 @@ def check_type(value: object, kind: type | UnionType, what: str) -> None:
         TypeError: It isn't. The message refers to it as `what`.
     """
     if isinstance(value, bool) or not isinstance(value, kind):
-        words = " or ".join(_KINDS.get(each) or f"a `{each.__name__}`" for each in _each(kind))
-        raise TypeError(f"{what} must be {words}, got {value!r:.60}")
+        expected = " or ".join(_KINDS.get(each) or f"a `{each.__name__}`" for each in _each(kind))
+        raise TypeError(f"{what} must be {expected}, got {value!r:.60}")
 
 
 _KINDS = {
@@ -155,23 +155,23 @@ def select(
             only by position.
     """
     given = None if numbers is None else as_numbers(numbers, f"{option}_argnums")
-    words = None if names is None else as_names(names, f"{option}_argnames")
+    given_names = None if names is None else as_names(names, f"{option}_argnames")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions have no signature
-        return Selection(given or (), words or ())
+        return Selection(given or (), given_names or ())
     _check_numbers(parameters, given or (), name, f"{option}_argnums")
-    _check_names(parameters, words or (), name, f"{option}_argnames")
+    _check_names(parameters, given_names or (), name, f"{option}_argnames")
     either = {
         n: parameter.name
         for n, parameter in enumerate(parameters)
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     }
-    if words is None:
-        words = tuple(either[n] for n in given or () if n in either)
+    if given_names is None:
+        given_names = tuple(either[n] for n in given or () if n in either)
     elif given is None:
-        given = tuple(n for n, word in either.items() if word in words)
-    return Selection(given or (), words)
+        given = tuple(n for n, word in either.items() if word in given_names)
+    return Selection(given or (), given_names)
 
 
 def check_disjoint(name: str, donated: Selection, static: Selection) -> None:

@@ -97,10 +97,10 @@ def snapshot(state: Any) -> dict[str, Leaf]:
             leaf.copy_to_host_async()
     taken = {}
     for path, leaf, form in pairs:
-        words = jax.random.key_data(leaf) if form.kind == "key" else leaf
+        values = jax.random.key_data(leaf) if form.kind == "key" else leaf
         # Copy the array explicitly. On CPUs, NumPy would otherwise share its memory with the JAX
         # array, and the next step may overwrite that memory.
-        array = np.array(words, dtype=np.dtype(form.dtype), order="C", copy=True)
+        array = np.array(values, dtype=np.dtype(form.dtype), order="C", copy=True)
         taken[path] = Leaf(form, array, digest(form, array))
     return taken
 
@@ -200,11 +200,11 @@ def _paths(state: Any) -> list[tuple[str, Any]]:
 def _form(path: str, leaf: Any) -> Form:
     if isinstance(leaf, jax.Array):
         if is_key(leaf):
-            words = jax.eval_shape(jax.random.key_data, leaf)
+            data = jax.eval_shape(jax.random.key_data, leaf)
             return Form(
                 kind="key",
-                dtype=words.dtype.name,
-                shape=words.shape,
+                dtype=data.dtype.name,
+                shape=data.shape,
                 impl=str(jax.random.key_impl(leaf)),
             )
         return Form(kind="jax", dtype=leaf.dtype.name, shape=leaf.shape, weak=bool(leaf.weak_type))

@@ -44,7 +44,8 @@ class Tracing:
 
     def note_exchanged(self, leaf: Any, by: str, axes: frozenset[Hashable]) -> None:
         """Records that an exchange has returned this array or tracer, without keeping it alive."""
-        key, exchanged = id(leaf), self._exchanged
+        key = id(leaf)
+        exchanged = self._exchanged
         exchanged[key] = ExchangedLeaf(
             weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes
         )

@@ -284,7 +284,8 @@ def _equation(
     eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
 ) -> Sequence[Sequence[Any]]:
     """Returns the results of one equation on each rank."""
-    name, axes = eqn.primitive.name, meshes[0].sizes
+    name = eqn.primitive.name
+    axes = meshes[0].sizes
     exchanges = recognise(eqn, axes)
     if exchanges is not None:
         columns = [
@@ -327,7 +328,8 @@ def _scan(
     eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
 ) -> Sequence[Sequence[Any]]:
     params = eqn.params
-    (n_consts, n_carry), length = compat.scan_counts(eqn), params["length"]
+    n_consts, n_carry = compat.scan_counts(eqn)
+    length = params["length"]
     consts = [v[:n_consts] for v in values]
     carry = [v[n_consts : n_consts + n_carry] for v in values]
     xs = [v[n_consts + n_carry :] for v in values]
@@ -356,7 +358,8 @@ def _while(
     eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
 ) -> Sequence[Sequence[Any]]:
     params = eqn.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    n_cond = params["cond_nconsts"]
+    n_body = params["body_nconsts"]
     cond_consts = [v[:n_cond] for v in values]
     body_consts = [v[n_cond : n_cond + n_body] for v in values]
     carry = [v[n_cond + n_body :] for v in values]

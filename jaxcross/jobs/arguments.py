@@ -98,8 +98,8 @@ def check_policy(policy: Any) -> None:
         TypeError: It isn't. For example, it may be the class itself.
     """
     if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
-        words = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
-        raise _wrong("`policy`", words, policy)
+        expected = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
+        raise _wrong("`policy`", expected, policy)
 
 
 def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
@@ -112,8 +112,8 @@ def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
     found = tuple(instruments) if isinstance(instruments, Iterable) else (instruments,)
     wrong = [each for each in found if isinstance(each, type) or not isinstance(each, Instrument)]
     if wrong or not isinstance(instruments, Iterable):
-        words = "an iterable of objects of classes derived from `Instrument`, such as `[log]`"
-        raise _wrong("`instruments`", words, wrong[0] if wrong else instruments)
+        expected = "an iterable of objects of classes derived from `Instrument`, such as `[log]`"
+        raise _wrong("`instruments`", expected, wrong[0] if wrong else instruments)
     check_places(found)
     return found
 
@@ -324,8 +324,8 @@ def check_kwargs(job: str, kwargs: Any) -> None:
         TypeError: It's not a mapping with string keys.
     """
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        words = "a mapping whose keys are texts, such as `{'lr': 0.1}`"
-        raise _wrong(f"`kwargs` of job `{job}`", words, kwargs)
+        expected = "a mapping whose keys are texts, such as `{'lr': 0.1}`"
+        raise _wrong(f"`kwargs` of job `{job}`", expected, kwargs)
 
 
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
@@ -465,8 +465,8 @@ def _check_signature(name: str, step: Callable[..., Any]) -> None:
         ) from error
 
 
-def _wrong(what: str, words: str, value: Any) -> TypeError:
+def _wrong(what: str, expected: str, value: Any) -> TypeError:
     shown = (
         f"the class `{value.__name__}`" if isinstance(value, type) else shortened(repr(value), 100)
     )
-    return TypeError(f"{what} must be {words}, got {shown}.")
+    return TypeError(f"{what} must be {expected}, got {shown}.")

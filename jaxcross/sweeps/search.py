@@ -416,9 +416,9 @@ def _plain(value: Any) -> Any:
 
 def name_of(number: int, parameters: Parameters) -> str:
     """Returns the name of a trial's job: its number and parameters, e.g. `3 lr=0.1 width=32`."""
-    words = [
+    shown = [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in parameters.items()
     ]
-    text = "".join(c if c.isprintable() else "?" for c in " ".join([str(number), *words]))
+    text = "".join(c if c.isprintable() else "?" for c in " ".join([str(number), *shown]))
     return shortened(text, 60)
