@@ -2,31 +2,32 @@
 
 While one job exchanges gradients, another one computes, so exchanges hide behind computation.
 
-    crossover        a train step -> the same step over MPI, cut into compute and collective
-                     segments
-    Runner           several jobs, taking turns on this rank's device
-    fuse             tiny jobs with the same step become one program, if measured to be faster
-    sweep            many trials of one training function, a few at a time
+    crossover        turns a train step into the same step over MPI, cut into compute and
+                     collective segments
+    Runner           runs several jobs that share this rank's device
+    fuse             combines tiny jobs with the same step into one program, if that's faster
+    sweep            trains a function with many parameters, a few trials at a time
     Checkpoints      exact resume: a run that was killed continues as if it hadn't been
     exchange         gradient exchanges as optax transformations
-    tensor           layers of one model sharded over several ranks: 1-D, 2-D, 2.5-D
+    tensor           layers of one model that are sharded over several ranks: 1-D, 2-D, 2.5-D
     ParameterServer  asynchronous and stale-synchronous training
-    program          trace, cut, compile: the step as data
+    program          tracing, cutting and compiling: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once
-    estimate         how much faster several jobs would run together, from a few steps of one
-    plan             decisions before a run: which jobs share ranks, how they take turns, how much
-                     compression
-    report           what happened, as a table, JSON, a trace and a picture
-    testing          steps on all ranks of one process, without MPI, and what they must return
-    lab              several hosts and slow links on one machine
+    estimate         predicts how much faster several jobs would run together, from a few steps of
+                     one job
+    plan             decides which jobs share ranks, how they share them, and how much to compress
+    report           what happened in a run, as a table, JSON, a trace and a picture
+    testing          runs a step on all ranks in one process, without MPI, and checks its results
+    lab              emulates several hosts and slow links on one machine
 
-Importing jaxcross starts neither MPI nor a device; `initialize` does.
+Importing jaxcross starts neither MPI nor a device. This only happens when you call `initialize`.
 
-Folders: `step`, `program` and `wire` compile a step. `jobs`, `runtime` and `interleave` run the
-loops. Both use `world`, `health`, `checkpoint` and `report`. These ten are the machine. The others
-are built on it: `exchange`, `tensor` and `server` for steps; `data`, `plan`, `gains` and `sweeps`
-for runs; the tools in `commands` and `lab`. Private names of JAX are used only in `_jax_compat`.
-Each folder's docstring lists its files, and its `__init__` the names that other folders use.
+The package's folders form two groups. The core compiles steps (`step`, `program` and `wire`), runs
+the training loops (`jobs`, `runtime` and `interleave`), and has what both of these need (`world`,
+`health`, `checkpoint` and `report`). The other folders are built on top of the core: `exchange`,
+`tensor` and `server` are used in steps; `data`, `plan`, `gains` and `sweeps` are used for runs;
+`commands` and `lab` contain tools. Each folder's docstring lists its files, and its `__init__` has
+the names that other folders use. JAX's private names are used only in `_jax_compat`.
 """
 
 from typing import TYPE_CHECKING

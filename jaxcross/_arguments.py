@@ -1,8 +1,9 @@
-"""Checks of arguments that are whole numbers or words, and selections of a step's arguments.
+"""Checks arguments, and resolves which of a step's arguments are donated or static.
 
-`select` resolves `donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames` as
-`jax.jit` does, with one exception: `jax.jit` ignores a negative number in `donate_argnums`, whereas
-here it counts from a call's last positional argument.
+Users select donated and static arguments with the options of `jax.jit`: `donate_argnums`,
+`donate_argnames`, `static_argnums` and `static_argnames`. We follow its rules, with one exception:
+if you pass a negative number in `donate_argnums`, `jax.jit` ignores it, whereas we count it from
+the last positional argument of a call.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from jaxcross.errors import quoted
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether `value` is a whole number of Python or NumPy. Booleans aren't."""
+    """Whether `value` is a whole number of Python or NumPy. Booleans don't count as numbers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_type(value: object, kind: type | UnionType, what: str) -> None:
-    """Checks that `value` is of this kind. Booleans don't count as numbers.
+    """Checks that `value` is an instance of `kind`. Booleans don't count as numbers.
 
     Raises:
-        TypeError: It isn't; the message names `what`.
+        TypeError: It isn't. The message refers to it as `what`.
     """
     if isinstance(value, bool) or not isinstance(value, kind):
-        words = " or ".join(_KINDS.get(each) or f"a `{each.__name__}`" for each in _each(kind))
-        raise TypeError(f"{what} must be {words}, got {value!r:.60}")
+        expected = " or ".join(_KINDS.get(each) or f"a `{each.__name__}`" for each in _each(kind))
+        raise TypeError(f"{what} must be {expected}, got {value!r:.60}")
 
 
 _KINDS = {
@@ -48,10 +49,10 @@ def _each(kind: type | UnionType) -> tuple[type, ...]:
 
 
 def check_choice(value: object, choices: object, what: str) -> None:
-    """Checks that `value` is one of the words of a `Literal`.
+    """Checks that `value` is one of the values of a `Literal`.
 
     Raises:
-        ValueError: It isn't; the message names `what` and the words.
+        ValueError: It isn't. The message refers to it as `what`, and lists the allowed values.
     """
     if value not in get_args(choices):
         raise ValueError(
@@ -63,7 +64,7 @@ def as_numbers(value: Any, name: str) -> tuple[int, ...]:
     """Returns one number or a sequence of numbers as a tuple.
 
     Raises:
-        TypeError: It's neither. The message calls it `name`.
+        TypeError: It's neither. The message refers to it as `name`.
     """
     numbers = _listed(value, Integral)
     if not all(map(is_whole, numbers)):
@@ -78,7 +79,7 @@ def as_names(value: Any, name: str) -> tuple[str, ...]:
     """Returns one name or several names as a tuple.
 
     Raises:
-        TypeError: It's neither. The message calls it `name`.
+        TypeError: It's neither. The message refers to it as `name`.
     """
     names = _listed(value, str)
     if not all(isinstance(each, str) for each in names):
@@ -90,7 +91,7 @@ def as_names(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _listed(value: Any, kind: type) -> tuple[Any, ...]:
-    """Returns the items of `value`, or `value` alone if it's of this kind or has no items."""
+    """Returns the items of `value`, or only `value` if it's a `kind` or can't be iterated over."""
     try:
         return (value,) if isinstance(value, kind) else tuple(value)
     except TypeError:
@@ -99,7 +100,7 @@ def _listed(value: Any, kind: type) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Arguments of a function, selected by number and by name; see `select`.
+    """Some of a function's arguments, selected by number and by name; see `select`.
 
     Attributes:
         numbers: The numbers of positional arguments. Negative ones count from a call's last
@@ -114,11 +115,11 @@ class Selection:
         return bool(self.numbers or self.names)
 
     def places(self, count: int, named: Container[str]) -> tuple[int | str, ...]:
-        """Returns the selected arguments that a call passes: numbers from 0, then names.
+        """Returns which of a call's arguments are selected: their numbers from 0, then names.
 
         Args:
             count: The number of positional arguments in the call.
-            named: The names of its other arguments.
+            named: The names of the arguments that the call passes by name.
         """
         numbers = (n + count if n < 0 else n for n in self.numbers)
         return (
@@ -135,48 +136,49 @@ def select(
     numbers: int | Sequence[int] | None,
     names: str | Iterable[str] | None,
 ) -> Selection:
-    """Returns the arguments that these numbers and names select, with the rules of `jax.jit`.
+    """Returns the arguments that are selected by these numbers and names, as `jax.jit` would.
 
-    If only numbers are given, the names follow from the signature, and vice versa, so a call may
-    pass an argument by position or by name. If both are given, neither is completed.
+    A call may pass the same argument either by position or by name. So if you pass only numbers, we
+    look up the corresponding names in the function's signature, and vice versa. As in `jax.jit`, if
+    you pass both numbers and names, we use them as they are.
 
     Args:
         function: The function.
-        name: Its name, for errors.
-        option: `donate` or `static`, so that errors can name the option `..._argnums` or
-            `..._argnames`.
-        numbers: Numbers of positional arguments; None if they follow from the names.
-        names: Names of arguments; None if they follow from the numbers.
+        name: The function's name, for error messages.
+        option: `donate` or `static`. The error messages append `_argnums` or `_argnames`.
+        numbers: The numbers of positional arguments; None if they should follow from the names.
+        names: The names of arguments; None if they should follow from the numbers.
 
     Raises:
-        TypeError: `numbers` aren't numbers, or `names` aren't names.
-        ValueError: The function has no such argument, or accepts a named one only by position.
+        TypeError: `numbers` aren't numbers, or `names` aren't strings.
+        ValueError: The function has no such argument, or it's selected by name but can be passed
+            only by position.
     """
     given = None if numbers is None else as_numbers(numbers, f"{option}_argnums")
-    words = None if names is None else as_names(names, f"{option}_argnames")
+    given_names = None if names is None else as_names(names, f"{option}_argnames")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions have no signature
-        return Selection(given or (), words or ())
+        return Selection(given or (), given_names or ())
     _check_numbers(parameters, given or (), name, f"{option}_argnums")
-    _check_names(parameters, words or (), name, f"{option}_argnames")
+    _check_names(parameters, given_names or (), name, f"{option}_argnames")
     either = {
         n: parameter.name
         for n, parameter in enumerate(parameters)
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     }
-    if words is None:
-        words = tuple(either[n] for n in given or () if n in either)
+    if given_names is None:
+        given_names = tuple(either[n] for n in given or () if n in either)
     elif given is None:
-        given = tuple(n for n, word in either.items() if word in words)
-    return Selection(given or (), words)
+        given = tuple(n for n, word in either.items() if word in given_names)
+    return Selection(given or (), given_names)
 
 
 def check_disjoint(name: str, donated: Selection, static: Selection) -> None:
     """Checks that no argument is both donated and static.
 
     Raises:
-        ValueError: An argument is both.
+        ValueError: An argument is donated and static.
     """
     for place in (*donated.names, *donated.numbers):
         if place in static.names or place in static.numbers:
@@ -184,7 +186,7 @@ def check_disjoint(name: str, donated: Selection, static: Selection) -> None:
 
 
 def both_donated_and_static(name: str, place: int | str) -> ValueError:
-    """Returns the error about an argument of the step `name` that is both donated and static."""
+    """Returns the error for an argument of the step `name` that's both donated and static."""
     return ValueError(
         f"argument {in_words(place)} of `{name}` is donated and static, but what is static has no "
         "arrays that the step could overwrite: leave it out of one of them."

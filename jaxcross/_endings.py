@@ -1,6 +1,7 @@
-"""How a job ended, and how a rank's process ended.
+"""Enums for how a job ended, and for how a rank's process ended.
 
-The members are texts: users compare `job.status` with them, and files and messages contain them.
+Their members are strings, because users compare `job.status` with strings, and because they're
+written to files and messages.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from enum import StrEnum
 
 class _Ending(StrEnum):
     def __repr__(self) -> str:
-        return repr(self.value)  # users see plain texts
+        return repr(self.value)  # so that users see plain strings
 
 
 class JobStatus(_Ending):
     """How a job ended.
 
     Attributes:
-        ENDED: Its function returned.
-        STOPPED_EARLY: The same, after `job.stop_early` had ended its loops.
-        STOPPED: A request stopped the job or the whole run.
-        FAILED: Its function raised on some rank.
-        EJECTED: Some rank ejected it, e.g. for a loss that wasn't finite, and no rank failed.
-        LEFT_OUT: Some rank never added it.
+        ENDED: The job's function returned.
+        STOPPED_EARLY: The function returned after early stopping (`job.stop_early`) had ended its
+            loop.
+        STOPPED: The job or the whole run was stopped by a request.
+        FAILED: The function raised an error on some rank.
+        EJECTED: Some rank ejected the job, e.g. because of a loss that wasn't finite, and no rank
+            failed.
+        LEFT_OUT: Some rank never added the job.
     """
 
     ENDED = "ended"
@@ -34,15 +37,15 @@ class JobStatus(_Ending):
 
 
 class ExitKind(_Ending):
-    """How a rank's process ended, as its event file says.
+    """How a rank's process ended, according to its event file.
 
     Attributes:
-        LEFT: Its script ended.
-        FAILED: It raised.
-        TERMINATED: It received SIGTERM.
-        INTERRUPTED: Ctrl-C.
-        TOLD: Another rank told it to end.
-        REPORTED: It reported a failure of other ranks.
+        LEFT: The script ended normally.
+        FAILED: An exception ended the process.
+        TERMINATED: The process received SIGTERM.
+        INTERRUPTED: The process was interrupted by Ctrl-C.
+        TOLD: Another rank requested that the process end.
+        REPORTED: The process ended after reporting that other ranks had failed.
     """
 
     LEFT = "left"

@@ -1,10 +1,12 @@
-"""Files that are always complete, and file locks. For all folders; uses only the standard library.
+"""Writes files atomically, and locks files. Uses only the standard library.
 
-A file stays complete even if the process is killed or the power fails: the content goes to a draft,
-which replaces the file in one step once it's complete. To survive a loss of power too, the draft
-must be on disk before that, and the folder's entry after it.
+If a process is killed while it's writing a file, the file is incomplete and its old content is
+lost. So we write the new content to a temporary file (the "draft") first, and then rename it, which
+replaces the old file in one step. If the power fails, the rename may reach the disk before the
+content does. So we flush the draft to disk before we rename it, and afterwards flush the folder,
+which contains the file's name.
 
-A lock shows whether another process uses a file.
+File locks show whether another process is using a file.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _NOT_FOR_FOLDERS = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 def write_whole(
     path: Path, content: str | bytes, *, durable: bool = True, shared: bool = False
 ) -> None:
-    """Writes a file so that after a crash, and for readers, it has the old or the new content.
+    """Writes a file atomically: it has either the old or the new content, even after a crash.
 
     See `replacing` for the arguments.
     """
@@ -40,17 +42,17 @@ def write_whole(
 def replacing(
     path: Path, *, durable: bool = True, shared: bool = False, binary: bool = False
 ) -> Iterator[IO[Any]]:
-    """Opens a draft that replaces a file once it's complete.
+    """Opens a draft that replaces the file at the end of the `with` block.
 
     Args:
         path: The file.
-        durable: Whether to wait for the disk, so that this holds even after a loss of power.
-        shared: Whether several processes may write the file at the same time. Each draft then has a
-            hidden name of its own.
+        durable: Whether to wait for the disk, so that the file survives even a power failure.
+        shared: Whether several processes may write the file at the same time. If so, each draft has
+            a unique hidden name.
         binary: Whether the content is bytes.
 
     Raises:
-        OSError: The file can't be written. None of the new content is left behind.
+        OSError: The file can't be written. The draft is deleted.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}" if shared else f"{path.name}.new")
     try:
@@ -69,9 +71,9 @@ def replacing(
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on disk.
+    """Waits until a file's content, or a folder's list of files, is on disk.
 
-    Some file systems don't support this for folders, in which case it's a no-op.
+    If the file system doesn't support this for folders, it's a no-op.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -86,8 +88,8 @@ def sync(path: Path) -> None:
 def lock(file: IO[Any]) -> bool:
     """Locks an open file until it's closed. Returns False if another process has the lock.
 
-    Also returns True if the file system doesn't support locks: there, we can't find out whether
-    another process uses the file.
+    Some file systems don't support locks, so we can't find out whether another process is using the
+    file. In this case, it returns True.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,9 +101,9 @@ def lock(file: IO[Any]) -> bool:
 
 
 def holder(path: Path) -> str:
-    """Returns a description of the process that holds a file's lock: pid, host and start time.
+    """Returns a description of the process that has locked a file: its pid, host and start time.
 
-    The kernel shows this only to processes of the same user, and only for its own host.
+    We can find out only about processes of the same user on the same host.
     """
     for fd in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended or belongs to another user

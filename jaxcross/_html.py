@@ -1,4 +1,4 @@
-"""Text as a notebook shows it, for `_repr_html_`."""
+"""Formats text for notebooks, as used by `_repr_html_` methods."""
 
 from html import escape
 
@@ -6,9 +6,9 @@ PREFORMATTED = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">'
     "{code}</pre>"
 )
-"""The frame for text whose columns must stay aligned; `code` is HTML."""
+"""A template for text whose columns should stay aligned. Fill in HTML as `code`."""
 
 
 def preformatted(text: str) -> str:
-    """Returns plain text as HTML that keeps its lines and spaces."""
+    """Converts plain text to HTML that preserves line breaks and spaces."""
     return PREFORMATTED.format(code=escape(text))

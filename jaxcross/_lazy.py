@@ -1,7 +1,8 @@
 """Imports a package's public names on first use, so that `jaxcross --help` needn't wait for JAX.
 
-The package lists these names once, as imports under `if TYPE_CHECKING:`. Type checkers and editors
-read them there, and so does this module, from the package's source.
+Type checkers and editors need to find a package's public names as ordinary imports, which the
+package has below `if TYPE_CHECKING:`, where they're never run. To avoid a second list of the same
+names, this module parses the package's source and reads the names from these imports.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 
 def homes_of(package: str) -> dict[str, str]:
-    """Returns the module that each lazily imported name of a package comes from.
+    """Returns, for each lazily imported name of a package, the module that defines it.
 
-    For a name that is a submodule, that's the submodule itself.
+    If the name is a submodule, that's the submodule itself.
     """
     spec = sys.modules[package].__spec__
     source: str = spec.loader.get_source(package)  # type: ignore[union-attr]
@@ -37,7 +38,7 @@ def on_first_use(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` for a package with lazily imported names.
 
-    All public names of the package must be lazily imported ones.
+    All public names of the package must be imported lazily.
     """
     homes = homes_of(package)
     names = sorted(homes)

@@ -1,4 +1,4 @@
-"""Emulates a network link on machines without a real slow one, and describes a real one."""
+"""Emulates a slow network link on machines that don't have one, and describes a real link."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _MBPS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link on which each exchange takes as long as its bytes need, without using a core.
+    """An emulated network link: each exchange takes as long as its bytes would take on the link.
 
-    An emulated link shows whether computation hides the exchanges. It doesn't show how fast a
-    network is, so don't quote speed-ups from it. Use the same link on every rank.
+    With an emulated link, you can check on a single machine whether the exchanges overlap with
+    computation. It isn't a model of a real network: for example, while an exchange waits, it
+    doesn't use a core, whereas a real one does. So don't quote speed-ups that you measured with it.
+    Use the same link on every rank.
 
     Args:
         mbps: The rate in Mbit/s.
-        latency_s: The seconds that each exchange takes in addition.
+        latency_s: The additional time of each exchange, in seconds.
 
     Raises:
         TypeError: An argument isn't a number.
@@ -45,12 +47,13 @@ class Link:
             raise ValueError(
                 f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
             )
-        # Ranks compare their links as text, so equal numbers of different types must print alike.
+        # The ranks compare their links as text. Convert the numbers to floats, because otherwise
+        # `Link(500)` and `Link(500.0)` would count as different.
         for name in ("mbps", "latency_s"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def seconds(self, nbytes: int) -> float:
-        """Returns how long a message of `nbytes` occupies the link."""
+        """Returns how many seconds a message of `nbytes` occupies the link."""
         return self.latency_s + 8e-6 * nbytes / self.mbps
 
     def __str__(self) -> str:
@@ -59,10 +62,11 @@ class Link:
 
     @staticmethod
     def parse(text: str) -> Link | None:
-        """Returns the link that a text like `500mbit` or `10gbit` describes, or None for `none`.
+        """Parses a text such as `500mbit` or `10gbit`, and returns the link. Returns None for
+        `none`.
 
         Raises:
-            ValueError: The text is anything else.
+            ValueError: The text isn't a rate in kbit, mbit or gbit, or `none`.
         """
         if text == "none":
             return None
@@ -81,10 +85,11 @@ _EMULATED: dict[object, Link | None] = {}  # one per open `with` block, the inne
 def emulated_link(link: Link | None) -> Iterator[None]:
     """Emulates a slow network: holds each exchange for as long as it would occupy `link`.
 
-    This affects the runs that start inside of the `with` block in this process, in any thread,
-    until these runs end. Their reports say that the link is emulated. In nested blocks, the
-    innermost link counts, and None emulates nothing. Entering the block neither waits nor
-    communicates, so enter it on every rank, with the same link.
+    The link is used by every run that begins inside of the `with` block, in any thread of this
+    process, and for the whole run. The report of such a run says that its link was emulated. If you
+    nest these blocks, the innermost one is used; pass None to emulate no link inside of an outer
+    block. The ranks don't communicate when they enter the block, so every rank must enter it with
+    the same link.
 
     Raises:
         TypeError: `link` is neither a `Link` nor None.
@@ -106,10 +111,10 @@ def emulated_link(link: Link | None) -> Iterator[None]:
 
 
 def current_link() -> Link | None:
-    """Returns the link that a run starting now would emulate, or None."""
+    """Returns the link that a run would emulate if it began now, or None."""
     return next(reversed(_EMULATED.values()), None)
 
 
 def described_link(environ: Mapping[str, str]) -> str:
-    """Returns the description of the real link in `JAXCROSS_LINK`, for reports; "" without one."""
+    """Returns the user's description of the real link, from `JAXCROSS_LINK`; "" if not set."""
     return environ.get(LINK_VARIABLE, "").strip()

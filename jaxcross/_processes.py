@@ -1,4 +1,4 @@
-"""The children of a process on this machine, and the members of its process group, by `/proc`."""
+"""Finds the children of a process on this machine, or the members of its process group."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 
 
 def related(pid: int, *, group: bool = False) -> list[int]:
-    """Returns the processes that this one started, or with `group`, the others of the group that it
-    leads. Returns none if there is no /proc.
+    """Returns the child processes of a process or, with `group`, the others in its process group.
+
+    Uses `/proc`, so it returns an empty list on systems without it.
+
+    Args:
+        pid: The process. With `group`, it must be the leader of its process group.
+        group: Whether to return the members of the group rather than the children.
     """
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

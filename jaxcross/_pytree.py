@@ -1,9 +1,10 @@
-"""A job's state as named arrays on the host, and back.
+"""Converts a job's state to named arrays on the host, and back.
 
-Checkpoints and comparisons of replicas both need a state as plain bytes with names. This module
-converts leaves of all kinds, including random keys, NumPy scalars and Python's numbers, so that
-rebuilding gives each leaf back with its kind, type and place. Nothing here reads or writes files,
-or communicates.
+Both checkpoints and comparisons of replicas need each leaf of a state as plain bytes, together with
+a name. The difficulty is that a state contains more than JAX arrays: it may also have random keys,
+NumPy arrays and scalars, and Python numbers, and after a restart each leaf must have the same kind
+and type as before, and be on the same device. So we store a description of each leaf (`Form`)
+besides its array. Nothing in this module communicates or accesses files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PyTree: TypeAlias = Any  # nested containers of arrays, for which JAX has no typ
 # This is `jax.tree_util.PyTreeDef`, which comes from a compiled module without types.
 TreeDef: TypeAlias = Any
 
-# Python's numbers, and the types that hold them on disk.
+# Python's types of numbers, and the types in which they're stored on disk.
 _NUMBERS: dict[str, tuple[type, type]] = {
     "bool": (bool, np.bool_),
     "int": (int, np.int64),
@@ -35,16 +36,17 @@ KINDS = frozenset({"jax", "key", "numpy", "generic", *_NUMBERS})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The kind, type and shape of a leaf, without its values.
+    """The kind, type and shape of a leaf, but not its values.
 
     Attributes:
-        kind: What the leaf is: `jax` for a JAX array, `key` for a random key, `numpy` for a NumPy
-            array, `generic` for a NumPy scalar, or the name of a Python type of numbers.
-        dtype: The element type of the array on disk. For a key, that of its words.
+        kind: The kind of the leaf: `jax` for a JAX array, `key` for a random key, `numpy` for a
+            NumPy array, `generic` for a NumPy scalar, or the name of a Python type, such as `int`.
+        dtype: The element type of the array on disk. For a random key, it's the type of its raw
+            data.
         shape: The shape of the array on disk.
-        weak: Whether JAX treats its type as that of a Python number, which affects the types of
-            results.
-        impl: The generator of a random key, otherwise "".
+        weak: Whether JAX treats the array as weakly typed, like a Python number. This affects the
+            types of results.
+        impl: The random number generator of a key; "" for other leaves.
     """
 
     kind: str
@@ -58,7 +60,9 @@ class Form:
         return f"{what}{list(self.shape)}"
 
     def fits(self, other: Form) -> bool:
-        """Whether a step would accept one in place of the other: same type and shape for JAX."""
+        """Whether a step would accept one instead of the other: JAX sees the same shape and
+        type.
+        """
         mine, theirs = (jax.dtypes.canonicalize_dtype(np.dtype(f.dtype)) for f in (self, other))
         return (self.shape, self.impl, mine) == (other.shape, other.impl, theirs)
 
@@ -73,7 +77,7 @@ class Leaf:
 
 
 def forms_of(state: Any) -> dict[str, Form]:
-    """Returns the form of each leaf, by path. Doesn't wait for values.
+    """Returns the form of each leaf, by path. Doesn't wait for the values.
 
     Raises:
         TypeError: A leaf is neither an array nor a number.
@@ -82,7 +86,7 @@ def forms_of(state: Any) -> dict[str, Form]:
 
 
 def snapshot(state: Any) -> dict[str, Leaf]:
-    """Returns copies of all leaves on the host, by path. Waits until they're computed.
+    """Copies all leaves to the host, and returns them by path. Waits until they're computed.
 
     Raises:
         TypeError: A leaf is neither an array nor a number.
@@ -93,18 +97,18 @@ def snapshot(state: Any) -> dict[str, Leaf]:
             leaf.copy_to_host_async()
     taken = {}
     for path, leaf, form in pairs:
-        words = jax.random.key_data(leaf) if form.kind == "key" else leaf
-        # We need a copy, because on the CPU, NumPy would otherwise share the memory that the next
-        # step overwrites.
-        array = np.array(words, dtype=np.dtype(form.dtype), order="C", copy=True)
+        values = jax.random.key_data(leaf) if form.kind == "key" else leaf
+        # Copy the array explicitly. On CPUs, NumPy would otherwise share its memory with the JAX
+        # array, and the next step may overwrite that memory.
+        array = np.array(values, dtype=np.dtype(form.dtype), order="C", copy=True)
         taken[path] = Leaf(form, array, digest(form, array))
     return taken
 
 
 def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
-    """Returns digests of the leaves at these paths. Waits until they're computed.
+    """Returns the digests of the leaves at these paths. Waits until they're computed.
 
-    On a CPU, they're read in place.
+    On CPUs, the leaves are read in place, without a copy.
 
     Raises:
         TypeError: A leaf is neither an array nor a number.
@@ -117,7 +121,9 @@ def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """Waits for a leaf and returns it as a contiguous NumPy array; for a random key, its words."""
+    """Waits for a leaf, and returns it as a contiguous NumPy array. For a key, that's its raw
+    data.
+    """
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf, order="C")
 
 
@@ -128,15 +134,18 @@ def is_key(leaf: Any) -> bool:
 
 def digest(form: Form, array: np.ndarray) -> str:
     """Returns a digest of a leaf's form and bytes."""
-    # We use SHA-256 because processors have instructions for it: 1.5 GB/s, whereas blake2b reaches
-    # 0.6 GB/s.
+    # We use SHA-256 because many processors have special instructions for it. We measured 1.5 GB/s,
+    # compared with 0.6 GB/s for blake2b.
     content = hashlib.sha256(repr(form).encode())
     content.update(array.reshape(-1).view(np.uint8).data)
     return content.hexdigest()
 
 
 def unlike(wanted: Mapping[str, Form], found: Mapping[str, Form]) -> str | None:
-    """Returns the first difference for which `found` can't replace `wanted`, in words, or None."""
+    """Returns a text about the first difference because of which `found` can't replace `wanted`.
+
+    Returns None if there's no such difference.
+    """
     for path, form in wanted.items():
         if path not in found:
             return f"it has no leaf `{path or 'state'}`"
@@ -149,9 +158,9 @@ def unlike(wanted: Mapping[str, Form], found: Mapping[str, Form]) -> str | None:
 
 
 def narrowed(found: Mapping[str, Form]) -> str | None:
-    """Returns the first array of `found` that JAX would narrow here, in words, or None.
+    """Returns a text about the first array that JAX would convert to 32 bits here, or None.
 
-    JAX narrows 64-bit types unless `jax_enable_x64` is set.
+    JAX converts 64-bit types to 32 bits unless `jax_enable_x64` is set.
     """
     for path, form in found.items():
         if form.kind == "jax" and jax.dtypes.canonicalize_dtype(np.dtype(form.dtype)) != np.dtype(
@@ -164,7 +173,7 @@ def narrowed(found: Mapping[str, Form]) -> str | None:
 
 
 def rebuild(target: Any, forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray]) -> Any:
-    """Returns the state with the structure of `target`, and its arrays placed as in `target`."""
+    """Builds a state with the structure of `target`, whose arrays are on the same devices."""
     leaves = [_leaf(forms[path], arrays[path], like) for path, like in _paths(target)]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
@@ -191,11 +200,11 @@ def _paths(state: Any) -> list[tuple[str, Any]]:
 def _form(path: str, leaf: Any) -> Form:
     if isinstance(leaf, jax.Array):
         if is_key(leaf):
-            words = jax.eval_shape(jax.random.key_data, leaf)
+            data = jax.eval_shape(jax.random.key_data, leaf)
             return Form(
                 kind="key",
-                dtype=words.dtype.name,
-                shape=words.shape,
+                dtype=data.dtype.name,
+                shape=data.shape,
                 impl=str(jax.random.key_impl(leaf)),
             )
         return Form(kind="jax", dtype=leaf.dtype.name, shape=leaf.shape, weak=bool(leaf.weak_type))
@@ -212,13 +221,17 @@ def _form(path: str, leaf: Any) -> Form:
 
 
 def shape_and_type(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns the shape and type that JAX gives a leaf. Raises `TypeError` for, e.g., a text."""
+    """Returns the shape and type that JAX would use for a leaf.
+
+    Raises:
+        TypeError: The leaf can't be an array, e.g. because it's a string.
+    """
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype
 
 
 def numeric(dtype: np.dtype) -> bool:
-    """Whether arrays of this type contain numbers or booleans, including JAX's own types."""
+    """Whether arrays of this type contain numbers or booleans. Includes JAX's additional types."""
     return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
 
 
@@ -227,11 +240,11 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
         return _NUMBERS[form.kind][0](array[()])
     if form.kind in ("numpy", "generic"):
         return np.array(array) if form.kind == "numpy" else array[()]
-    # An uncommitted array stays free to move to another device. A committed one is committed to its
-    # place again.
+    # JAX may move an uncommitted array to another device, e.g. if the other operand of an addition
+    # is there. So an array should be committed to a device only if the target's array is.
     place = like.sharding if isinstance(like, jax.Array) and like.committed else None
     if form.kind == "key":
-        # We use the target's own generator, because a user-defined one can't be found by name.
+        # Take the generator from the target. We couldn't look up a user-defined one by its name.
         key = jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(like))
         return key if place is None else jax.device_put(key, place)
     value = jax.device_put(np.array(array), place)
@@ -239,9 +252,9 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
 
 
 def buffer_of(array: jax.Array) -> Hashable:
-    """Returns a key that's the same for all arrays in the same memory.
+    """Returns a key that is equal for arrays that share the same memory.
 
-    Several JAX objects may share one buffer.
+    Different JAX array objects may refer to the same buffer.
     """
     try:
         if array.is_fully_addressable and len(array.sharding.device_set) > 1:
@@ -252,12 +265,12 @@ def buffer_of(array: jax.Array) -> Hashable:
         RuntimeError,
         ValueError,
     ):
-        # The backend doesn't provide a pointer, or the array was donated.
+        # Either the backend doesn't provide a pointer, or the array has been donated.
         return id(array)
 
 
 def arrays_by_buffer(tree: PyTree) -> dict[Hashable, jax.Array]:
-    """Returns the JAX arrays of a tree, one per buffer, without donated ones."""
+    """Returns a tree's JAX arrays by buffer. Leaves out donated arrays."""
     arrays = (
         leaf
         for leaf in jax.tree.leaves(tree)

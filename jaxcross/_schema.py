@@ -1,7 +1,8 @@
-"""Reads and writes records as plain data. A record's annotations are its schema.
+"""Converts records to and from plain data, using a record's type annotations as its schema.
 
-Plain data is what JSON and TOML can express. It comes from files that people may have edited, so
-every type is checked, by msgspec. A record may have further checks in its `__post_init__`.
+By plain data we mean everything that JSON and TOML can represent. Most of it comes from files,
+which people may have edited by hand, so we don't trust it: msgspec checks the type of every field.
+A record can make further checks in its `__post_init__` method, e.g. whether a number is in range.
 """
 
 from __future__ import annotations
@@ -19,42 +20,44 @@ from jaxcross.errors import clause
 T = TypeVar("T")
 
 MOST = 2**63 - 1
-"""Largest whole number of a record. Larger ones overflow where they are converted to floats."""
+"""The largest whole number in a record. Larger ones would overflow when they're converted to
+floats."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """A whole number from 0 to `MOST`."""
 
 
 def record(data: Any, kind: type[T]) -> T:
-    """Returns plain data as an instance of a dataclass or of another type that msgspec supports.
+    """Converts plain data to an instance of a dataclass, or of any other type msgspec supports.
 
-    Whole numbers count as floats, but booleans don't count as numbers. Fields that have a default
-    may be missing. Ignores keys that aren't fields.
+    A field of type float accepts whole numbers, but no numeric field accepts a boolean. A field
+    that has a default may be missing. Additional keys are ignored.
 
     Raises:
-        ValueError: `data` doesn't match the annotations, or `kind` raised TypeError or ValueError.
-            The text says where in `data`, e.g. at `groups[0].ranks`.
+        ValueError: `data` doesn't match the annotations, or the constructor raised a TypeError or
+            ValueError. The message contains the position in `data`, e.g. `groups[0].ranks`.
     """
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         text, at, place = str(error).rpartition(" - at `$")
-        if not at:  # the error is about `data` as a whole
-            text, place = place, ""
+        if not at:  # the error isn't about a part of `data`
+            text = place
+            place = ""
         where = f" at `{place.lstrip('.')}" if place else ""
         raise ValueError(f"{text[:1].lower()}{text[1:]}{where}") from None
 
 
 def check_format(data: Any, number: int, what: str) -> None:
-    """Checks that data is of the format that this version reads.
+    """Checks that data have the format that this version of jaxcross can read.
 
     Args:
-        data: The plain data, with the number of its format as `format`.
-        number: The format that this version reads.
-        what: What has this format, in the plural.
+        data: The plain data, in which the entry `format` is the number of the format.
+        number: The format that this version can read.
+        what: What the data are, in the plural, for the error message.
 
     Raises:
-        ValueError: It's of another format.
+        ValueError: The data have another format.
     """
     if not isinstance(data, Mapping) or data.get("format") != number:
         raise ValueError(f"this version reads {what} of format {number}")
@@ -68,17 +71,17 @@ def load(
     most: int,
     parse: Callable[[str], Any] = json.loads,
 ) -> T:
-    """Returns what `read` makes of a file's data.
+    """Reads a file, parses it, and converts the data to a record.
 
     Args:
         path: The file.
-        what: What the file should be, for the error.
-        read: Makes a record of the data, or raises ValueError.
-        most: Largest size that a valid file can have, in bytes.
-        parse: Parses the text.
+        what: What the file should contain, for the error message.
+        read: Converts the data to a record. May raise ValueError.
+        most: The maximum size of the file in bytes.
+        parse: Parses the text of the file.
 
     Raises:
-        ValueError: The file isn't `what`, or has more than `most` bytes.
+        ValueError: The file's content isn't valid, or it's larger than `most` bytes.
         OSError: The file can't be read.
     """
     try:
@@ -103,7 +106,7 @@ def save(path: str | Path, data: Any) -> Path:
     """Writes plain data as JSON, and returns the path.
 
     Raises:
-        ValueError: A number is NaN or infinite, for which JSON has no word.
+        ValueError: A number is NaN or infinite, which JSON can't represent.
     """
     path = Path(path)
     path.write_text(json.dumps(data, allow_nan=False, indent=1))
@@ -111,7 +114,7 @@ def save(path: str | Path, data: Any) -> Path:
 
 
 def spelt(value: Any) -> Any:
-    """Returns plain data with `"nan"`, `"inf"` and `"-inf"` in place of numbers that JSON lacks."""
+    """Replaces numbers that JSON can't represent by the strings `"nan"`, `"inf"` and `"-inf"`."""
     if isinstance(value, dict):
         return {key: spelt(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -120,7 +123,7 @@ def spelt(value: Any) -> Any:
 
 
 def unspelt(value: Any) -> Any:
-    """Inverts `spelt` for a value or a list of values. Leaves all other texts as they are."""
+    """Reverses `spelt` for a value or a list of values. Leaves all other strings unchanged."""
     if isinstance(value, list):
         return [unspelt(each) for each in value]
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -1,7 +1,9 @@
-"""The step that is being traced in this context, for library code that the step calls.
+"""Information about the step that's being traced, for library code that the step calls.
 
-`Mesh` and the exchanges use it to find out over which axes the step runs, and which leaves were
-already exchanged by whom.
+The user's step calls functions of ours, such as the update of a gradient exchange. While the step
+is being traced, these functions have to know things that aren't among their arguments: the axes
+over which the step runs, and whether a gradient was already exchanged by another exchange. They
+find this information in a context variable.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 
 class ExchangedLeaf(NamedTuple):
-    """A leaf that an exchange returned, with the exchange's name and the axes it went over."""
+    """A leaf that an exchange has returned, with the exchange's name and axes."""
 
     leaf: weakref.ref[Any]
     by: str
@@ -26,9 +28,9 @@ class Tracing:
     """One trace of a step.
 
     Attributes:
-        axes: The step's axes, outermost first. JAX's own environment of axes doesn't keep their
-            order.
-        running: The exchanges whose `update` is being traced, outermost first, each with its axes.
+        axes: The step's axes, outermost first. JAX knows the axes too, but not their order.
+        running: The names and axes of the exchanges whose `update` is currently being traced,
+            outermost first.
     """
 
     __slots__ = ("_exchanged", "axes", "running")
@@ -36,18 +38,20 @@ class Tracing:
     def __init__(self, axes: Iterable[str] = ()) -> None:
         self.axes = tuple(axes)
         self.running: list[tuple[str, frozenset[Hashable]]] = []
-        # The exchanged leaves by identity, as long as each leaf is alive.
+        # The exchanged leaves by their id. An entry is removed when its leaf is freed, because the
+        # id may then be reused.
         self._exchanged: dict[int, ExchangedLeaf] = {}
 
     def note_exchanged(self, leaf: Any, by: str, axes: frozenset[Hashable]) -> None:
-        """Records that an exchange returned this array or tracer. Doesn't keep it alive."""
-        key, exchanged = id(leaf), self._exchanged
+        """Records that an exchange has returned this array or tracer, without keeping it alive."""
+        key = id(leaf)
+        exchanged = self._exchanged
         exchanged[key] = ExchangedLeaf(
             weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes
         )
 
     def exchanged(self, leaf: Any) -> ExchangedLeaf | None:
-        """Returns what was recorded about a leaf, or None if no exchange returned it."""
+        """Returns the record about a leaf, or None if it wasn't returned by an exchange."""
         found = self._exchanged.get(id(leaf))
         return found if found is not None and found.leaf() is leaf else None
 
@@ -57,7 +61,7 @@ _CURRENT: ContextVar[Tracing | None] = ContextVar("tracing", default=None)
 
 @contextmanager
 def tracing(axes: Iterable[str] = ()) -> Iterator[Tracing]:
-    """Marks this context as tracing a step over `axes`, outermost first."""
+    """Marks the `with` block as tracing a step over `axes`, outermost first."""
     trace = Tracing(axes)
     before = _CURRENT.set(trace)
     try:
@@ -67,5 +71,5 @@ def tracing(axes: Iterable[str] = ()) -> Iterator[Tracing]:
 
 
 def current_tracing() -> Tracing | None:
-    """Returns the trace that is in progress in this context, or None."""
+    """Returns the trace that's in progress in this context, or None."""
     return _CURRENT.get()

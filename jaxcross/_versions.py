@@ -1,11 +1,13 @@
-"""The versions of JAX and mpi4jax that jaxcross supports, and what to do about others.
+"""The supported versions of JAX and mpi4jax, and what to do if another one is installed. Pure.
 
-Pure, and imports neither of the two.
+This module imports neither JAX nor mpi4jax, so that it can still give advice if they can't be
+imported.
 
-mpi4jax has no wheels. Its build compiles against the newest jaxlib that the installer finds, even
-if an older one is installed, and XLA refuses calls that were compiled against a newer interface
-than its own. The solution is to pin jaxlib in the build environment, with `PIP_BUILD_CONSTRAINT`
-for pip 25.3 and later, and with `PIP_CONSTRAINT` for earlier versions.
+There are no wheels of mpi4jax, so pip compiles it. To do so, pip installs the newest jaxlib into an
+isolated build environment, even if an older jaxlib is installed where you want to use it. XLA then
+refuses to run the compiled code, because it was compiled for a newer interface. To avoid that, pin
+jaxlib in the build environment: by `PIP_BUILD_CONSTRAINT` if you have pip 25.3 or later, by
+`PIP_CONSTRAINT` if it's older.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ JAX_FROM, JAX_BELOW = (0, 10), (0, 13)
 
 
 def unsupported_jax(version: str) -> str:
-    """Returns why jaxcross can't use this version of JAX and what to install; "" if it can."""
+    """Returns why this version of JAX can't be used and what to install; "" if it can be used."""
     first, last = f"{JAX_FROM[0]}.{JAX_FROM[1]}", f"{JAX_BELOW[0]}.{JAX_BELOW[1] - 1}"
     if JAX_FROM <= tuple(map(int, version.split(".")[:2])) < JAX_BELOW:
         return ""
@@ -36,9 +38,9 @@ def mpi4jax_fault(error: str, jaxlib: str) -> str:
 
 
 def mpi4jax_remedy(jaxlib: str) -> str:
-    """Returns the commands that build mpi4jax for the installed MPI and jaxlib.
+    """Returns a text with the commands that build mpi4jax for the installed MPI and jaxlib.
 
-    Also says how to do without mpi4jax.
+    The text also says how to use jaxcross without mpi4jax.
     """
     return f"""\
 Build it for the MPI of your `mpicc` and the installed jaxlib, without CUDA, as it's called on the \

@@ -14,9 +14,10 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line.
+    """Returns the command line's parser.
 
-    Each command's module adds its own part, and imports nothing heavy to do so.
+    Each command's module adds its own options. These modules mustn't import anything slow, such as
+    JAX, because they're all imported for `jaxcross --help`.
     """
     top = argparse.ArgumentParser(
         prog="jaxcross",
@@ -34,12 +35,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status, which is 130 after Ctrl-C."""
+    """Runs a command, and returns its exit status, which is 130 after Ctrl-C."""
     command = "jaxcross"
     try:
         options, unknown = parser().parse_known_args(arguments)
         command += f" {options.command}"
-        if unknown:  # print the command's own usage; argparse would print that of `jaxcross`
+        if unknown:  # print the command's usage rather than that of `jaxcross`
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return import_module(f"jaxcross.commands.{options.command}").run(options)
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""The errors that callers can act on, and helpers that fit foreign texts into their messages. Pure.
+"""The errors that jaxcross raises, and helper functions for their messages. Pure.
 
-Bad arguments raise Python's own `TypeError` and `ValueError`.
+For wrong arguments, we raise Python's own `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class CutError(Exception):
 class ExchangeError(Exception):
     """An exchange isn't possible: ranks disagree, a communicator isn't available, or MPI failed."""
 
-    # If a job left: the first rank with the same cause, which printed the error.
+    # If a job has failed: the first rank with the same cause, which has printed the error.
     cause_rank: int | None = None
 
 
 class JobError(Exception):
-    """A job failed, or was used in a way that its step doesn't support.
+    """A job has failed, or was used in a way that its step doesn't support.
 
-    The message names the job and, if known, the step and the rank.
+    The message contains the job's name and, if they're known, the step and the rank.
     """
 
-    # If a job left: the first rank with the same cause, which printed the error.
+    # If a job has failed: the first rank with the same cause, which has printed the error.
     cause_rank: int | None = None
 
 
@@ -43,7 +43,7 @@ class InternalError(Exception):
 
 
 class MissingExtraError(ImportError):
-    """A package isn't installed that belongs to one of jaxcross's extras."""
+    """A package that belongs to one of jaxcross's extras isn't installed."""
 
 
 def require_extra(extra: str, what: str, *modules: str) -> None:
@@ -51,11 +51,11 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
 
     Args:
         extra: The extra's name.
-        what: The feature that needs it, as the subject of a sentence.
+        what: The feature that needs the extra, as the subject of a sentence.
         modules: The modules that belong to the extra.
 
     Raises:
-        MissingExtraError: One of them isn't installed.
+        MissingExtraError: One of the modules isn't installed.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -71,15 +71,15 @@ def quoted(names: Iterable[object]) -> str:
 
 
 def clause(text: str) -> str:
-    """Returns `text` without trailing white space and full stops, to be used within a sentence."""
+    """Removes trailing white space and full stops, so that `text` can be used within a sentence."""
     return text.rstrip(" \t\r\n.")
 
 
 def first_line(text: str) -> str:
     """Returns the first line of a text.
 
-    If it leaves brackets open that later lines close, an ellipsis and the closing brackets are
-    added.
+    If brackets are still open at the end of that line, we append an ellipsis and the closing
+    brackets.
     """
     line, _, rest = text.strip().partition("\n")
     return line.rstrip() + _closed(line) if rest else line
@@ -88,7 +88,7 @@ def first_line(text: str) -> str:
 def shortened(text: str, longest: int) -> str:
     """Returns at most `longest` characters of a text.
 
-    If it's longer, an ellipsis and the closing brackets of those left open are added.
+    If the text is longer, we append an ellipsis and the closing brackets for those still open.
     """
     if len(text) <= longest:
         return text
@@ -96,7 +96,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def _closed(text: str) -> str:
-    """Returns an ellipsis and what closes the brackets and backticks that `text` leaves open.
+    """Returns an ellipsis followed by what closes the open brackets and backticks in `text`.
 
     Returns "" if none are open.
     """
@@ -104,7 +104,7 @@ def _closed(text: str) -> str:
     for character in text:
         if open_ and character == open_[-1]:
             open_.pop()
-        # Text in backticks is code or part of a name, so its brackets don't count.
+        # Ignore brackets within backticks, because that's code or a name and may be incomplete.
         elif character in _CLOSING and "`" not in open_:
             open_.append(_CLOSING[character])
     return f" ...{''.join(reversed(open_))}" if open_ else ""

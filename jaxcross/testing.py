@@ -1,10 +1,15 @@
-"""Exchanges without MPI: all ranks of a step run in one process, in lock step.
+"""Runs all ranks of a step in one process, in lock step, without MPI.
 
-This module also has the `vmap` oracle, whose results such a run is compared with.
+With this module, you can test on one machine whether a step computes what it should. You can run a
+cut program on all ranks (`run_program`), and compare the results with those of the `vmap` oracle
+(`vmap_oracle`), which knows nothing of cuts, segments or wires: it's just the uncut step under
+`jax.vmap`, so that JAX itself computes the exchanges. The `LocalRanks` class can be used wherever a
+`Wire` is expected.
 
-Nothing here waits or communicates. You can pass `LocalRanks` wherever a `Wire` is expected.
-`run_program` and `run_jaxpr` evaluate one equation at a time and never compile two together, so
-that you can compare two orders of a computation bit for bit.
+If XLA compiles several equations together, it may round differently, depending on which equations
+these are. So `run_program` and `run_jaxpr` evaluate every equation on its own. If two programs
+contain the same equations in a different order, you can therefore compare their results bit for
+bit. Nothing in this module waits or communicates.
 """
 
 from __future__ import annotations
@@ -46,10 +51,10 @@ def __dir__() -> list[str]:
 
 @final
 class LocalRanks:
-    """A `Wire` whose ranks all live in this process.
+    """A `Wire` whose ranks are all in this process.
 
-    Its compiled form (`lower`) computes what one rank receives if every other rank sends the same
-    values as this one.
+    The method `lower` returns a function for a single rank, which has no other ranks to communicate
+    with. It computes what this rank would receive if every other rank sent the same values.
 
     Args:
         rank: The rank whose results `lower` computes.
@@ -61,11 +66,11 @@ class LocalRanks:
         self._rank = rank
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-        """Returns the equation's exchanges over `axes`, or None, just as the real wire does."""
+        """Returns the equation's exchanges over `axes`, or None, in the same way as a real wire."""
         return recognise(eqn, axes)
 
     def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Traceable:
-        """Returns `jaxpr` for this rank, assuming that its peers hold the same operands."""
+        """Returns `jaxpr` as a function for this rank, if all ranks have the same operands."""
         function = vmapped(jaxpr_as_fun(jaxpr), axes, in_axes=None)
         coords = tuple(self.coords(axes).values())
         return Traceable(lambda *args: [x[coords] for x in function(*args)])
@@ -85,9 +90,9 @@ class LocalRanks:
 def vmapped(
     function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0
 ) -> Callable[..., Any]:
-    """Returns `function` under one `jax.vmap` per axis, with the first axis outermost.
+    """Returns `function` wrapped in one `jax.vmap` per axis, the first axis outermost.
 
-    Its exchanges are checked just as when a step is traced.
+    While it's traced, the exchanges in it make the same checks as in a step.
     """
 
     @functools.wraps(function)
@@ -104,13 +109,13 @@ def vmapped(
 def vmap_oracle(
     step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Computes a step on all ranks with JAX alone: nested `vmap` calls over the ranks, compiled.
+    """Computes a step on all ranks with JAX alone: by compiled, nested `vmap` calls over the ranks.
 
     Args:
-        step: A function that uses named-axis collectives over `axes`. `vmap` doesn't support
-            `axis_index_groups`.
-        axes: Axis name -> size. Ranks are in row-major order.
-        args_per_rank: Each rank's positional arguments, in rank order.
+        step: A function with named-axis collectives over `axes`. They can't have
+            `axis_index_groups`, because `vmap` doesn't support these.
+        axes: The size of each axis, by name. Ranks are in row-major order.
+        args_per_rank: The positional arguments of each rank, in rank order.
 
     Returns:
         The step's result on each rank, as NumPy arrays.
@@ -121,7 +126,7 @@ def vmap_oracle(
 def over_ranks(
     step: Callable[..., Any], axes: Mapping[str, int]
 ) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
-    """Returns a `vmap_oracle` for many calls, which is compiled once per set of shapes.
+    """Returns a `vmap_oracle` for repeated calls, which is compiled only once per set of shapes.
 
     Args:
         step: As for `vmap_oracle`.
@@ -152,7 +157,7 @@ def over_ranks(
 
 
 def decide(traced: Traced, leaves: Sequence[Any]) -> Traced:
-    """Returns the variant of a traced step that the host chooses for these flat arguments."""
+    """Returns the variant of a traced step for these flat arguments, given the host's decisions."""
     while traced.undecided is not None:
         inputs = [jnp.asarray(leaves[p]) for p in traced.undecided.inputs]
         (index,) = jaxpr_as_fun(traced.undecided.jaxpr)(*inputs)
@@ -166,22 +171,24 @@ def run_program(
     *,
     compute: Callable[..., Any] | None = None,
 ) -> list[list[Any]]:
-    """Runs one step of a program on all ranks in lock step.
+    """Runs one step of a program on all ranks, in lock step.
 
-    Values that the program frees are deleted, so reading one later raises an error.
+    This also checks when values are freed: after its last use according to the program, a value is
+        deleted here, so if another segment still reads it, there's an error.
 
     Args:
-        program: A program that was cut from a traced step.
-        leaves_per_rank: Each rank's flat arguments, without constants.
-        compute: Evaluates a compute segment, `(segment, axes, args per rank) -> results per rank`.
+        program: The program of a traced and cut step.
+        leaves_per_rank: The flat arguments of each rank, without constants.
+        compute: A function that evaluates a compute segment on all ranks. It's called with the
+            segment, the axes and the arguments of each rank, and returns the results of each rank.
             If None, segments are evaluated one equation at a time.
 
     Returns:
         Each rank's flat results.
 
     Raises:
-        ExchangeError: The ranks took different decisions. The real step would raise this on all of
-            them.
+        ExchangeError: The ranks decided differently, e.g. took different branches. A real step
+            would raise the same error on all ranks.
     """
     axes = dict(program.axes)
     envs = [
@@ -211,14 +218,15 @@ def run_program(
 
 
 class ComputeUnderVmap:
-    """Runs a compute segment on all ranks as one XLA executable.
+    """Runs a compute segment on all ranks as a single XLA executable.
 
-    That's faster than evaluating single equations, but the results aren't bitwise identical.
+    This is faster than evaluating each equation on its own, but the results aren't bitwise
+    identical to those.
     """
 
     def __init__(self) -> None:
-        # By the `id` of the segment's jaxpr. The entry keeps the jaxpr alive, so that its id stays
-        # unique.
+        # By the id of the segment's jaxpr. Each entry also contains the jaxpr, to keep it alive,
+        # because otherwise another jaxpr could get the same id.
         self._calls: dict[int, Any] = {}
 
     def __call__(
@@ -239,12 +247,13 @@ def run_jaxpr(
 ) -> list[list[Any]]:
     """Runs a jaxpr on all ranks, one equation at a time.
 
-    Each exchange is made for all ranks together.
+    An equation with an exchange is evaluated for all ranks together; any other equation, for each
+    rank on its own.
 
     Args:
         jaxpr: The jaxpr.
-        axes: Axis name -> size. Ranks are in row-major order.
-        args_per_rank: Each rank's arguments, in rank order.
+        axes: The size of each axis, by name. Ranks are in row-major order.
+        args_per_rank: The arguments of each rank, in rank order.
     """
     size = math.prod(axes.values())
     meshes = [make_rank_grid(axes, rank=r, size=size) for r in range(size)]
@@ -275,7 +284,8 @@ def _equation(
     eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
 ) -> Sequence[Sequence[Any]]:
     """Returns the results of one equation on each rank."""
-    name, axes = eqn.primitive.name, meshes[0].sizes
+    name = eqn.primitive.name
+    axes = meshes[0].sizes
     exchanges = recognise(eqn, axes)
     if exchanges is not None:
         columns = [
@@ -305,7 +315,7 @@ def _cond(
     branches = eqn.params["branches"]
     taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
     results: dict[int, list[Any]] = {}
-    for way in sorted(set(taken)):  # raises if an exchange needs ranks that took another branch
+    for way in sorted(set(taken)):  # raises if an exchange needs a rank that took another branch
         places = [p for p, t in enumerate(taken) if t == way]
         outs = _evaluate(
             branches[way], [meshes[p] for p in places], [values[p][1:] for p in places]
@@ -318,7 +328,8 @@ def _scan(
     eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
 ) -> Sequence[Sequence[Any]]:
     params = eqn.params
-    (n_consts, n_carry), length = compat.scan_counts(eqn), params["length"]
+    n_consts, n_carry = compat.scan_counts(eqn)
+    length = params["length"]
     consts = [v[:n_consts] for v in values]
     carry = [v[n_consts : n_consts + n_carry] for v in values]
     xs = [v[n_consts + n_carry :] for v in values]
@@ -347,29 +358,32 @@ def _while(
     eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]
 ) -> Sequence[Sequence[Any]]:
     params = eqn.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    n_cond = params["cond_nconsts"]
+    n_body = params["body_nconsts"]
     cond_consts = [v[:n_cond] for v in values]
     body_consts = [v[n_cond : n_cond + n_body] for v in values]
     carry = [v[n_cond + n_body :] for v in values]
     places = list(range(len(values)))
-    # Ranks that are done leave the loop. A later exchange that still needs them raises an error.
+    # A rank leaves the loop when its condition is false. If the other ranks then still need it for
+    # an exchange in the loop, that exchange raises an error.
     while True:
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
-        going = {
-            p: jnp.asarray(goes_on)
-            for p, (goes_on,) in zip(places, more, strict=True)
-            if jnp.any(goes_on)
+        active = {
+            p: jnp.asarray(continues)
+            for p, (continues,) in zip(places, more, strict=True)
+            if jnp.any(continues)
         }
-        places = [*going]
+        places = [*active]
         if not places:
             return carry
         here = [meshes[p] for p in places]
         outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
-        # With an inner `vmap`, elements that are done keep their values.
+        # If the user's step contains a `vmap` around the loop, the condition is an array. Elements
+        # whose condition is false keep their values while the loop continues for the others.
         for p, new in zip(places, outs, strict=True):
             masks = [
-                jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim))
+                jnp.reshape(active[p], active[p].shape + (1,) * (jnp.ndim(x) - active[p].ndim))
                 for x in new
             ]
             carry[p] = [
@@ -381,9 +395,9 @@ def _while(
 def _exchange(
     exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarray], aval: Any
 ) -> list[Any]:
-    """Returns each rank's result of one exchange.
+    """Returns the result of one exchange on each rank.
 
-    Sums are added up in rank order. Floats below 32 bits are summed in float32.
+    Sums are computed in rank order, and for floats with fewer than 32 bits, in float32.
     """
     params = dict(exchange.params)
     positions = params.get("positions", ())

@@ -1,18 +1,17 @@
 """Exact resume: saves every job's state, data position and plan, so that a killed run can continue.
 
-session        the checkpoints of one run, and the user's settings: folder, frequency, number kept
-checkpointer   one job's checkpoints on one rank: restores, saves, deletes; the thread that writes
-load           loads one job's newest or best state, in any process
-restore        decides which of the checkpoints that are complete on all ranks to resume from, and
-               reads it
+session        the checkpoints of one run, and the user's settings: where and how often to save
+checkpointer   one job's checkpoints on one rank: restores the newest, writes new ones in a separate
+               thread, deletes old ones
+restore        finds the newest checkpoint that is complete on all ranks, and reads it
+load           loads one job's newest or best state in any process
 rank_local     which leaves are rank-local: declared by a strategy's state (`RankLocal`), or named
                by the user
-part           one rank's description of one checkpoint; parsed as untrusted data
-job_list       the jobs of a set of checkpoints, including those that joined during a run
-folders        where parts are stored; they're written atomically, and deleted once no restart
-               can need them
-arrays         arrays on disk, stored by orbax; no other file uses orbax
-rank_gather    gathers one job's texts from all ranks
+part           one rank's description of one checkpoint, parsed as untrusted data
+job_list       the list of jobs in a folder of checkpoints, including those added during a run
+folders        where the parts are on disk; they're written atomically
+arrays         reads and writes arrays with orbax; no other file uses orbax
+rank_gather    exchanges messages about one job's checkpoints between ranks
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
-"""Named arrays on disk, in orbax's own format. No other file uses orbax.
+"""Reads and writes named arrays in orbax's format. This is the only file that uses orbax.
 
-Each rank is a separate JAX process and uses orbax independently. It's `checkpointer` that makes the
-ranks' parts belong together.
+Orbax can coordinate the processes of one distributed JAX program. Our ranks are separate JAX
+processes, so each of them uses orbax as if it were alone, and the `checkpointer` module combines
+the parts of all ranks into one checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from jaxcross._pytree import Form
 from jaxcross.checkpoint.part import UnusableError
 
-# The one-byte types that tensorstore has a name for. Of other one-byte types we store the bytes.
+# The one-byte types that tensorstore supports. Arrays of any other one-byte type, e.g. a newer kind
+# of float8, are stored as `uint8`, with the same bytes.
 _NAMED = frozenset(
     {
         "bool",
@@ -32,7 +34,7 @@ _NAMED = frozenset(
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays into `folder`, which must not exist yet. Omits empty arrays. Waits."""
+    """Writes arrays into `folder`, which mustn't exist yet. Leaves out empty arrays. Waits."""
     import orbax.checkpoint as ocp
 
     stored = {name: _stored(array) for name, array in arrays.items() if array.size}
@@ -42,13 +44,14 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
-    """Returns the arrays with these names, if they have these types and shapes. Waits.
+    """Reads the arrays, and checks that they have the given types and shapes. Waits.
 
-    The types, shapes and chunk sizes on disk are checked first, so a damaged or hostile file can't
-    make us allocate too much memory.
+    Before we read an array, we compare its type, shape and chunk size on disk with what we expect.
+    Otherwise, a damaged or malicious file that claims to contain a huge array could make us run out
+    of memory.
 
     Raises:
-        UnusableError: Names, types or shapes differ.
+        UnusableError: The names, types or shapes differ.
         Exception: Any error that orbax or tensorstore raises.
     """
     empty = {

@@ -1,16 +1,19 @@
-"""One job's checkpoints on one rank: restores the newest, writes new ones, deletes old ones.
+"""One job's checkpoints on one rank: restores the newest one, writes new ones, deletes old ones.
 
-**Saving** must not stop training for as long as the disk takes. So `save` only copies the state and
-agrees with the other ranks on what to write, and a thread writes the files meanwhile. A checkpoint
-is complete once every rank has written its part, but a rank doesn't learn that from its own disk.
-The ranks therefore exchange their write errors in the next `save`, or in `wait_until_complete`, and
-only then count the checkpoint as complete.
+**Saving.** Training shouldn't have to wait for the disk. So a call of `save` only copies the state
+and agrees with the other ranks on what to write; the files are written by a separate thread while
+training continues. A checkpoint can be used only if every rank has written its part, but a rank
+can't see the other ranks' disks. So in the next call of `save`, or in `wait_until_complete`, the
+ranks tell one another whether writing has succeeded. Only then does the checkpoint count as
+complete.
 
-**Deleting.** A checkpoint is deleted only once newer ones are complete on all ranks. So there's
-always one to resume from, whenever the run is killed.
+**Deleting.** The run may be killed at any moment, even while a checkpoint is being written. So we
+never delete the newest complete checkpoint. An old one is deleted only once newer ones are complete
+on all ranks, so there's always one from which a restart can resume.
 
-**Who writes what.** Leaves that are identical on all ranks are written once, by rank 0, unless the
-job names them as rank-local. All others are written by every rank.
+**Who writes what.** In data-parallel training, most leaves are identical on all ranks, and writing
+them once is enough. So rank 0 writes the leaves that are identical on all ranks, except for those
+that the job names as rank-local. All other leaves are written by every rank.
 """
 
 from __future__ import annotations
@@ -31,19 +34,19 @@ from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
 from jaxcross.world import RunOnAllRanks, World
 
-_LOOK_S = 0.2  # how often a waiting thread checks whether the disk still gets work done
+_LOOK_S = 0.2  # how often a waiting thread checks whether the disk makes progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedProgress:
-    """A job's progress apart from its state. Identical on every rank except for `places`' texts.
+    """A job's progress apart from its state. Identical across ranks, except for iterator states.
 
     Attributes:
-        step: Number of steps made.
-        places: For each data source that the job's loops had open at that step, the number of
-            batches taken and the iterator's own state.
-        cuts: The cut that was found to be fastest, by program.
-        notes: Results of the job's evaluations, and its skipped steps.
+        step: The number of steps made.
+        places: For each loop over batches that was open at that step, the number of batches taken
+            and the iterator's own state.
+        cuts: The fastest cut that was found for each program.
+        notes: The results of the job's evaluations, and its skipped steps.
         best_step: The step of the best state so far; None if there is none, or best states aren't
             kept.
     """
@@ -56,14 +59,17 @@ class SavedProgress:
 
 
 class Writer:
-    """One thread for all jobs, because the cores and the disk that it uses are lost to the jobs."""
+    """A thread that writes the checkpoints of all jobs.
+
+    There's only one, because the cores and the disk that it uses aren't available for training.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "jaxcross-checkpoint")
-        self._done = 0  # amount of work finished; grows on a slow disk, but not on one that hangs
+        self._done = 0  # number of tasks done; stops growing if the disk hangs
 
     def submit(self, write: Callable[[], None]) -> Future[None]:
-        """Runs `write` after everything submitted before. Doesn't wait."""
+        """Runs `write` after all tasks that were submitted before it. Doesn't wait."""
 
         def run() -> None:
             try:
@@ -76,10 +82,11 @@ class Writer:
     def wait_for(
         self, written: Future[None], world: World, *, job: str, step: int, missing: str
     ) -> None:
-        """Waits until `written` is done, and raises any error from it.
+        """Waits until the task `written` is done, and raises its error, if any.
 
-        If the disk hangs, the watchdog reports what is `missing`. As long as earlier work still
-        gets done, the disk is merely slow, so the watchdog's timer restarts.
+        If the disk hangs, the watchdog reports that the disk hasn't taken what `missing` describes.
+        But a slow disk may need a long time for the tasks before this one. So whenever one of these
+        is finished, we restart the watchdog's timer.
         """
         late = {world.rank: f"its disk has not taken {missing}"}
         watch = world.monitor(
@@ -99,22 +106,23 @@ class Writer:
             written.result()
 
     def close(self) -> None:
-        """Ends the thread once its work is done. Waits."""
+        """Ends the thread after it has finished all tasks. Waits for it."""
         self._pool.shutdown()
 
 
 class JobCheckpointer:
     """One job's checkpoints. All ranks must call its methods in the same order, one at a time.
 
-    Methods that communicate take `run_on_all_ranks`. During a run it's a slot of the exchange lane;
-    after a run it's a direct call.
+    The methods that communicate have an argument `run_on_all_ranks`, because they're used in two
+    situations. During a run, communication must happen in a slot of the exchange lane; after the
+    run, there are no lanes any more, so the ranks communicate directly.
 
     Args:
         log: For warnings and errors about the job.
         world: Rank, size, and a broadcast.
         folders: Where the parts are on this rank's disk.
-        keep: Number of complete checkpoints to keep.
-        environment: Everything else that affects the last bits of results.
+        keep: The number of complete checkpoints to keep.
+        environment: Everything else that affects the last bits of results, such as versions.
         writer: The thread that writes.
     """
 
@@ -134,16 +142,17 @@ class JobCheckpointer:
         self._keep = keep
         self._environment = environment
         self._writer = writer
-        self._forms: dict[str, Form] | None = None  # forms of the state that the job restored
-        self._named: Collection[str] = ()  # paths of the leaves that the job names as rank-local
-        self._complete: list[str] = []  # names of those complete on all ranks, oldest first
-        # Names that existed at the start, or were begun in this run. We only ever delete these, so
-        # another run that uses the directory by mistake doesn't lose its checkpoints.
+        self._forms: dict[str, Form] | None = None  # shapes and types of the restored state
+        self._named: Collection[str] = ()  # paths of leaves named as rank-local
+        self._complete: list[str] = []  # complete on all ranks, oldest first
+        # Checkpoints that existed at the start or were begun in this run. We never delete any
+        # others. So if another run uses the same directory by mistake, it doesn't lose the
+        # checkpoints that it writes.
         self._known: set[str] = set()
         self._writing: tuple[str, Future[None]] | None = None
         # Step, notes and digests of the newest checkpoint.
         self._saved: tuple[int, dict[str, str], list[str]] | None = None
-        # Those that held the best state so far when they were begun, oldest first.
+        # Checkpoints whose state was the best one so far when they were begun, oldest first.
         self._bests: list[str] = []
 
     @property
@@ -164,22 +173,25 @@ class JobCheckpointer:
         local: bool = False,
         named: Collection[str] = (),
     ) -> tuple[PyTree, SavedProgress] | None:
-        """Returns the newest state that is complete on all ranks, or None. Waits for all ranks.
+        """Restores the newest checkpoint that is complete on all ranks. Waits for all ranks.
 
-        The state has the structure of `target`.
+        Returns:
+            The state, in a tree with the structure of `target`, and the job's progress; None if
+            there's no checkpoint.
 
         Args:
             target: The state with which the job would start from scratch.
             run_on_all_ranks: Runs work that communicates.
             local: Whether ranks have different `target`s on purpose.
             named: Paths of the leaves that the job names as rank-local, the same on every rank.
-                From now on every rank writes them, even if they're identical on all ranks.
+                From now on, every rank writes these leaves, even if they happen to be identical on
+                all ranks.
 
         Raises:
-            JobError: Raised on every rank. The newest checkpoint belongs to another model, to a
-                number of ranks from which this run can't take over, or to another version of
-                jaxcross; or a rank can't read its disk; or there are checkpoints, but all are
-                damaged; or the job has already restored a state.
+            JobError: Raised on every rank. The newest checkpoint belongs to another model or
+                another version of jaxcross, or can't be used with this number of ranks; or a rank
+                can't read its disk; or there are checkpoints but all of them are damaged; or the
+                job has already restored a state.
             TypeError: A leaf is neither an array nor a number.
         """
         if self._forms is not None:
@@ -199,16 +211,18 @@ class JobCheckpointer:
             named=named,
         )
         self._named = named
-        # Before this rank's disk can raise, so that all ranks can save from here on.
+        # Set this before we access the disk, which may fail on this rank alone. Whether the state
+        # can be saved must be the same on all ranks.
         self._forms = wanted
         self._known = set(self._folders.names())
         if found is None:
             if self._known:
                 self._log.warn(
-                    f"nothing in `{self._folders.path}` was ever written to its end: the job "
-                    "starts from its beginning"
+                    f"no checkpoint in `{self._folders.path}` was ever complete: the job starts "
+                    "from scratch"
                 )
-            # An old mark refers to checkpoints that someone deleted by hand.
+            # If there's still a mark that says that a checkpoint was complete, someone has deleted
+            # that checkpoint by hand.
             self._mark("whole", None)
             return None
         part = found.part
@@ -236,16 +250,16 @@ class JobCheckpointer:
         if self._bests or part.best_step is None:
             return part.best_step
         self._log.warn(
-            f"its best state, that of step {part.best_step}, is lost: the best one from here on "
-            "counts"
+            f"its best state, of step {part.best_step}, is lost. From now on, the best state since "
+            "the restart is kept"
         )
         return None
 
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
-        """Returns whether an earlier run left the job stopped, or paused. Waits for all ranks.
+        """Returns whether the job was stopped or paused in an earlier run. Waits for all ranks.
 
-        The result is the same on every rank. If the job had ended or failed, its mark is deleted,
-        because such a job starts again.
+        The result is the same on every rank. There's also a mark if the job has ended or failed,
+        but such a job is simply resumed, so we delete the mark.
 
         Raises:
             JobError: Raised on every rank if one of them can't read its disk.
@@ -264,35 +278,36 @@ class JobCheckpointer:
                 self._mark("left", None)
 
         ranks = RankGather(self._log, run_on_all_ranks)
-        # Delete the mark in the lane, in which the ranks also vote on requests. If they agree on a
-        # stop right afterwards, its new mark must be written after this deletion.
+        # Delete the old mark in the exchange lane (`then=forget`) rather than here. If the next
+        # vote decides to stop the job, the lane writes a new mark. If this thread deleted the old
+        # mark only after that, it would delete the new one.
         gathered = ranks.gather("its job markers", [done, paused, error_text], then=forget)
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
-        # One rank's mark is enough, because the run may have been killed between the writes of two
-        # ranks.
+        # It's enough if one rank has the mark: the run may have been killed after one rank had
+        # written its mark and before another one had.
         is_stopped = any(status == JobStatus.STOPPED for status, *_ in gathered)
         is_paused = any(mark for _, mark, _ in gathered) and not is_stopped
         if is_stopped:
             marks = self._folders.path / "left-*"
             self._log.warn(
-                f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`"
+                f"was stopped in an earlier run, and stays so. To resume it, delete `{marks}`"
             )
         elif is_paused:
-            self._log.warn("is paused, as in an earlier run, until it is resumed")
+            self._log.warn("was paused in an earlier run, and stays paused until it is resumed")
         return is_stopped, is_paused
 
     def mark_done(self, status: JobStatus) -> None:
-        """Marks that the job itself has finished, rather than just the run. Doesn't wait.
+        """Writes a mark that the job itself has ended, rather than only the run. Doesn't wait.
 
-        The mark is on disk before any later checkpoint.
+        The mark is written before any checkpoint that is begun later.
         """
         self._mark("left", status)
         self._mark("paused", None)
 
     def mark_paused(self, paused: bool) -> None:
-        """Marks that the job is paused or has resumed. Doesn't wait.
+        """Writes or removes the mark that the job is paused. Doesn't wait.
 
-        The mark is on disk before any later checkpoint.
+        This happens before any checkpoint that is begun later is written.
         """
         self._mark("paused", "paused" if paused else None)
 
@@ -301,9 +316,9 @@ class JobCheckpointer:
             try:
                 self._folders.mark(what, text)
             except OSError as error:
-                lost = f"that it is {text or 'going on'}"
+                lost = f"that it is {text or 'not paused'}"
                 if what == "whole":
-                    lost = "which checkpoints were whole"
+                    lost = "which checkpoints were complete"
                 self._log.warn(f"a restart will not know {lost}: {error}")
 
         self._writer.submit(write)
@@ -319,21 +334,22 @@ class JobCheckpointer:
     ) -> list[dict[str, str]] | None:
         """Starts a checkpoint. Once this returns, the state may be donated.
 
-        Waits for the state's values, for the previous checkpoint to be written, and for all ranks,
-        but not for this checkpoint to be written.
+        Waits until the state has been computed, until the previous checkpoint is on disk, and for
+        all ranks. Doesn't wait until the new checkpoint is on disk.
 
         Args:
             state: The job's state.
             progress: The job's progress.
             run_on_all_ranks: Runs work that communicates.
-            unsavable_reason: Why the job couldn't resume from this state, if the caller knows a
-                reason.
+            unsavable_reason: Why the job couldn't resume from this state; "" if the caller knows of
+                no reason.
             last: Whether this is the job's last checkpoint. If so, nothing is written if the newest
-                checkpoint is equal, and a state that can't be saved isn't an error.
+                checkpoint already has this state, and if the state can't be saved, that's only a
+                warning.
 
         Returns:
-            The digests of every rank's leaves, by rank; None if `last` is set and the state can't
-            be saved or the job made no step.
+            For each rank, the digests of its leaves. None if `last` is set and either the state
+            can't be saved or the job hasn't made a step.
 
         Raises:
             JobError: Raised on every rank. The job couldn't resume from the state, or a disk
@@ -359,8 +375,10 @@ class JobCheckpointer:
             "unsavable": unsavable_reason,
         }
         ranks = RankGather(self._log, run_on_all_ranks)
-        # All ranks name their checkpoint after rank 0's token, so we never write into a folder that
-        # an earlier attempt left behind.
+        # A run may be killed while it writes the checkpoint of a step, and its restart will write
+        # one of the same step again. The new one mustn't be mixed up with the remains of the first
+        # one. So the name of a checkpoint contains a token besides the step, and all ranks use rank
+        # 0's token.
         gathered = ranks.gather(
             "save", {**mine, "digests": digests, "token": f"{time.time_ns():016x}"}
         )
@@ -378,17 +396,17 @@ class JobCheckpointer:
                 f"cannot be saved: its ranks have made {steps} steps, and could not resume together"
             )
         if not all(rank["same"] for rank in gathered):
-            # Leaves that are bit for bit identical on all ranks are written once, by rank 0. Leaves
-            # that the job names as rank-local aren't, even if they happen to be equal: they belong
-            # to this number of ranks.
+            # Leaves that are identical on all ranks, bit for bit, are written only by rank 0. The
+            # exception are leaves that the job names as rank-local, because even if they happen to
+            # be equal now, a run with a different number of ranks mustn't use them.
             equal = {
                 path
                 for path, d in digests.items()
                 if all(rank["digests"].get(path) == d for rank in gathered)
             }
             common = equal.difference(self._named)
-            # A single rank has no other rank to compare its leaves with, so only their types can
-            # tell.
+            # If there's just one rank, all leaves count as identical. So also check the leaves'
+            # types, which tell us that some of them are rank-local.
             any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
             self._begin(
                 checkpoint_name(progress.step, gathered[0]["token"]),
@@ -426,9 +444,9 @@ class JobCheckpointer:
                     f"{key} is `{value}`, was `{was}`: the last bits may differ from here on"
                 )
         if part.ranks != self._world.size:
-            began = "; each begins with all that the one rank had" if part.ranks == 1 else ""
-            ranks = f"{self._world.size} ranks go on from {part.ranks}"
-            self._log.warn(f"{ranks}: with other shares of data, other sums{began}")
+            began = "; each rank begins with a copy of its state" if part.ranks == 1 else ""
+            ranks = f"{self._world.size} ranks resume from {part.ranks}"
+            self._log.warn(f"{ranks}: they share the data differently, so sums differ{began}")
         self._log.note(f"resumes after step {part.step}")
 
     def _unsavable_reason(self, state: PyTree) -> str:
@@ -441,7 +459,7 @@ class JobCheckpointer:
         return f"it is not like the state that the job restored: {differs}" if differs else ""
 
     def _record(self, name: str, *, any_ranks: bool) -> None:
-        """Records a checkpoint in the event file, for whoever restarts the run."""
+        """Records a checkpoint in the event file, for whoever wants to restart the run."""
         self._world.flight.checkpoint(name, job=self._log.job, any_ranks=any_ranks)
 
     def _begin(
@@ -501,7 +519,7 @@ class JobCheckpointer:
     def _finish_previous(
         self, ranks: RankGather, errors: list[str], cause: Exception | None
     ) -> None:
-        """Counts the previous checkpoint as complete, unless a rank's error was gathered."""
+        """Counts the previous checkpoint as complete, or raises if a rank couldn't write it."""
         writing = self._writing
         self._writing = None
         ranks.check("could not be saved", errors, cause)
@@ -511,10 +529,11 @@ class JobCheckpointer:
             self._complete.append(writing[0])
 
     def _superfluous(self) -> set[str]:
-        """Returns checkpoints that no restart can need, damaged ones included.
+        """Returns the checkpoints that can be deleted, including damaged ones.
 
-        They're older than the newest that is complete on all ranks, and aren't among those to keep.
-        The best one stays until a better one is complete on all ranks.
+        These are all checkpoints that are older than the newest complete one, except for those that
+            we keep: the `keep` newest complete ones, and the one with the best state so far. The
+            latter is kept until a checkpoint with a better state is complete on all ranks.
         """
         kept = self._complete[-self._keep :]
         best = [name for name in self._bests if name in self._complete][-1:]

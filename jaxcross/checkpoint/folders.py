@@ -1,14 +1,17 @@
 """Layout of one job's checkpoints on one rank's file system. Does not communicate.
 
-    <job>/<step>-<token>/rank-0000/part.json     the part's description; written last, so a folder
-                                                 without it isn't a part
-                                   state/        its arrays, by orbax
-    <job>/left-0000, paused-0000, whole-0000     one rank's marks: how the job finished; that it's
-                                                 paused; that it once had a checkpoint that was
-                                                 complete on all ranks
+Each rank writes its part of a checkpoint into a separate folder, e.g. rank 0 into
+`<job>/<step>-<token>/rank-0000`. The arrays are in its subfolder `state`, in orbax's format, and
+the file `part.json` describes them. We write `part.json` last, so if a folder doesn't contain this
+file, the part is incomplete and we ignore it.
 
-The token distinguishes two attempts at the same step, so no rank ever writes into a folder that
-another attempt began.
+A run may be killed while it's writing the checkpoint of a step, and then its restart writes that
+step's checkpoint again. The token in the folder's name distinguishes the two, so that no rank
+writes into a folder that contains files of an earlier attempt.
+
+Besides the checkpoints, a job's folder may contain three small files per rank, which we call marks.
+The file `left-0000` says how the job ended, `paused-0000` that it's paused, and `whole-0000` that
+it once had a checkpoint that was complete on all ranks.
 """
 
 from __future__ import annotations
@@ -29,18 +32,18 @@ from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError
 
 SET_FILE = "jobs.json"  # beside the jobs' folders
 Mark = Literal["left", "paused", "whole"]
-# The file is missing. Any other error is a problem of the disk, and says nothing about a
-# checkpoint.
+# These errors mean that a file doesn't exist. Any other error means that the disk can't be read
+# now, which doesn't tell us anything about the checkpoint.
 ABSENT = (FileNotFoundError, NotADirectoryError)
 _NAME = re.compile(r"\d{12}-[0-9a-f]{16}")
 _CHUNK_BYTES = 2**22
 
 
 def folder_name(job: str) -> str:
-    """Returns a folder name for a job, unique to it.
+    """Returns a folder name for a job. Different jobs have different folder names.
 
-    It has no slash, no leading dot, and a limited length, and it's never the name of the set's own
-    file.
+    The name contains no slash, doesn't start with a dot, has a limited length, and can't collide
+    with the file that lists the jobs.
     """
     name = quote(job, safe=" =,+")
     name = f"%{ord(name[0]):02X}{name[1:]}" if name.startswith((".", SET_FILE)) else name
@@ -50,12 +53,12 @@ def folder_name(job: str) -> str:
 
 
 def checkpoint_name(step: int, token: str) -> str:
-    """Returns the name of a checkpoint's folder. Names sort by age, the newest last."""
+    """Returns the name of a checkpoint's folder. Sorted names are in order of age, oldest first."""
     return f"{step:012d}-{token}"
 
 
 def step_of(name: str) -> int:
-    """Returns the step of a checkpoint, given its name."""
+    """Returns the step of a checkpoint, given its folder's name."""
     return int(name.partition("-")[0])
 
 
@@ -63,9 +66,9 @@ class Folders:
     """One rank's view of one job's checkpoints.
 
     Args:
-        path: The job's folder. It need not exist.
+        path: The job's folder. It doesn't have to exist.
         rank: The rank whose parts are read and written.
-        ranks: Number of ranks in this run.
+        ranks: The number of ranks in this run.
     """
 
     def __init__(self, path: Path, *, rank: int, ranks: int) -> None:
@@ -74,7 +77,7 @@ class Folders:
         self._ranks = ranks
 
     def names(self) -> list[str]:
-        """Returns the checkpoints of which anything is on disk, oldest first.
+        """Returns the names of all checkpoints on disk, even incomplete ones, oldest first.
 
         Raises:
             OSError: The folder exists but can't be read.
@@ -88,7 +91,7 @@ class Folders:
             return []
 
     def holders(self) -> dict[str, list[int]]:
-        """Returns, for each checkpoint, those ranks of this run that have a complete part here."""
+        """Returns, for each checkpoint, the ranks of this run whose complete parts are here."""
         return {
             name: [
                 n
@@ -101,7 +104,8 @@ class Folders:
     def mark(self, what: Mark, text: str | None) -> None:
         """Writes this rank's mark, or removes it if `text` is None. Waits for the disk.
 
-        Rank 0 also removes the marks of ranks that this run doesn't have.
+        If an earlier run had more ranks than this one, rank 0 also removes the marks of the
+        additional ranks.
         """
         file = self.path / f"{what}-{self._rank:04d}"
         if self._rank == 0:
@@ -114,7 +118,7 @@ class Folders:
             write_whole(file, text)
 
     def marked(self, what: Mark) -> str:
-        """Returns the first characters of this rank's mark, or an empty string if there is none.
+        """Returns the beginning of this rank's mark, or an empty string if there's no mark.
 
         Raises:
             OSError: The mark exists but can't be read.
@@ -130,7 +134,7 @@ class Folders:
         """Removes this rank's marks, then the folder if it's empty. Waits for the disk."""
         for what in get_args(Mark):
             (self.path / f"{what}-{self._rank:04d}").unlink(missing_ok=True)
-        with suppress(OSError):  # it was never created, or it holds another rank's marks
+        with suppress(OSError):  # it doesn't exist, or it contains another rank's marks
             self.path.rmdir()
 
     def part_path(self, name: str) -> Path:
@@ -145,9 +149,9 @@ class Folders:
         """Reads the description of this rank's part.
 
         Raises:
-            UnusableError: It's incomplete or damaged; `AbsentError` if it's missing.
-            UnknownFormatError: It was written by another version.
-            OSError: It exists but can't be read.
+            UnusableError: The part is incomplete or damaged; `AbsentError` if it's missing.
+            UnknownFormatError: The part was written by another version.
+            OSError: The part exists but can't be read.
         """
         file = self.part_path(name) / "part.json"
         try:
@@ -161,7 +165,7 @@ class Folders:
                     )
                 content = file.read_bytes()
         except ABSENT:
-            raise AbsentError(f"`{file}` is missing: it was not written to its end") from None
+            raise AbsentError(f"`{file}` is missing: it was not written completely") from None
         try:
             part = parse(content.decode())
         except (UnusableError, UnicodeDecodeError) as error:
@@ -171,7 +175,7 @@ class Folders:
         return part
 
     def commit(self, name: str, part: Part) -> None:
-        """Completes this rank's part, whose arrays were written before. Waits for the disk."""
+        """Completes this rank's part after its arrays have been written. Waits for the disk."""
         folder = self.part_path(name)
         for file in _files(self.arrays_path(name)):
             sync(file)
@@ -180,11 +184,11 @@ class Folders:
             sync(path)
 
     def check_files(self, name: str, files: Mapping[str, tuple[int, str]]) -> None:
-        """Checks that the part's array files are, byte for byte, those that were written.
+        """Checks that the part's array files are the same as when they were written, byte for byte.
 
         Raises:
-            UnusableError: They aren't.
-            OSError: They exist but can't be read.
+            UnusableError: A file is missing, was added, or has changed.
+            OSError: A file exists but can't be read.
         """
         folder = self.arrays_path(name)
         found = {str(file.relative_to(folder)): file for file in _files(folder)}
@@ -201,7 +205,7 @@ class Folders:
                 raise UnusableError(f"`{file}` has other bytes than were written")
 
     def describe_files(self, name: str) -> dict[str, tuple[int, str]]:
-        """Returns the size and digest of each of the part's array files."""
+        """Returns the size in bytes and the digest of each array file of the part."""
         folder = self.arrays_path(name)
         return {
             str(file.relative_to(folder)): (file.stat().st_size, _digest(file))
@@ -209,9 +213,11 @@ class Folders:
         }
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes this rank's parts; on rank 0 also those of ranks that this run doesn't have.
+        """Deletes this rank's parts of these checkpoints.
 
-        Other ranks' parts remain, and so does anything that can't be deleted.
+        If an earlier run had more ranks than this one, rank 0 also deletes the parts of the
+        additional ranks. Parts of other ranks in this run aren't deleted, because these ranks do
+        that themselves. Files that can't be deleted are ignored.
         """
         for name in names:
             folder = self.path / name
@@ -221,22 +227,24 @@ class Folders:
                     parts += self._of_lost_ranks(folder, "rank")
             for part in parts:
                 try:
-                    # Delete this file first, so that a half-deleted part doesn't look complete.
+                    # Delete the description first. If the process is killed before the rest is
+                    # deleted, the part then doesn't look complete.
                     (part / "part.json").unlink(missing_ok=True)
                 except OSError:
-                    # It isn't a part but something else, or the disk refuses to delete it.
+                    # It isn't a part, or it can't be deleted.
                     continue
                 shutil.rmtree(part, ignore_errors=True)
             try:
                 folder.rmdir()
             except OSError:
-                continue  # another rank's part is still there, or the folder is gone already
+                continue  # contains another rank's part, or has been deleted already
 
     def _of_lost_ranks(self, folder: Path, what: str) -> list[Path]:
-        """Returns the entries `<what>-<rank>` of ranks that this run doesn't have.
+        """Returns the entries `<what>-<rank>` of ranks that don't exist in this run.
 
-        We don't use `Path.glob`, because it would raise if another rank deletes the folder between
-        `glob`'s check and its listing.
+        There's a race with other ranks, which may delete the folder at any time. We don't use
+        `Path.glob`, because it would raise if the folder disappeared between glob's check that it
+        exists and the listing.
         """
         try:
             found = [
@@ -251,7 +259,7 @@ class Folders:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Adds the file's name to disk errors, because Python leaves it out of errors while reading."""
+    """Adds a path to disk errors, because Python's errors lack one if a read fails."""
     try:
         yield
     except OSError as error:
@@ -265,11 +273,11 @@ def _number(part: Path) -> int:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields all files at any depth.
+    """Yields all files in a folder, at any depth.
 
     Raises:
-        UnusableError: There's something that is neither a file nor a folder, e.g. a link, which
-            could point anywhere.
+        UnusableError: The folder contains something that is neither a file nor a folder. For
+            example, a link could point to any file of the system.
     """
     if folder.is_symlink():
         return

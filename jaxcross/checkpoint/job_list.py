@@ -1,7 +1,10 @@
-"""The jobs in a set of checkpoints: the command's own, and those that joined during a run.
+"""The list of the jobs whose checkpoints are in a folder, including those added during a run.
 
-The list is in `jobs.json`, which is parsed as untrusted data. It contains `jobs`, `added`,
-`submitted`, the process that uses the folder, and some facts for people.
+A restart needs it for two reasons. Jobs that were added or submitted during the earlier run have to
+be part of the new run from its beginning. And if another process is still using the folder, the
+restart must not write there. The list is stored in the file `jobs.json` as `jobs`, `added` and
+`submitted`, along with the process that uses the folder and some information for people. We parse
+the file as untrusted data.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ MAX_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobList:
-    """The jobs of a set that aren't known to have ended.
+    """The jobs in a folder of checkpoints, except those that are known to have ended.
 
     Attributes:
-        jobs: The names of all of them.
-        added: Names of those that joined during a run.
-        submitted: The texts with which rank 0 submitted jobs, by the job's name.
-        process: Rank 0 of the run that uses the folder; None if that run has closed it.
+        jobs: The names of all jobs.
+        added: The names of the jobs that were added during a run.
+        submitted: For each job that rank 0 has submitted, the text of the submission, by name.
+        process: Rank 0's process of the run that uses the folder; None if that run has ended.
     """
 
     jobs: tuple[str, ...] = ()
@@ -37,7 +40,7 @@ class JobList:
 
 
 def read(file: Path) -> JobList:
-    """Reads a set's file. Returns an empty list if there is none.
+    """Reads the list of jobs from a file. Returns an empty list if the file doesn't exist.
 
     Raises:
         UnusableError: The file isn't a list of jobs.
@@ -53,10 +56,10 @@ def read(file: Path) -> JobList:
 
 
 def parse(content: bytes) -> JobList:
-    """Parses the text of a set's file.
+    """Parses the content of such a file.
 
     Raises:
-        UnusableError: The text isn't a list of jobs.
+        UnusableError: The content isn't a list of jobs.
     """
     try:
         body = json.loads(content)
@@ -82,7 +85,7 @@ def parse(content: bytes) -> JobList:
 
 
 def _process(value: Any) -> ProcessId | None:
-    """Returns the process that a file names, or None if the value is malformed."""
+    """Returns the process in the file, or None if the value isn't valid."""
     names = {"host": str, "machine": str, "pid": int, "started": int}
     if not isinstance(value, dict) or {name: type(each) for name, each in value.items()} != names:
         return None

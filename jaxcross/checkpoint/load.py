@@ -1,4 +1,11 @@
-"""Loads one job's newest or best state in any process, e.g. for evaluation or export."""
+"""Loads one job's newest or best state in any process, e.g. for evaluation or export.
+
+In a run, each rank reads only its own disk, and the ranks have to agree on a checkpoint (see
+`restore`). Here, there's a single process that doesn't communicate, so it needs the parts of all
+ranks in one folder. In return, it can load the state of any number of ranks, and one rank's version
+of the leaves that differ between ranks. And if the arrays of the newest complete checkpoint are
+damaged, it raises an error, whereas a restarted run would go back to an older checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +28,19 @@ def load_checkpoint(
     """Loads the newest or best state of a job. Waits for the disk; doesn't communicate.
 
     Args:
-        directory: The folder of the `Checkpoints`, with the parts of all ranks.
+        directory: The directory of the `Checkpoints`. It must contain the parts of all ranks.
         job: The job's name.
         state: A tree with the structure, shapes and types of the job's state. Its values don't
             matter.
-        best: Load the best state according to `Checkpoints(best=...)`.
-        rank: Whose values to load for leaves that differ between ranks.
+        best: Whether to load the best state according to `Checkpoints(best=...)` rather than the
+            newest one.
+        rank: The rank whose values to load for leaves that differ between ranks.
 
     Returns:
         The state as a tree with the structure of `state`, and the number of steps the job had made.
 
     Raises:
-        JobError: There is no such checkpoint or rank, or the checkpoint belongs to another model or
+        JobError: There's no such checkpoint or rank; or the checkpoint belongs to another model or
             version, or is damaged.
         TypeError: A leaf of `state` is neither an array nor a number.
         OSError: The disk can't be read.
@@ -58,6 +66,8 @@ def load_checkpoint(
     if not 0 <= rank < first.ranks:
         raise log.error(f"was saved on {first.ranks} ranks: there is no rank {rank}")
     arrays = {}
+    # Rank 0's part contains all leaves as rank 0 had them. If some differ between ranks, read the
+    # requested rank's part after it, whose values then replace those of rank 0.
     for each in sorted({0, rank} if first.rank_local else {0}):
         folders = Folders(path, rank=each, ranks=first.ranks)
         try:
@@ -75,8 +85,10 @@ def load_checkpoint(
 
 
 def _complete(log: JobLog, path: Path) -> dict[str, Part]:
-    """Returns rank 0's part of each complete checkpoint, by name."""
+    """Returns rank 0's part of each complete checkpoint, by the checkpoint's name."""
     found = {}
+    # We know the number of ranks only after we have read a part, so look at the parts of rank 0,
+    # which always exists.
     folders = Folders(path, rank=0, ranks=1)
     for name in folders.names():
         try:
@@ -87,6 +99,8 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
             ) from None
         except UnusableError:
             continue
+        # If all leaves are common, rank 0 has stored everything. Otherwise, every rank that took
+        # part in the checkpoint must have completed its part.
         holders = Folders(path, rank=0, ranks=part.ranks).holders().get(name, [])
         if not part.rank_local or len(holders) == part.ranks:
             found[name] = part
@@ -94,6 +108,7 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
 
 
 def _best(log: JobLog, path: Path, parts: dict[str, Part]) -> str:
+    # Every checkpoint contains the best step as it was known then, so the newest one is right.
     step = parts[max(parts)].best_step
     if step is None:
         raise log.error(

@@ -1,6 +1,8 @@
 """One rank's description of one checkpoint, as JSON.
 
-It's parsed as untrusted data: every field is checked before we use it.
+The file may be damaged, or may come from somebody else, so it's parsed as untrusted data: every
+field is checked before we use it. A digest tells us whether the text has changed since it was
+written.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ _TYPE = re.compile(r"bool|u?int\d+|b?float\d+(_e\dm\d\w*)?|complex\d+")
 
 
 class UnusableError(Exception):
-    """A checkpoint is incomplete or not as it was written, so the previous one should be used."""
+    """A checkpoint is incomplete or has changed on disk, so an older one should be used."""
 
 
 class AbsentError(UnusableError):
-    """A part is missing: either it was never written completely, or it was deleted."""
+    """A part is missing: it wasn't written completely, or it has been deleted."""
 
 
 class UnknownFormatError(Exception):
@@ -54,17 +56,17 @@ class Part:
 
     Attributes:
         job: The job's name.
-        step: The number of steps the job had made.
+        step: The number of steps that the job had made.
         rank: The rank that wrote the part.
-        ranks: Number of ranks in that run.
+        ranks: The number of ranks in that run.
         leaves: All leaves of this rank's state, by path.
-        files: Size in bytes and digest of each file that holds arrays, by path in the part's
+        files: The size in bytes and the digest of each array file, by its path in the part's
             folder.
-        places: Positions in this rank's data; see `jaxcross.jobs.prefetch`.
-        cuts: The cut that was found to be fastest, by program.
+        places: The positions in this rank's data; see `jaxcross.jobs.prefetch`.
+        cuts: The fastest cut that was found for each program.
         environment: Everything else that affects the last bits of results: versions, device,
             threads.
-        notes: Results of the job's evaluations, and its skipped steps; see
+        notes: The results of the job's evaluations, and its skipped steps; see
             `jaxcross.jobs.resumption`.
         best_step: The step of the best state so far, if best states are kept and there is one.
     """
@@ -87,7 +89,7 @@ class Part:
 
     @property
     def rank_local(self) -> list[str]:
-        """Paths of the leaves that were stored by each rank rather than by rank 0 for all."""
+        """Paths of the leaves that every rank has stored, not just rank 0."""
         return [path for path, saved in self.leaves.items() if not saved.common]
 
 
@@ -98,11 +100,11 @@ def to_text(part: Part) -> str:
 
 
 def parse(text: str) -> Part:
-    """Parses a part that `to_text` wrote.
+    """Parses the text of a part, as written by `to_text`.
 
     Raises:
-        UnusableError: The text isn't such a part, or is damaged.
-        UnknownFormatError: The part is intact, but has another version.
+        UnusableError: The text isn't a part, or is damaged.
+        UnknownFormatError: The part is intact, but its format belongs to another version.
     """
     try:
         body = json.loads(text)
@@ -138,7 +140,7 @@ def _part(body: dict[str, Any]) -> Part:
 
 
 def _check_fields(data: Mapping[str, Any], kind: type[Part | SavedLeaf | Form]) -> None:
-    """Checks that no field is missing, even one that has a default, and that there are no more."""
+    """Checks that all fields are there, even those with a default, and that there are no others."""
     if set(data) != {field.name for field in fields(kind)}:
         raise ValueError(f"it has the fields {sorted(data)}")
 

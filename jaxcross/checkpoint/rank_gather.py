@@ -1,4 +1,4 @@
-"""Texts about one job's checkpoints: for the log, for whoever watches, and between ranks."""
+"""Messages about one job's checkpoints: to the log, to the report, and between ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("jaxcross")
 
 @dataclass(frozen=True, slots=True)
 class JobLog:
-    """Warnings and errors about one job. `note` shows a line to whoever watches the run."""
+    """Logs warnings about one job and creates errors. `note` shows a line in the run's output."""
 
     job: str
     note: Callable[[str], None]
@@ -32,16 +32,16 @@ class JobLog:
 
 @dataclass(frozen=True, slots=True)
 class RankGather:
-    """Exchanges texts between ranks for one operation on a job's checkpoints.
+    """Exchanges values between ranks, for one operation on a job's checkpoints.
 
-    Every method except `check` waits for all ranks. All ranks must call them in the same order.
+    All methods except `check` wait for all ranks, and all ranks must call them in the same order.
     """
 
     log: JobLog
     run_on_all_ranks: RunOnAllRanks
 
     def gather_text(self, what: str, text: str) -> list[str]:
-        """Returns every rank's text, by rank."""
+        """Returns the texts of all ranks, by rank."""
         return self.run_on_all_ranks(
             f"checkpoint: {what}", lambda control: control.allgather_text(text)
         )
@@ -49,13 +49,13 @@ class RankGather:
     def gather(
         self, what: str, value: object, *, then: Callable[[list[Any]], None] | None = None
     ) -> list[Any]:
-        """Returns every rank's value, by rank. Values are sent as JSON, so tuples arrive as lists.
+        """Returns the values of all ranks, by rank. They're sent as JSON, so tuples become lists.
 
         Args:
-            what: A short description for the label.
+            what: A short description, which becomes part of the label.
             value: This rank's value.
-            then: Called with all values in the same slot of the exchange lane, so before any later
-                vote. Must not wait.
+            then: Called with the values of all ranks, in the same slot of the exchange lane. So
+                whatever it does happens before any later vote. Must not wait.
         """
 
         def work(control: Control) -> list[Any]:
@@ -67,10 +67,10 @@ class RankGather:
         return self.run_on_all_ranks(f"checkpoint: {what}", work)
 
     def check(self, what: str, errors: Sequence[str], cause: Exception | None = None) -> None:
-        """Raises if any rank's text isn't empty. Doesn't communicate.
+        """Raises an error if any rank's error text isn't empty. Doesn't communicate.
 
         Raises:
-            JobError: With the text of the first such rank.
+            JobError: Contains the text of the first rank whose text isn't empty.
         """
         for rank, text in enumerate(errors):
             if text:

@@ -1,7 +1,10 @@
-"""Recognises rank-local leaves, by their type or by the names that the job gives.
+"""Recognises rank-local leaves: by the types of the states that contain them, or by name.
 
-Comparing the ranks' values isn't enough, because a run with a single rank has nothing to compare
-with.
+Most leaves of a state should be identical on all ranks, but some exist once per rank, e.g. the
+residual of a compressed gradient exchange. A checkpoint with such leaves can't be restored on a
+different number of ranks. It isn't enough to compare the ranks' values when we save, because there
+may be a single rank, which has nothing to compare with, and its checkpoint may later be restored on
+several ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from jaxcross.errors import quoted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocal:
-    """The rank-local fields of a strategy's state, as an attribute `rank_local` of its class.
+    """Declares which fields of a strategy's state are rank-local.
 
-    The class is a `NamedTuple`. Without an annotation, the attribute isn't one of its fields:
+    The state's class is a `NamedTuple`, and the declaration is its class attribute `rank_local`. It
+    has no type annotation, because otherwise it would be one of the tuple's fields:
 
         class MyState(NamedTuple):
             step: jax.Array
@@ -32,15 +36,16 @@ class RankLocal:
             rank_local = RankLocal(unsent=("residual",))
 
     Attributes:
-        unsent: Fields whose contents only this rank has, such as residuals. They would be lost if
-            the number of ranks changed.
-        model: Fields that belong to a rank-local model. If there are any, parameters are rank-local
-            as well.
-        passing: Fields that differ only for a few steps, so one rank's checkpoint may be copied to
-            several ranks.
-        maybe_empty: Fields that hold no arrays under some arguments. If any other field is empty,
-            the declaration doesn't count. NNX turns the state into a dict, which is then recognised
-            by its other fields.
+        unsent: Fields with data that no other rank has, such as residuals. If the number of ranks
+            changed, some of these data would be lost.
+        model: Fields that belong to a separate model on each rank. If there are any, the model's
+            parameters are rank-local too.
+        passing: Fields that differ between ranks only for a few steps. So a single rank's
+            checkpoint can be copied to several ranks.
+        maybe_empty: Fields that contain no arrays for some arguments of the strategy. All other
+            fields must contain arrays; otherwise the declaration is ignored. We need to know this
+            because NNX turns the state into a dict, which can only be recognised by the names of
+            its fields.
     """
 
     unsent: tuple[str, ...] = ()
@@ -50,7 +55,7 @@ class RankLocal:
 
 
 def declared(kind: type[Any]) -> RankLocal | None:
-    """Returns what the class of a state declares, or None if it isn't a strategy's."""
+    """Returns the declaration of a state's class, or None if the class has none."""
     found = getattr(kind, "rank_local", None)
     return found if isinstance(found, RankLocal) and issubclass(kind, tuple) else None
 
@@ -63,22 +68,22 @@ _MULTI_STEPS = RankLocal(
 
 
 def rank_local_leaves(state: Any) -> list[str]:
-    """Returns the paths of the leaves that an exchange keeps for its own rank."""
+    """Returns the paths of the leaves that contain data of only this rank, such as residuals."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     strategies = _strategies(state, paths)
     return [keystr(path) for path in paths if _owned(path, strategies, _unsent)]
 
 
 def named_leaves(state: Any, names: Collection[str]) -> list[str]:
-    """Returns the paths of the leaves that a job names with `rank_local`.
+    """Returns the paths of the leaves that a job names in `rank_local`.
 
     Args:
         state: A job's state.
-        names: Each is a key or attribute anywhere in a path, or the beginning of a path as
-            `jax.tree_util.keystr` spells it.
+        names: Each name is a key or attribute anywhere in a leaf's path, or the beginning of the
+            path in the notation of `jax.tree_util.keystr`.
 
     Raises:
-        ValueError: No path contains a name. It's misspelled, or belongs to another state.
+        ValueError: A name isn't in the path of any leaf. Probably it's misspelled.
     """
     found: dict[str, list[str]] = {name: [] for name in names}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
@@ -101,16 +106,17 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
 
 
 def common_leaves(state: Any) -> list[str]:
-    """Returns the paths of the leaves that training keeps identical across ranks, if they start so.
+    """Returns the paths of the leaves that stay identical across ranks during training.
 
-    We leave out:
+    This assumes that they're identical at the start. The following leaves may differ between ranks
+    even if training is correct, so they aren't included:
 
-    - leaves that the states of exchanges declare rank-local;
-    - under a strategy with a separate model on each rank, all floating-point leaves outside such
-      states;
-    - gradients that `accumulate` and `optax.MultiSteps` add up;
-    - statistics of normalisation layers (Flax's `batch_stats`, `nnx.BatchStat`), because a step may
-      leave them unsynchronised.
+    - leaves that an exchange strategy declares rank-local;
+    - if a strategy trains a separate model on each rank, all floating-point leaves outside of the
+      strategy's state, i.e. the model's parameters;
+    - gradients that are accumulated by `accumulate` or `optax.MultiSteps`;
+    - statistics of normalisation layers (Flax's `batch_stats` and `nnx.BatchStat`), because a step
+      doesn't have to synchronise them.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])
@@ -138,9 +144,9 @@ def _is_declared(node: Any) -> bool:
 
 
 def _classes() -> dict[type[Any], RankLocal]:
-    """Returns the classes of all strategies' states that are defined now, with what they declare.
+    """Returns the state classes of all strategies that are defined, with their declarations.
 
-    Named tuples derive from `tuple` directly, so no list of strategies is needed.
+    A `NamedTuple` is a direct subclass of `tuple`, so we find these classes without a registry.
     """
     found = {kind: _declared(kind) for kind in tuple.__subclasses__()}
     return {kind: local for kind, local in found.items() if local is not None}
@@ -150,10 +156,12 @@ _Strategies = Mapping[KeyPath, Collection[RankLocal]]
 
 
 def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
-    """Finds the nodes of a tree that are states of strategies. Returns what they declare, by path.
+    """Finds the strategies' states in a tree. Returns their declarations, by path.
 
-    NNX turns such states into dicts. So below a key `opt_state`, we also recognise them by the
-    names of all their fields. Any other dict is the user's.
+    In NNX, an optimizer's state consists of dicts, so the class of a strategy's state is lost. So
+    we also check the dicts below a key `opt_state`: if the keys of a dict are the field names of a
+    strategy's state, it's taken for one. Dicts elsewhere belong to the user, and are never taken
+    for one, no matter what their keys are.
     """
     found: dict[KeyPath, set[RankLocal]] = {}
     for path, node in _nodes(state, _is_declared):
@@ -176,7 +184,7 @@ def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
 
 
 def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
-    """Returns whether `names`, the fields that have leaves, may be all of a strategy's state."""
+    """Whether a node whose non-empty fields are `names` can be a strategy's state."""
     fields: set[str] = set(kind._fields)  # type: ignore[attr-defined]
     return fields - {*local.maybe_empty} <= names <= fields
 
@@ -184,7 +192,7 @@ def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
 def _nodes(
     tree: Any, wanted: Callable[[Any], bool], above: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the nodes of a tree that are `wanted`, even nested ones, with their paths."""
+    """Yields the nodes for which `wanted` returns True, with their paths, including nested ones."""
     if wanted(tree):
         yield above, tree
     inside = jax.tree_util.tree_leaves_with_path(
@@ -214,7 +222,10 @@ def _differing(kind: RankLocal) -> Collection[str]:
 
 
 def _in_strategy(path: KeyPath, strategies: _Strategies) -> bool:
-    """Returns whether a leaf is in a strategy's state, e.g. the centre of `elastic_average`."""
+    """Whether a leaf is in the state of a strategy with a separate model on each rank.
+
+    For example, it may be the centre variable of `elastic_average`.
+    """
     return any(kind.model for n in range(len(path)) for kind in strategies.get(path[:n], ()))
 
 
@@ -229,7 +240,7 @@ def _floating(leaf: Any) -> bool:
 
 
 def _nnx_statistics(state: Any) -> set[KeyPath]:
-    """Returns the paths of NNX's variables that hold statistics."""
+    """Returns the paths of all NNX variables that contain statistics."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return set()

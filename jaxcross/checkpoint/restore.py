@@ -1,19 +1,34 @@
 """Finds the newest checkpoint of a job that is complete on all ranks, and reads it.
 
-All ranks must resume from the same checkpoint, though each sees only its own disk, so every
-decision here follows from texts that were gathered from all ranks:
+**The problem.** All ranks must resume from the same checkpoint. But each rank may have its own
+disk, and sees only the parts there. The run may have been killed after some ranks had written their
+parts of the newest checkpoint and before the others had, or the part on one rank's disk may be
+damaged. If each rank took the newest checkpoint on its own disk, the ranks would resume from
+different steps.
 
-1. Each rank surveys the parts on its disk, without reading arrays. From these, `_select` finds the
-   checkpoints that are complete on all ranks.
-2. The ranks try them from the newest to the oldest. A rank reads its arrays and compares them with
-   their digests. If a rank finds damage, all ranks pass over that checkpoint.
-3. Leaves that only rank 0 stores are broadcast.
+**The idea.** A rank never decides anything on its own. It gathers the findings of all ranks, and
+then every rank applies the same pure function to the gathered values:
 
-A checkpoint that can't be *read* is different from one that is *damaged*. If a disk or the network
-fails for a moment, the checkpoint may be intact, and silently resuming from an older one, or
-starting again, would lose work. So such an error is raised rather than passed over. For the same
-reason, as long as any checkpoint's folder is left, a job starts from scratch only if none of them
-was ever complete.
+1. Each rank looks at the parts on its disk, but doesn't read any arrays yet (`_survey`). From the
+lists of all ranks, `_select` determines the checkpoints that are complete on all of them.
+2. The ranks try these checkpoints, starting with the newest. Each rank reads its arrays and
+compares them with their digests. If any rank finds damage, all ranks go back to the next older
+checkpoint.
+3. The leaves that are identical on all ranks are stored only by rank 0. It sends them to the
+others.
+
+**Damaged or unreadable.** We distinguish a checkpoint that is *damaged* from one that *can't be
+read*. Going back to an older checkpoint is right if the newest one is damaged. But if a network
+drive fails for a moment, the newest one is probably intact. If we silently resumed from an older
+checkpoint then, or even from scratch, the user would lose days of training without noticing. So if
+a file can't be read, every rank raises an error, and the user can restart once the disk works
+again.
+
+**Starting from scratch.** It's normal that there's no complete checkpoint: the job may be new, or
+may have been killed before its first checkpoint was complete. But it may also mean that checkpoints
+were lost. So before we start from scratch, we check that none of the checkpoints whose folders are
+still there was ever complete. We recognise this by parts on the wrong ranks' disks, by damaged
+checkpoints, and by a mark that each rank writes once its first checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -42,8 +57,8 @@ from jaxcross.errors import JobError, clause, first_line, quoted
 from jaxcross.world import World
 
 UNREADABLE = (
-    "has checkpoints that cannot be read now, which says nothing against them: none was deleted. "
-    "Start again once the disk, or the way to it, is well. What happened"
+    "has checkpoints that cannot be read now. They may be intact, so none was deleted. Start again "
+    "once the disk, or the network to it, works. What happened"
 )
 
 
@@ -53,10 +68,10 @@ class Found:
 
     Attributes:
         name: The checkpoint's name.
-        part: This rank's part, or rank 0's if this rank had none.
+        part: This rank's part, or rank 0's part if this rank has none.
         arrays: All leaves, by path.
-        complete: Names of the checkpoints that are complete on all ranks, oldest first. This
-            checkpoint is the last of them.
+        complete: Names of the checkpoints that are complete on all ranks, oldest first. The last of
+            them is this checkpoint.
     """
 
     name: str
@@ -66,17 +81,18 @@ class Found:
 
 
 _Offer = Mapping[str, tuple[int, bool]]
-"""For each checkpoint, the number of ranks that wrote it, and whether all its leaves are common."""
+"""One rank's checkpoints: the number of ranks that wrote each, and whether all leaves are
+common."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The checkpoints of all ranks. The same on every rank.
+    """The checkpoints that could be used. The same on every rank.
 
     Attributes:
-        complete: Names of the checkpoints that all ranks can resume from, oldest first.
-        foreign: Checkpoints with rank-local leaves that a different number of ranks wrote: that
-            number, by the checkpoint's name.
+        complete: Names of the checkpoints from which all ranks can resume, oldest first.
+        foreign: Names of the checkpoints that have rank-local leaves and were written by a
+            different number of ranks, with that number.
     """
 
     complete: list[str]
@@ -84,7 +100,7 @@ class _Candidates:
 
     @property
     def refused(self) -> str | None:
-        """The newest checkpoint, if this number of ranks can't resume from it; otherwise None."""
+        """The newest checkpoint, if it can't be used with this number of ranks; else None."""
         newest = max((*self.complete, *self.foreign), default=None)
         return newest if newest in self.foreign else None
 
@@ -94,11 +110,11 @@ class _Survey:
     """The parts on one rank's disk.
 
     Attributes:
-        parts: The readable parts, by checkpoint.
-        faults: For each other checkpoint, why this rank has no usable part of it.
-        absent: Those of `faults` of which this rank has no part at all.
-        marked: Name of a checkpoint that was once complete on all ranks, if this rank has such a
-            mark.
+        parts: The readable parts, by the checkpoint's name.
+        faults: For each checkpoint of which this rank has no readable part, the reason.
+        absent: Names of the checkpoints of which this rank has no part at all.
+        marked: The name of a checkpoint that was once complete on all ranks, from this rank's mark;
+            empty without a mark.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -119,12 +135,13 @@ def find(
 ) -> Found | None:
     """Returns the newest checkpoint that is complete on all ranks. Waits for all ranks.
 
-    Returns None if no checkpoint was ever finished. The caller's thread reads the files. Texts, and
-    the leaves that rank 0 stores for all ranks, are exchanged through `ranks`.
+    Returns None if there has never been a complete checkpoint. The files are read in the caller's
+    thread rather than in the exchange lane, so other jobs continue meanwhile. Only the
+    communication between ranks goes through the lane, by `ranks`.
 
     Args:
         state: The state with which the job would start from scratch.
-        wanted: The forms of its leaves.
+        wanted: The shapes and types of its leaves.
         world: Rank, size, and a broadcast.
         folders: Where the parts are on this rank's disk.
         ranks: Gathers texts from all ranks.
@@ -132,26 +149,28 @@ def find(
         named: Paths of the leaves that the job names as rank-local; the same on every rank.
 
     Raises:
-        JobError: Raised on every rank. The newest checkpoint doesn't fit `wanted` or this number of
-            ranks, or belongs to another version; or a rank can't read its disk; or there are
-            checkpoints, but all are damaged.
+        JobError: Raised on every rank. The newest checkpoint doesn't match `wanted`, or can't be
+            used with this number of ranks, or belongs to another version; or a rank can't read its
+            disk; or there are checkpoints, but all of them are damaged.
     """
     seen = _survey(folders, ranks)
     parts = seen.parts
     candidates = _select(ranks.gather("what is there", _to_offer(parts)))
     for name, fault in seen.faults.items():
-        # A missing part isn't needed if rank 0 stores everything, or if the checkpoint isn't used
-        # at all.
+        # Warn about each part that isn't usable. But don't warn if a part is merely missing and
+        # nobody needs it: either because rank 0 has stored all leaves, or because the checkpoint
+        # was written by a different number of ranks, so it can't be used anyway.
         if name not in seen.absent or name not in {*candidates.complete, *candidates.foreign}:
-            ranks.log.warn(f"checkpoint `{name}` is not whole: {fault}")
+            ranks.log.warn(f"checkpoint `{name}` cannot be used: {fault}")
     damaged: dict[str, str] = {}
     complete = candidates.complete
-    # Go from the newest to the oldest, and pass over any checkpoint whose files turn out to be
-    # damaged. Every decision in this loop follows from gathered texts, so all ranks decide alike.
+    # Try the checkpoints from the newest to the oldest until one isn't damaged. The loop contains
+    # collective operations, so all ranks must leave it in the same iteration. That's why all
+    # conditions here depend only on values that were gathered from all ranks.
     while complete and candidates.refused is None:
         name = complete[-1]
-        # All ranks use rank 0's description: if the leaves are identical on all ranks, only rank 0
-        # is sure to have a part.
+        # All ranks need rank 0's description. If all leaves are identical on all ranks, a rank may
+        # have no part of its own, e.g. because this run has more ranks than the one before.
         first = parse(
             ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0]
         )
@@ -161,14 +180,15 @@ def find(
         )
         held, damage, error = read_arrays(folders, name, part, all_leaves=world.rank == 0)
         gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
-        # A checkpoint on a disk that can't be read right now may be intact, so don't skip it.
+        # If a rank couldn't read its disk, raise an error rather than try an older checkpoint,
+        # because this one may be intact.
         ranks.check(UNREADABLE, [error_text for _, error_text in gathered], error)
         if not any(damage for damage, _ in gathered):
             return Found(name, part, held | _common(part, held, world, ranks), complete)
         damaged[name] = "; ".join(
             f"on rank {rank}, {text}" for rank, (text, _) in enumerate(gathered) if text
         )
-        ranks.log.warn(f"checkpoint `{name}` is damaged, and passed over: {damaged[name]}")
+        ranks.log.warn(f"checkpoint `{name}` is damaged, so an older one is tried: {damaged[name]}")
         complete.pop()
     if candidates.refused is not None:
         name = candidates.refused
@@ -181,8 +201,8 @@ def find(
             saved_on=candidates.foreign[name],
             ranks=world.size,
         )
-    # There's nothing to resume from. Before we start from scratch, rule out that this would hide a
-    # loss.
+    # There's no checkpoint from which we could resume. Before we start from scratch, make sure that
+    # no complete checkpoint was lost.
     found = ranks.gather(
         "whose parts are where",
         {"holders": folders.holders(), "faults": seen.faults, "marked": seen.marked},
@@ -198,17 +218,19 @@ def _to_offer(parts: Mapping[str, Part]) -> _Offer:
 
 
 def _select(offers: Sequence[_Offer]) -> _Candidates:
-    """Selects checkpoints, given every rank's `_to_offer`, by rank.
+    """Selects the checkpoints that can be used, given the result of `_to_offer` on every rank.
 
-    Rank 0 stores the leaves that are identical on all ranks. If that's all of them, its part is
-    enough for any number of ranks. Otherwise each rank needs its own part, so the number of ranks
-    must be the same.
+    There are two cases. If all leaves are identical on all ranks, rank 0 has stored all of them, so
+    its part is enough, even for a different number of ranks. If there are rank-local leaves, every
+    rank must have its part, and the number of ranks must be the same as when it was saved.
     """
     complete: list[str] = []
     foreign: dict[str, int] = {}
     for name, (ranks, common) in sorted(offers[0].items()):
         if common or (ranks == len(offers) and all(name in offer for offer in offers)):
             complete.append(name)
+        # If neither condition is true, a rank's part is missing, so the checkpoint is incomplete,
+        # and we leave it out.
         elif ranks != len(offers):
             foreign[name] = ranks
     return _Candidates(complete, foreign)
@@ -226,7 +248,7 @@ def _check_fit(
     local: bool,
     named: Collection[str],
 ) -> None:
-    """Checks that this job and number of ranks can resume from it. Waits for all ranks."""
+    """Checks that the checkpoint fits the job and the number of ranks. Waits for all ranks."""
     differs = unlike(wanted, part.forms) or narrowed(part.forms) or ""
     ranks.check(
         _other_shapes(f"{path}", saved_on=first.ranks, ranks=world.size),
@@ -234,13 +256,15 @@ def _check_fit(
     )
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
-        # These leaves weren't named when they were saved, and happened to be equal on all ranks.
+        # The user has named these leaves only since the checkpoint was saved. At that time they
+        # were equal on all ranks, so the checkpoint doesn't say that they're rank-local.
         raise _refusal(
             ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size
         )
     if first.ranks == 1 < world.size:
-        # A single rank has no other rank to compare its leaves with, so its part declares all of
-        # them common.
+        # The checkpoint was saved by a single rank, which couldn't compare its leaves with another
+        # rank's. So all of them count as common, and we have to find out here whether some of them
+        # shouldn't be copied to all ranks.
         _refuse_copies(
             ranks.log, ranks.gather("whose they are", _initial(state, local=local)), f"{path}"
         )
@@ -249,9 +273,12 @@ def _check_fit(
 def _refuse_misplaced(
     log: JobLog, holders: Sequence[Mapping[str, Sequence[int]]], ranks: int
 ) -> None:
-    """Refuses to start from scratch if a complete checkpoint's parts are on wrong ranks' disks."""
+    """Raises an error if a complete checkpoint is there, but its parts are on the wrong disks.
+
+    This happens if a restart assigns the ranks to other nodes than before.
+    """
     for name in sorted({name for each in holders for name in each}, reverse=True):
-        # The parts that their own ranks don't find, and the rank on whose disk each of them is.
+        # The ranks that don't find their own part, and the rank on whose disk that part is.
         where = {
             r: here
             for here, each in enumerate(holders)
@@ -272,10 +299,11 @@ def _refuse_misplaced(
 def _refuse_lost(
     log: JobLog, found: Sequence[Mapping[str, Any]], damaged: Mapping[str, str], path: str
 ) -> None:
-    """Refuses to start from scratch if there was once a complete checkpoint.
+    """Raises an error if there was a complete checkpoint once.
 
-    If the run was killed during its first write, no rank has a mark, and no checkpoint has parts
-    from every rank. Then nothing is lost.
+    If the run was killed while it was writing its first checkpoint, no rank has written the mark
+    yet, and no checkpoint has parts of all ranks. In that case, no complete checkpoint has been
+    lost, and the job may start from scratch.
     """
     holders = [each["holders"] for each in found]
     names = sorted({name for each in holders for name in each}, reverse=True)
@@ -284,7 +312,8 @@ def _refuse_lost(
     )
     if not names or not (damaged or complete or any(each["marked"] for each in found)):
         return
-    # In reverse, because the last reason stays: it's the lowest rank's.
+    # Show only one reason per checkpoint. A later one replaces an earlier one in the dict, so go
+    # through the ranks in reverse to get the reason of the lowest rank.
     reasons = {
         name: f"on rank {rank}, {each['faults'].get(name, 'nothing of it is there')}"
         for name in names
@@ -293,14 +322,14 @@ def _refuse_lost(
     }
     listed = "; ".join(f"`{name}`: {text}" for name, text in (reasons | dict(damaged)).items())
     raise log.error(
-        f"has checkpoints in `{path}`, and none of them is whole any more. It does not begin again "
-        "by itself, and nothing was deleted. Bring back what is missing or, to begin again, move "
-        f"`{path}` away, on every node. In detail: {listed}."
+        f"has checkpoints in `{path}`, but none of them is intact any more. It does not start from "
+        "scratch by itself, and nothing was deleted. Restore what is missing or, to start from "
+        f"scratch, move `{path}` away, on every node. In detail: {listed}."
     )
 
 
 def _survey(folders: Folders, ranks: RankGather) -> _Survey:
-    """Looks at the parts on this rank's disk, but not at their arrays. Waits for all ranks.
+    """Reads the descriptions of the parts on this rank's disk. Waits for all ranks.
 
     Raises:
         JobError: Raised on every rank. A rank can't read its disk, or a checkpoint belongs to
@@ -309,7 +338,7 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
     seen = _Survey()
     unknown = ""
     failure: Exception | None = None
-    path = folders.path  # the path that an error refers to
+    path = folders.path  # the path to which an error refers
     try:
         seen = _Survey(marked=folders.marked("whole"))
         for name in folders.names():
@@ -326,7 +355,8 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
                 seen.absent.update([name] if isinstance(error, AbsentError) else ())
     except (OSError, MemoryError) as error:
         failure = error
-    # No rank may continue alone, because the others would wait for it in the next gathering.
+    # Don't raise this rank's error before we have gathered the errors of all ranks. Otherwise, the
+    # other ranks would wait here forever.
     gathered = ranks.gather("versions", [unknown, _error_text(failure, path)])
     ranks.check(UNREADABLE, [text for _, text in gathered], failure)
     ranks.check(
@@ -344,12 +374,13 @@ def _error_text(error: Exception | None, path: Path) -> str:
 
 
 def _part_here(first: Part, own: Part | None, world: World) -> Part:
-    """Returns the part that this rank resumes from.
+    """Returns the part from which this rank resumes.
 
-    That's its own part. If it has none, it's rank 0's part, without the states of that rank's data
-    iterators.
+    That's its own part, if it has one. Otherwise it's rank 0's part, except for the states of the
+    data iterators, which are only valid for rank 0's data.
     """
-    # Take rank 0's notes: ranks that failed separately may have noted different things.
+    # Take the notes from rank 0, because they must be the same on all ranks. If ranks have failed
+    # separately, their own notes may differ.
     if own is not None and own.ranks == world.size:
         return replace(own, notes=first.notes, best_step=first.best_step)
     return replace(
@@ -360,14 +391,16 @@ def _part_here(first: Part, own: Part | None, world: World) -> Part:
 def read_arrays(
     folders: Folders, name: str, part: Part, *, all_leaves: bool
 ) -> tuple[dict[str, np.ndarray], str, Exception | None]:
-    """Reads the arrays that this rank stores.
+    """Reads the arrays that this rank stores, and checks them. Doesn't raise.
 
     Returns:
-        The arrays by path; a description of the damage, if any; and the error that prevented this
-        rank from reading the arrays, if any.
+        The arrays by path; a description of the damage, or ""; and the error that prevented this
+        rank from reading the arrays, or None.
     """
     folder = folders.arrays_path(name)
     try:
+        # Check the files before orbax opens them, so that we can tell damage apart from other
+        # errors of orbax.
         if part.files:
             folders.check_files(name, part.files)
         held = {
@@ -377,9 +410,11 @@ def read_arrays(
         for path, saved in held.items():
             if digest(saved.form, values[path]) != saved.digest:
                 raise UnusableError(f"`{folder}` has other values in `{path}` than were saved")
+    # A missing file counts as damage too, because all files existed when the part was completed.
     except (UnusableError, *ABSENT) as error:
         return {}, str(error), None
-    # This includes orbax's errors: the files are those that were written, so it isn't damage.
+    # This includes errors of orbax. By now we have checked that the files are the same as when they
+    # were written, so such an error doesn't mean that the checkpoint is damaged.
     except Exception as error:
         return {}, "", error
     return values, "", None
@@ -388,7 +423,7 @@ def read_arrays(
 def _common(
     part: Part, held: Mapping[str, np.ndarray], world: World, ranks: RankGather
 ) -> dict[str, np.ndarray]:
-    """Returns rank 0's leaves for all ranks. They're broadcast: nodes may have separate disks."""
+    """Broadcasts the leaves that only rank 0 stores, because the nodes may have separate disks."""
     forms = {path: saved.form for path, saved in part.leaves.items() if saved.common}
     if world.size == 1 or not forms:
         return {}
@@ -402,10 +437,11 @@ def _common(
 
 
 def _initial(state: PyTree, *, local: bool) -> tuple[list[str], dict[str, str]]:
-    """Returns the rank-local leaves' paths, and all leaves' digests, of a rank's initial state.
+    """Returns the paths of the rank-local leaves in a rank's initial state, and all leaves'
+    digests.
 
-    Digests are empty unless ranks have different states on purpose: otherwise rank 0's values would
-    be used anyway.
+    The digests are needed only if ranks have different states on purpose (`local`). Otherwise
+    they're empty strings.
     """
     digests = {path: leaf.digest if local else "" for path, leaf in snapshot(state).items()}
     return rank_local_leaves(state), digests
@@ -414,7 +450,7 @@ def _initial(state: PyTree, *, local: bool) -> tuple[list[str], dict[str, str]]:
 def _refuse_copies(
     log: JobLog, initial: Sequence[tuple[list[str], dict[str, str]]], path: str
 ) -> None:
-    """Refuses a single rank's checkpoint if it has leaves that each rank needs for itself."""
+    """Raises if a single rank's checkpoint has leaves that mustn't be copied to all ranks."""
     _, first = initial[0]
     own = [
         leaf
@@ -443,7 +479,7 @@ def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:
     return (
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote. "
         "Residuals of an exchange, or parts of a model, may be cut for that number of ranks: start "
-        f"{_ranks(saved_on)}, or name another directory. Else its model, its optimizer or an "
+        f"{_ranks(saved_on)}, or name another directory. Otherwise, its model, its optimizer or an "
         "argument of its exchange has changed. What differs"
     )
 

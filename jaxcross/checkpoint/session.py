@@ -1,4 +1,4 @@
-"""One run's checkpoints: the user's settings, a `JobCheckpointer` per job, the list of jobs."""
+"""The checkpoints of one run: the user's settings, and a session that owns what the jobs share."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ _log = logging.getLogger("jaxcross")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Folder and frequency of a `Runner`'s checkpoints. Must be the same on every rank.
+    """Where and how often a `Runner` saves its jobs. Must be the same on every rank.
 
-    Creating this object doesn't access the disk. A checkpoint is written by a separate thread
-    rather than in a lane, and counts once every rank's part is complete. If a run finds checkpoints
-    in `directory`, it resumes each of its jobs from the newest one that is intact.
+    If a run finds checkpoints in `directory`, it resumes each job from the newest one that is
+    intact. Checkpoints are written by a separate thread while training continues, and a checkpoint
+    is used only if every rank has written its part. Creating this object doesn't access the disk.
 
     Args:
         directory: A folder on a POSIX file system, either shared by all nodes or local to each.
             Only one run may use it at a time.
-        every: The plain loop of `jaxcross.Job` saves after every `every` steps; with None, it saves
-            only when it ends or is interrupted. Your own loop calls `job.save` instead.
-        keep: Number of complete checkpoints to keep for each job.
-        best: The name of a metric of each job's evaluations, such as `eval/accuracy`. The state
-            with the best value so far is saved when it's evaluated, and kept in addition to the
-            others; read it with `jaxcross.load_checkpoint(..., best=True)`.
-        mode: Whether the `min` or the `max` is best. Required with `best`.
+        every: The interval, in steps, at which the plain loop of `jaxcross.Job` saves. If None, it
+            saves only when it ends or is interrupted. If you write your own loop, call `job.save`
+            in it instead.
+        keep: The number of complete checkpoints to keep for each job.
+        best: The name of a metric from each job's evaluations, such as `eval/accuracy`. Whenever an
+            evaluation finds the best value so far, the state is saved, and it's kept in addition to
+            the newest ones. Read it with `jaxcross.load_checkpoint(..., best=True)`.
+        mode: Whether the smallest (`min`) or the largest (`max`) value is best. Required with
+            `best`.
 
     Raises:
         TypeError: `directory` isn't a path, `every` or `keep` isn't a whole number, or `best` isn't
@@ -116,16 +118,16 @@ class Session:
         policy: The run's policy, for that list.
 
     Attributes:
-        resubmit: The texts of jobs that were submitted in an earlier run and haven't ended, by the
-            job's name. Both are as read from the file, and aren't checked to match.
-        added_before: Jobs that joined during an earlier run and haven't ended. A rank that repeats
-            the step in which such a job was added adds it again.
-        missing: Jobs of an earlier run that haven't finished, and for which this run has no
-            function.
+        resubmit: For each job that was submitted in an earlier run and hasn't ended, the text of
+            the submission, by the job's name. We don't check that the two match.
+        added_before: The jobs that were added during an earlier run and haven't ended. If the code
+            that adds such a job runs again after the restart, the job is already there.
+        missing: The jobs of an earlier run that haven't ended, but that this run doesn't have, so
+            that it has no function for them.
 
     Raises:
-        JobError: Raised on every rank. A rank can't create or write its folder, or another run is
-            using it.
+        JobError: Raised on every rank. A rank can't create its folder or write there, or another
+            run is using the folder.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Session:
         self._world = world
         self._environment = _environment(world)
         self._about = {"format": FORMAT, "ranks": world.size, "policy": policy, **self._environment}
-        self._lock = threading.Lock()  # guards the lists below, which only rank 0 keeps up to date
+        self._lock = threading.Lock()  # for the lists below, which are complete only on rank 0
         self._jobs = list(jobs)
         self._added = []
         self._submitted = {}
@@ -144,7 +146,7 @@ class Session:
             settings.path.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
                 mine["new"] = not (settings.path / SET_FILE).exists()
-                mine |= self._take_over()
+                mine |= self._adopt_earlier_jobs()
                 self._about["process"] = asdict(this_process())
                 self._write_set()
         except Exception as error:
@@ -162,8 +164,8 @@ class Session:
         self._is_new: bool = gathered[0]["new"]
         self._writer = Writer()
 
-    def _take_over(self) -> dict[str, Any]:
-        """Takes jobs of earlier runs that haven't ended into this run's list."""
+    def _adopt_earlier_jobs(self) -> dict[str, Any]:
+        """Adds the jobs of earlier runs that haven't ended to this run's list."""
         file = self._settings.path / SET_FILE
         try:
             before = read(file)
@@ -174,18 +176,19 @@ class Session:
             before = JobList(submitted={})
         owner = before.process
         me = this_process()
-        # A process on another host can't be checked. It doesn't count: a run whose host was lost
-        # must not keep the folder forever.
+        # If the process was on another host, we can't check whether it's still running. We assume
+        # that it isn't. Otherwise, after the host of a run has crashed, nobody could ever use the
+        # folder again.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
                 f"process {owner.pid} on this host is training with it now: wait until it has "
                 "ended, or name another folder"
             )
         status = {name: self._folders(name).marked("left") for name in before.jobs}
-        going = [name for name in before.jobs if status[name] != JobStatus.ENDED]
-        lacking = [name for name in going if name not in self._jobs]
+        unfinished = [name for name in before.jobs if status[name] != JobStatus.ENDED]
+        lacking = [name for name in unfinished if name not in self._jobs]
         self._submitted = {name: text for name, text in before.submitted.items() if name in lacking}
-        self._added = [name for name in before.added if name in going]
+        self._added = [name for name in before.added if name in unfinished]
         self._jobs += lacking
         return {
             "resubmit": self._submitted,
@@ -210,9 +213,9 @@ class Session:
             _log.warning("A restart will not know all jobs of this run: %s.", clause(str(error)))
 
     def added(self, job: str, submission: str | None = None) -> None:
-        """Adds a job that joined during the run to the list, with its text if it was submitted.
+        """Adds a job that joined the run to the list, with its text if it was submitted.
 
-        Doesn't wait. The list is on disk before any checkpoint that begins later.
+        Doesn't wait. The list is written before any checkpoint that is begun later.
         """
         if self._world.rank != 0:
             return
@@ -234,13 +237,13 @@ class Session:
 
     @property
     def best(self) -> tuple[str, Literal["min", "max"]] | None:
-        """The metric whose best state is kept, and its mode."""
+        """The metric by which the best state is kept, and its mode."""
         best = self._settings.best
         mode = self._settings.mode
         return None if best is None or mode is None else (best, mode)
 
     def checkpointer(self, job: str, note: Callable[[str], None]) -> JobCheckpointer:
-        """Returns the object that restores and saves one job. `note` shows a line to people."""
+        """Returns the object that restores and saves one job. `note` shows a line in the output."""
         return JobCheckpointer(
             JobLog(job, note),
             world=self._world,
@@ -251,7 +254,7 @@ class Session:
         )
 
     def _remove(self) -> None:
-        """Removes this rank's files and any empty folders, unless a file matters to a restart."""
+        """Removes this rank's files and the empty folders, unless a restart needs any of them."""
         folders = [self._folders(job) for job in self._jobs]
         with suppress(OSError):
             if any(
@@ -263,20 +266,22 @@ class Session:
                 each.remove_marks()
             if self._world.rank == 0:
                 (self._settings.path / SET_FILE).unlink(missing_ok=True)
-            self._settings.path.rmdir()  # succeeds on the last rank, if the ranks share the folder
+            self._settings.path.rmdir()  # if the ranks share the folder, only the last one succeeds
 
     def close(self, *, unused: bool = False) -> None:
-        """Ends the writing thread once its work is done. Waits; the watchdog reports hanging disks.
+        """Ends the writing thread after it has finished its tasks.
+
+        Waits for it. If the disk hangs, the watchdog reports it.
 
         Args:
-            unused: Whether the run failed before its first step. If it created the list of jobs,
-                that is removed again, together with the folder, unless there's something in it that
-                a restart needs.
+            unused: Whether the run failed before its first step. If so, and if this run has created
+                the list of jobs, the list and the folder are removed again, unless they contain
+                something that a restart needs.
         """
         if unused and self._is_new and not (self._added or self._submitted):
             self._writer.submit(self._remove)
         elif self._world.rank == 0:
-            self._about["process"] = None  # from now on another process may use the folder
+            self._about["process"] = None  # so that other processes may use the folder
             self._writer.submit(self._rewrite_set)
         last = self._writer.submit(lambda: None)
         self._writer.wait_for(last, self._world, job="", step=0, missing="what is left to write")
@@ -284,7 +289,7 @@ class Session:
 
 
 def _environment(world: World) -> dict[str, str]:
-    """Returns everything besides program and data that affects the last bits of results."""
+    """Returns everything that affects the last bits of results, apart from program and data."""
     device = jax.local_devices()[0]
     return {
         **_packages(),
@@ -297,5 +302,5 @@ def _environment(world: World) -> dict[str, str]:
 
 @cache
 def _packages() -> Mapping[str, str]:
-    """Returns the packages' versions. Cached, because parsing one takes milliseconds."""
+    """Returns the versions of packages. Cached, because looking one up takes milliseconds."""
     return {name: version(name) for name in ("jaxcross", "jax", "jaxlib")}

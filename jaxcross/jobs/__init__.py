@@ -1,29 +1,27 @@
-"""Jobs, as their users see them.
+"""Runs several training loops, called jobs, on a shared device.
 
-runner             `Runner`: several jobs share this rank's device, from the ranks' agreement on a
-                   run to its report and errors
+runner             the `Runner` class: one run of several jobs, from comparing settings between
+                   ranks to the report and the errors
 plain_loop         `run` and `Job`, for jobs that are plain loops `state, metrics = step(state,
                    batch)`
-fused              several such jobs as one, with the batches of each
-context            `JobContext`, which a job's function receives
-engine             the engine of a job, behind its context: its thread, its steps, its results, its
-                   end
-batch_loops        loops over batches, and how many examples they use; `prefetch` prepares batches
-                   ahead of time, and knows the position in the data
-job_state          the state that a job is left with, however it ends; `resumption` connects a job
-                   to its checkpoints
-replicas           whether all ranks hold the same state, and when to compare it
-metrics            what a job has logged
-progress_reporter  how far the jobs are, shown during the run
-evaluations        work that a job does every n steps; `early_stopping` decides by the metrics,
-                   without acting on it
-step_registry      the functions with exchanges that a job calls
-skipped_steps      notices a job that would skip all further steps
-admission          checks before a job's first step that all ranks have the memory for it; `memory`
-                   adds up what jobs need
-submissions        jobs that rank 0 starts on all ranks by name
-stop_message       the message of a stopped run: what it has saved
-arguments          the options of a run, and checks of what is passed to runners and jobs
+fused              trains several such jobs as a single one
+context            `JobContext`, the object that a job's function receives
+engine             what happens behind the `JobContext`: the job's thread, its steps, its end
+batch_loops        loops over batches, and the number of examples in a batch; `prefetch` reads
+                   batches ahead of time and keeps track of the position in the data
+job_state          finds a job's latest state, however the job ended; `resumption` connects a job to
+                   its checkpoints
+replicas           checks that all ranks have the same state
+metrics            the metrics that a job has logged
+progress_reporter  shows the jobs' progress during the run
+evaluations        runs evaluations every n steps; `early_stopping` decides when to stop
+step_registry      the functions with exchanges that a job has called
+skipped_steps      detects a job that would skip all further steps
+admission          makes sure that a job fits into the memory of all ranks; `memory` computes how
+                   much memory jobs need
+submissions        jobs that rank 0 starts on all ranks by sending a function's name
+stop_message       the message of a run that was stopped: what has been saved
+arguments          the options of a run, and checks of the arguments of runners and jobs
 """
 
 from typing import TYPE_CHECKING

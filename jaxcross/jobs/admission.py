@@ -1,13 +1,16 @@
 """Admission of jobs by memory: whether another job still fits, on all ranks.
 
-Before a job runs a program for the first time, it books the memory that the program needs. The
-ranks compute the minimum of what each of them has left, so either every rank admits the job or
-every rank refuses it with the same error.
+Before a job runs a compiled program for the first time, it reserves ("books") the memory that the
+program needs. A job can only run on all ranks or on none, so they have to make this decision
+together. The ranks compute the minimum over all ranks of the memory that would be left, and either
+all of them admit the job or all of them raise the same error.
 
-Memory that several jobs share, e.g. the base model under adapters, must count once. So a booking
-isn't just a number of bytes: it also lists the buffers that other jobs may hold too. When a job
-ends, it gives its booking back. Only its latest state still counts, until those arrays are gone,
-because `job.state` keeps them alive.
+Jobs often share arrays. For example, ten jobs that train adapters on one base model pass the same
+base parameters to their steps. To count such an array only once, a booking contains more than a
+number of bytes: it also lists the buffers that other jobs may hold too.
+
+When a job ends, its booking is removed. Its final state may still occupy memory, because
+`job.state` keeps those arrays alive for the user, so we count them until they have been freed.
 """
 
 from __future__ import annotations
@@ -39,10 +42,10 @@ class Need:
 
     Attributes:
         memory: The program's memory, including all arrays.
-        lasting: Those of the arrays that other jobs may hold too: weak references and bytes by
-            buffer. The references are weak so that admission doesn't keep memory in use, and needed
-            because an address alone says nothing once its array is gone: the next array may be put
-            there.
+        lasting: The arrays that other jobs may hold too: for each buffer, a weak reference to the
+            array and its bytes. The references are weak so that a booking doesn't keep the memory
+            in use. We can't identify an array by the address of its buffer alone, because once the
+            array has been freed, a new array may be allocated at the same address.
     """
 
     memory: JobMemory
@@ -59,10 +62,10 @@ class Need:
         """Returns the need of a program.
 
         Args:
-            memory: The program's memory, in which an array counts as often as it occurs in
+            memory: The program's memory. It counts an array once for each time the array occurs in
                 `lasting`.
             lasting: Arrays that other jobs may hold too, and their bytes.
-            without: Buffers that belong to this job alone, even if they're in `lasting`.
+            without: Buffers that count as this job's own even if they occur in `lasting`.
         """
         found: dict[Hashable, tuple[weakref.ref[jax.Array], int]] = {}
         repeated = 0
@@ -82,7 +85,7 @@ class Need:
         return cls.of(JobMemory(peak_bytes=nbytes, boundary_bytes=nbytes), arrays)
 
     def present(self) -> dict[Hashable, int]:
-        """Returns the bytes of those lasting arrays that still exist, by buffer."""
+        """Returns the bytes of each lasting buffer whose array hasn't been freed or donated."""
         arrays = (
             (buffer, reference(), nbytes) for buffer, (reference, nbytes) in self.lasting.items()
         )
@@ -93,16 +96,16 @@ class Need:
         }
 
 
-Booking: TypeAlias = Sequence[Need]  # what one job has booked: a `Need` per program
+Booking: TypeAlias = Sequence[Need]  # one job's bookings: a `Need` per program
 
 
 def needed_by(bookings: Sequence[Booking]) -> int:
-    """Returns how many bytes of arrays jobs need when they run alongside each other.
+    """Returns how many bytes of arrays the jobs need if all of them run at the same time.
 
-    A buffer that several jobs hold counts once.
+    A buffer that several jobs hold is counted only once.
 
     Args:
-        bookings: What each job has booked.
+        bookings: The bookings of each job.
     """
     present = [[need.present() for need in booking] for booking in bookings]
     holders = Counter(
@@ -133,12 +136,14 @@ def needed_by(bookings: Sequence[Booking]) -> int:
 class MemoryAdmission:
     """The memory that the jobs of a run have booked on one rank.
 
-    Jobs book memory on the exchange lane and give it back when a vote ends them. All ranks do both
-    in the same order, so they admit the same jobs even if their limits differ.
+    A job books memory in a slot of the exchange lane, and its booking is removed when a vote ends
+    the job. Both happen in the same order on all ranks. So whenever a new job asks for memory, the
+    same jobs have bookings on every rank, and because the minimum decides, all ranks admit the same
+    jobs even if their memory limits differ.
 
     Args:
         limit_bytes: The bytes that this rank may use; None if unknown.
-        process_bytes: The bytes that the process needs in addition to arrays.
+        process_bytes: The bytes that the process needs besides JAX arrays.
 
     Attributes:
         limit_bytes: As above.
@@ -150,15 +155,16 @@ class MemoryAdmission:
         self._process_bytes = process_bytes
         self.most_booked_bytes = 0
         self._booked: dict[str, Booking] = {}
-        # Returns the state that a job still holds after its end.
+        # For each job that has ended, a function that returns the state it still holds.
         self._kept: dict[str, Callable[[], PyTree]] = {}
         self._warned = False
 
     @classmethod
     def of(cls, world: World, limit_bytes: int | None = None) -> Self:
-        """Returns an admission with nothing booked yet.
+        """Returns an object without any bookings.
 
-        Without a limit, the limit is that of the device or of the machine.
+        If `limit_bytes` is None, uses what the device reports or, on CPUs, this rank's share of the
+        machine's memory.
         """
         device = jax.local_devices()[0]
         if limit_bytes is None:
@@ -171,11 +177,11 @@ class MemoryAdmission:
         Args:
             control: Communicates with the other ranks.
             job: The job's name.
-            need: What the program needs, in addition to what the job has booked already.
-            remedy: What would reduce the need, as the end of a sentence.
+            need: The memory of the new program. The job's earlier bookings remain.
+            remedy: What the user can do to reduce the need, as part of the error's last sentence.
 
         Raises:
-            JobError: On every rank: it doesn't fit on some rank.
+            JobError: On every rank: some rank doesn't have enough memory.
         """
         wanted = [*self._booked.get(job, ()), need]
         needed = self._needed([*self._others(job), wanted])
@@ -187,16 +193,16 @@ class MemoryAdmission:
         if least == _NO_LIMIT and control.rank == 0 and not self._warned:
             self._warned = True
             _log.warning(
-                "Whether jobs fit into memory is not checked: this device does not say how much it "
-                'has. Give it, as by `Runner(memory="80GB")`.'
+                "Whether jobs fit into memory is not checked, because this device does not report "
+                'how much it has. Pass it, as in `Runner(memory="80GB")`.'
             )
         self._booked[job] = wanted
         self.most_booked_bytes = max(self.most_booked_bytes, needed)
 
     def give_back(self, job: str, kept: Callable[[], PyTree]) -> None:
-        """Ends a job's booking, except for its latest state. Doesn't wait.
+        """Removes the bookings of a job that has ended. Doesn't wait.
 
-        `kept` returns that state from now on.
+        From now on, we call `kept` to find out which state the job still holds, and count that.
         """
         self._booked.pop(job, None)
         self._kept[job] = kept
@@ -208,13 +214,15 @@ class MemoryAdmission:
         return [*(booked for name, booked in self._booked.items() if name != job), *self._states()]
 
     def _states(self) -> list[Booking]:
-        """Returns what the states of ended jobs still hold."""
+        """Returns the memory that is still in use by the states of jobs that have ended."""
         return [[need] for kept in self._kept.values() if (need := Need.of_state(kept())).lasting]
 
     def _refusal(self, job: str, wanted: Booking, rank: int, remedy: str) -> str:
-        limit, states = self.limit_bytes or 0, self._states()
+        limit = self.limit_bytes or 0
+        states = self._states()
         running = [booked for name, booked in self._booked.items() if name != job]
-        alone, needed = self._needed([*states, wanted]), self._needed([*states, *running, wanted])
+        alone = self._needed([*states, wanted])
+        needed = self._needed([*states, *running, wanted])
         missing = f"{human_bytes(needed - limit)} {'is' if needed - limit == 1 else 'are'} missing"
         lines = [
             f"it does not fit into the memory of rank {rank}: {missing}.",
@@ -224,15 +232,16 @@ class MemoryAdmission:
             ),
         ]
         if running and alone > limit:
-            lines.append(f"Alone it needs {human_bytes(alone)}, which is too much as well.")
+            lines.append(f"Even alone, it needs {human_bytes(alone)}, which is too much.")
         elif running:
             fitting = self._fitting(states, running, wanted)
-            where = f"next to {fitting} of them" if fitting else "alone only"
-            lines.append(f"It fits {where}: alone it needs {human_bytes(alone)}.")
-        if held := needed_by(states):
+            where = f"together with {fitting} of them" if fitting else "only alone"
+            lines.append(f"It fits {where}: alone, it needs {human_bytes(alone)}.")
+        held = needed_by(states)
+        if held:
             lines.append(
-                f"States of jobs that are over hold {human_bytes(held)}: set their `job.state` to "
-                "None."
+                f"States of jobs that have ended hold {human_bytes(held)}: set their `job.state` "
+                "to None."
             )
         others = "run fewer jobs at once, " if running else ""
         lines.append(
@@ -243,7 +252,7 @@ class MemoryAdmission:
     def _fitting(
         self, states: Sequence[Booking], running: Sequence[Booking], wanted: Booking
     ) -> int:
-        """Returns how many running jobs this job fits alongside, counting from the smallest."""
+        """Returns how many of the running jobs this job fits with, counting from the smallest."""
         smallest = sorted(running, key=lambda booking: needed_by([booking]))
         counts = range(len(running), -1, -1)
         limit = self.limit_bytes or 0
@@ -253,11 +262,11 @@ class MemoryAdmission:
 
 
 def _next_to(count: int) -> str:
-    return f"Next to {count} other job{'s' * (count > 1)} it" if count else "It"
+    return f"Together with {count} other job{'s' * (count > 1)}, it" if count else "It"
 
 
 def remedies(program: Program) -> str:
-    """Returns what would reduce a program's memory, as the beginning of a list."""
+    """Returns what the user can do to reduce a program's memory, as the beginning of a list."""
     ways = ["make the batch smaller, "]
     if len(program.collectives) > 1:
         ways.append('leave the step uncut (`cut="whole"`), ')

@@ -1,6 +1,8 @@
-"""Checks the arguments of runners and jobs at the call, so that errors point at the user's line.
+"""Checks the arguments of runners and jobs when the user passes them.
 
-Also names the options of a run, which `Runner`, `run` and `sweep` share.
+A wrong argument would otherwise cause an error much later, e.g. in a job's thread, and its
+traceback wouldn't contain the user's call. This module also defines the options of a run, because
+`Runner`, `run` and `sweep` share them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from jaxcross.world import World
 
 
 class SharedOptions(TypedDict, total=False):
-    """The options of every run; see `Runner` for their meaning."""
+    """The options that every run has; see `Runner` for their meaning."""
 
     world: World | None
     policy: Policy | None
@@ -45,7 +47,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class RunOptions(SharedOptions, total=False):
-    """The options of a run that chooses its own files. A sweep chooses those itself."""
+    """The options of a run that isn't a sweep. A sweep sets these two itself."""
 
     checkpoints: Checkpoints | None
     metrics: str | os.PathLike[str] | None
@@ -67,7 +69,7 @@ def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOp
 
 
 def check_values(options: SharedOptions) -> None:
-    """Checks the options whose values need no world, and lists the instruments.
+    """Checks the options that can be checked without a world. Makes `instruments` a tuple.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -90,14 +92,14 @@ def check_world(world: Any) -> None:
 
 
 def check_policy(policy: Any) -> None:
-    """Checks that `policy` is an instance of a policy or None.
+    """Checks that `policy` is an instance of a policy class, or None.
 
     Raises:
-        TypeError: It isn't, e.g. because it's a class.
+        TypeError: It isn't. For example, it may be the class itself.
     """
     if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
-        words = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
-        raise _wrong("`policy`", words, policy)
+        expected = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
+        raise _wrong("`policy`", expected, policy)
 
 
 def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
@@ -110,8 +112,8 @@ def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
     found = tuple(instruments) if isinstance(instruments, Iterable) else (instruments,)
     wrong = [each for each in found if isinstance(each, type) or not isinstance(each, Instrument)]
     if wrong or not isinstance(instruments, Iterable):
-        words = "an iterable of objects of classes derived from `Instrument`, such as `[log]`"
-        raise _wrong("`instruments`", words, wrong[0] if wrong else instruments)
+        expected = "an iterable of objects of classes derived from `Instrument`, such as `[log]`"
+        raise _wrong("`instruments`", expected, wrong[0] if wrong else instruments)
     check_places(found)
     return found
 
@@ -120,7 +122,7 @@ def check_places(instruments: Iterable[Instrument]) -> None:
     """Checks that no two instruments write to the same file or folder.
 
     Raises:
-        ValueError: Two of them do.
+        ValueError: Two instruments would write to the same one.
     """
     writers: dict[str, Instrument] = {}
     for each in instruments:
@@ -147,11 +149,11 @@ def check_count(what: str, value: Any, *, least: float) -> None:
 
 
 def checked_examples(job: str, examples: Any) -> float | None:
-    """Returns a number of examples per step.
+    """Returns the number of examples per step as a float, or None if it's None.
 
     Raises:
         TypeError: It isn't a number.
-        ValueError: It isn't above 0, or isn't finite.
+        ValueError: It isn't above 0, or it isn't finite.
     """
     what = f"`examples_per_step` of job `{job}`"
     if examples is None:
@@ -164,12 +166,13 @@ def checked_examples(job: str, examples: Any) -> float | None:
 
 
 def depth_and_start(policy: Policy) -> tuple[int, Start]:
-    """Returns a policy's depth, by default that of the backend, and how its jobs start.
+    """Returns a policy's depth, or else the backend's default depth, and how its jobs start.
+
+    Users may write their own policies, so both values are checked.
 
     Raises:
-        TypeError: The policy is a user's own, and its depth isn't a whole number.
-        ValueError: The policy is a user's own, and its depth is below 1 or its start is an unknown
-            word.
+        TypeError: The policy's depth isn't a whole number.
+        ValueError: The policy's depth is below 1, or its `start` is unknown.
     """
     depth = checked_depth(getattr(policy, "depth", None))
     start = checked_start(getattr(policy, "start", "together"))
@@ -180,8 +183,8 @@ def check_folder(what: str, folder: Any) -> None:
     """Checks that an argument names a folder or is None.
 
     Raises:
-        TypeError: It isn't.
-        ValueError: It's an empty text, which would be the working directory.
+        TypeError: It isn't a path.
+        ValueError: It's an empty string, which would mean the working directory.
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         raise _wrong(what, "the path of a folder, or None", folder)
@@ -209,7 +212,7 @@ def check_checkpoints(checkpoints: Any) -> None:
     """Checks that `checkpoints` is a `Checkpoints` or None.
 
     Raises:
-        TypeError: It isn't, e.g. because it's a bare path.
+        TypeError: It isn't. For example, it may be just a path.
     """
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise _wrong(
@@ -218,7 +221,7 @@ def check_checkpoints(checkpoints: Any) -> None:
 
 
 def checked_interval(what: str, steps: Any) -> int | None:
-    """Returns the number of steps from one comparison of replicas to the next.
+    """Returns the interval between two comparisons of replicas, in steps.
 
     Raises:
         ValueError: It isn't a whole number of at least 1.
@@ -230,7 +233,7 @@ def checked_interval(what: str, steps: Any) -> int | None:
             f"{what} is `{steps!r}`: it is the number of steps from one comparison to the next, 1 "
             "or more."
         )
-    return int(steps)  # ranks compare its text
+    return int(steps)  # ranks compare it as text
 
 
 def checked_names(what: str, names: Any) -> tuple[str, ...]:
@@ -250,7 +253,7 @@ def check_progress(progress: Any) -> None:
 
     Raises:
         TypeError: It's something else.
-        ValueError: It's not above 0 or not finite.
+        ValueError: It isn't above 0, or it isn't finite.
     """
     if progress is None or isinstance(progress, bool):
         return
@@ -278,16 +281,17 @@ def check_jobs(count: int, policy: Policy) -> None:
 
 
 def check_trial_policy(policy: Any, concurrent: int, *, prunes: bool) -> None:
-    """Checks that a sweep's trials, which come and go, can run under a policy.
+    """Checks that a policy can be used for a sweep, in which trials begin and end all the time.
 
     Args:
         policy: A policy, or None.
         concurrent: How many trials run at a time.
-        prunes: Whether trials wait for each other, as they do if any of them can be pruned.
+        prunes: Whether the sweep has a pruner. If so, trials wait for each other.
 
     Raises:
-        TypeError: It isn't a policy.
-        ValueError: It has one share per job, or it gives no turns to a trial that others wait for.
+        TypeError: `policy` isn't a policy.
+        ValueError: The policy has one share per job, or it would never schedule a trial that others
+            are waiting for.
     """
     check_policy(policy)
     if isinstance(policy, Weighted):
@@ -320,17 +324,17 @@ def check_kwargs(job: str, kwargs: Any) -> None:
         TypeError: It's not a mapping with string keys.
     """
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        words = "a mapping whose keys are texts, such as `{'lr': 0.1}`"
-        raise _wrong(f"`kwargs` of job `{job}`", words, kwargs)
+        expected = "a mapping whose keys are texts, such as `{'lr': 0.1}`"
+        raise _wrong(f"`kwargs` of job `{job}`", expected, kwargs)
 
 
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
-    """Checks that `fn(job, **kwargs)` can be called, and that the call runs the function's body.
+    """Checks that `fn(job, **kwargs)` can be called, and that such a call runs the function.
 
     Raises:
         ValueError: The name isn't a string, or it's empty.
-        TypeError: `fn` can't be called like this, the call would only create a generator or a
-            coroutine, or `kwargs` isn't a mapping with string keys.
+        TypeError: `fn` can't be called with these arguments, or the call would only create a
+            generator or coroutine without running it, or `kwargs` isn't a mapping with string keys.
     """
     check_job_name(name)
     if not callable(fn):
@@ -397,7 +401,7 @@ def check_batches(name: str, batches: Any, steps: Any) -> None:
 
 
 def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evaluation:
-    """Returns the evaluation that these arguments of `job.every` request.
+    """Checks the arguments of `job.every`, and returns the evaluation.
 
     Raises:
         TypeError: `n` or `rank` isn't a whole number, `fn` can't be called, or `name` isn't a
@@ -422,12 +426,12 @@ def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evalu
 def checked_early_stopping(
     job: str, metric: Any, *, mode: Any, patience: Any, patience_steps: Any, min_delta: Any
 ) -> EarlyStopping:
-    """Returns the early stopping that these arguments of `job.stop_early` request.
+    """Checks the arguments of `job.stop_early`, and returns the settings.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range, or `patience` and `patience_steps` are both given
-            or both left out.
+        ValueError: An argument is out of range, or not exactly one of `patience` and
+            `patience_steps` is given.
     """
     what = f"of `job.stop_early` in job `{job}`"
     if not isinstance(metric, str):
@@ -461,8 +465,8 @@ def _check_signature(name: str, step: Callable[..., Any]) -> None:
         ) from error
 
 
-def _wrong(what: str, words: str, value: Any) -> TypeError:
+def _wrong(what: str, expected: str, value: Any) -> TypeError:
     shown = (
         f"the class `{value.__name__}`" if isinstance(value, type) else shortened(repr(value), 100)
     )
-    return TypeError(f"{what} must be {words}, got {shown}.")
+    return TypeError(f"{what} must be {expected}, got {shown}.")

@@ -1,8 +1,9 @@
 """The loops over batches in a job's function.
 
-A `Prefetcher` only delivers batches. This module adds what a job does between two batches: run the
-evaluations that are due, check replicas, measure how long the job waits for data, count the
-examples in a batch, and end the loop if the job stops early.
+The `Prefetcher` class only delivers batches. Between two batches, a job also has other work to do,
+and this module does it: it runs the evaluations that are due, checks the replicas, measures how
+long the job waited for data, counts the examples in the batch, and ends the loop if the job stops
+early.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _END = object()
 
 @final
 class BatchLoops:
-    """Begins a job's loops over batches, does what's due between two batches, and ends loops early.
+    """Begins a job's loops over batches, does the work between two batches, and ends loops early.
 
     Args:
         engine: The job.
@@ -37,7 +38,7 @@ class BatchLoops:
     def __init__(self, engine: JobEngine) -> None:
         self._engine = engine
         self._begun = 0
-        # The streams of the loops that end because the job stops early.
+        # Stream numbers of the loops to end because the job stops early; None if it doesn't.
         self._ending: set[int] | None = None
 
     def begin(self, data: Iterable[Any], steps: int | None) -> Iterator[Any]:
@@ -47,15 +48,18 @@ class BatchLoops:
         check_batches(engine.name, data, steps)
         if engine.ends_stray_loop():
             return iter(())
-        # We forget closed loops here rather than where a loop ends, because the garbage collector
-        # may finish an abandoned generator in any thread.
+        # We remove closed loops from the list here rather than at the end of each loop. If a user
+        # abandons a loop, its generator is finished by the garbage collector, possibly in another
+        # thread, and that thread would then modify the list while the job's thread is using it.
         loops = engine.loops = [loop for loop in engine.loops if not loop.closed]
         resumption = engine.resumption
-        # After a restart, an evaluation that was still due may open a loop before the training loop
-        # that resumes. It mustn't take that loop's position.
+        # After a restart, an evaluation may be due before the first training step, and the
+        # evaluation function may have its own loop over batches. That loop starts at the beginning
+        # of its data. We must not give it the position in the checkpoint, because that belongs to
+        # the training loop, which begins later.
         evaluates = engine.evaluations.running
         start = START if resumption is None or evaluates else resumption.next_position()
-        if not loops and not evaluates:  # a loop alongside others may be an evaluation's
+        if not loops and not evaluates:  # a second open loop may belong to an evaluation
             count = number_of_batches(data, steps)
             engine.planned_steps = (
                 None if count is None else engine.step + max(0, count - start.n_batches)
@@ -78,16 +82,18 @@ class BatchLoops:
         return self._measured(loop)
 
     def end_early(self) -> None:
-        """Ends the loops that are open now when they next request a batch."""
+        """Makes every loop that is open now end when its next batch is requested."""
         if self._ending is None:
             self._ending = {loop.stream for loop in self._engine.loops if not loop.closed}
 
     def _measured(self, loop: Prefetcher) -> Iterator[Any]:
-        engine, used = self._engine, False
+        engine = self._engine
+        used = False
         try:
             while not engine.ends_stray_loop():
-                # Requesting the first batch doesn't mean that a batch was used: two loops may be
-                # read side by side.
+                # Check the replicas only once the job has used a batch of this loop. At the first
+                # request, it may not have used any batch: a job that reads two loops in parallel
+                # requests a batch from each of them before it trains on either.
                 if used:
                     engine.replicas.next_batch(engine.run_on_all_ranks)
                 engine.finish_step()
@@ -109,12 +115,12 @@ class BatchLoops:
 
 @final
 class ExampleCount:
-    """Averages the number of examples per step, unless the job sets `per_step` itself.
+    """Averages the number of examples per step, unless the user sets `per_step`.
 
     Attributes:
         per_step: How many examples all ranks together use per step, averaged over the steps so far;
             None if unknown.
-        unit: What reports call an example.
+        unit: The word that reports use for an example.
     """
 
     __slots__ = ("_counted", "_in_batch", "_mean", "_steps", "per_step", "unit")
@@ -122,13 +128,13 @@ class ExampleCount:
     def __init__(self) -> None:
         self.per_step: float | None = None
         self.unit = "examples"
-        self._in_batch: float | None = None  # examples in the latest batch, all ranks together
-        self._mean: float | None = None  # the `per_step` computed here; the job may set another
+        self._in_batch: float | None = None  # in the latest batch, on all ranks
+        self._mean: float | None = None  # differs from `per_step` if the user sets that
         self._counted = 0.0
         self._steps = 0
 
     def next_batch(self, batch: PyTree, ranks: int) -> None:
-        """Records the size of the batch that the next step uses."""
+        """Records the size of the batch that the next step will use."""
         self._in_batch, unit = count_examples(batch, ranks)
         if self.per_step is None:
             self.per_step = self._mean = self._in_batch
@@ -144,7 +150,7 @@ class ExampleCount:
 
 
 def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
-    """Returns how many examples all ranks together use per step, and what to call them."""
+    """Returns the number of examples per step, summed over all ranks, and what to call them."""
     shapes = [
         leaf.shape
         for leaf in jax.tree.leaves(batch)
@@ -155,8 +161,8 @@ def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
     shape = shapes[0]
     images = False
     if len(shape) == 4:
-        # Channels are either last, as in Flax, or first. An image is larger than its number of
-        # channels, which tells the two apart.
+        # Images are either channels-last, as in Flax, or channels-first. An image has more rows
+        # than channels, so we take the layout in which the channel dimension is the smaller one.
         size, channels = (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
         images = min(size) > 4 and channels in (1, 3, 4)
     return float(shape[0] * ranks), "images" if images else "examples"

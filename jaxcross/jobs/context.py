@@ -1,6 +1,6 @@
 """`JobContext`: the object that a job's function receives and that `Runner.add` returns.
 
-It checks the arguments of its methods, and leaves the rest to the job's `JobEngine`.
+This class only checks the arguments of its methods. The work is done by the job's `JobEngine`.
 """
 
 from __future__ import annotations
@@ -38,31 +38,34 @@ class JobContext:
 
     Attributes:
         name: The job's name, unique in its runner.
-        state: The latest state that the job restored, saved or, at its end, returned. Assigning a
-            value here is as good as saving it without checkpoints. After a failure or an interrupt,
-            this is the state after the last step that all ranks committed. If the function didn't
-            save that state, it's the part of the step's results with the structure, shapes and
-            types of the previous `state`, or all results if no part or more than one part matches.
-            It's never from a step that some rank didn't commit. A step that exchanges nothing is
-            committed by its rank alone, so ranks may end at different steps between two exchanges.
-            If a computation failed on this rank after its step was committed, the arrays that it
-            was overwriting may be deleted.
+        state: The latest state that the job restored, saved or, at its end, returned. If the runner
+            has no checkpoints, assigning a value here has the same effect as `save`. After a
+            failure or an interrupt, this is the state after the last step that all ranks committed.
+            If the function didn't save that state, it's the part of the step's results with the
+            structure, shapes and types of the previous `state`, or all results if no part or more
+            than one part matches. The state never contains results of a step that some rank didn't
+            commit. A step without exchanges is committed by each rank on its own, so between two
+            exchanges, ranks may end at different steps. If a computation fails on this rank after
+            the step was committed, the arrays that the computation was overwriting may have been
+            deleted.
         step: How many steps the job has made. The same on every rank whenever the job's function
-            reads it. Steps are the calls of the first function with exchanges that the job called,
-            including calls between two exchanges of local SGD, so evaluation doesn't count. A job
-            that trains with a `ParameterServer` counts its own pushes, which differ between ranks.
-        history: `(step, metrics)` of each `log` call that has been read back, in order. With
-            `metrics=` and checkpoints, it begins at step 1 even after a restart, because rank 0's
-            earlier lines are read in. In those, a nested metric has a flat name such as
-            `eval/accuracy`.
+            reads it. We count the calls of a single function: the first one with exchanges that the
+            job calls. Local steps of this function, e.g. between two exchanges of local SGD, count
+            too, whereas calls of an evaluation function don't. In a job that trains with a
+            `ParameterServer`, each rank counts its own pushes, so the number differs between ranks.
+        history: `(step, metrics)` of each `log` call that has been read back, in order. If the
+            runner has both `metrics=` and checkpoints, the history of a restarted run still begins
+            at step 1, because the earlier metrics are read from rank 0's files. In these, a nested
+            metric has a flat name such as `eval/accuracy`.
         examples_per_step: How many examples all ranks together use per step, averaged over the
             job's steps: the leading dimension of the first array in a batch, times the number of
             ranks. Set it if that's wrong.
-        unit: What reports call an example: `images` if that first array has a height, a width and
-            1, 3 or 4 channels, otherwise `examples`. Set it together with `examples_per_step`.
+        unit: The word that reports use for an example: `images` if the first array of a batch has a
+            height, a width and 1, 3 or 4 channels, otherwise `examples`. Set it together with
+            `examples_per_step`.
         nonfinite: What to do with a step whose exchanged values aren't all finite.
         status: How the job ended: `ended`, `stopped early`, `stopped`, `failed`, `ejected`, or
-            `left out` if some rank never added it. None before that.
+            `left out` if some rank never added it. None while the job hasn't ended.
         error: The reason, if the job failed, was ejected or was left out.
         done: An event that's set once the job has ended and `state` and `history` are final:
             `job.done.wait()`.
@@ -80,7 +83,7 @@ class JobContext:
     def __repr__(self) -> str:
         return shown(self)
 
-    # For anyone who holds the job.
+    # For any caller that has the job.
 
     @property
     def name(self) -> str:
@@ -165,39 +168,41 @@ class JobContext:
     def log(self, metrics: PyTree) -> None:
         """Records a pytree of scalars under the current step.
 
-        Never waits: the values are read back once they're computed. They're copied, so the next
-        step may donate the arrays that you log. For a random key, the key's words are logged
-        (`jax.random.key_data`).
+        Logging doesn't wait for the values. It copies the arrays on the device, so that the next
+        step may donate them, and reads the copies back once they have been computed. If you log a
+        random key, its raw data are recorded (`jax.random.key_data`).
 
-        There's one exception: in a sweep that prunes, logging the sweep's metric waits for the
-        other trials and for all ranks, and ends the trial right there if it's pruned. Log that
-        metric on every rank.
+        Logging does wait in one case: in a sweep with a pruner, a call that logs the sweep's metric
+            waits for the other trials and for all ranks. If the trial is pruned, it ends in this
+            call. In such a sweep, log the metric on every rank.
         """
         self._engine.metrics.add(self.step, metrics)
 
     def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
         """Returns an iterator over this rank's batches, prefetched onto the device.
 
-        A thread of the loop puts each batch on the device ahead of time. NumPy arrays are copied
-        unless they're read-only, so `data` may keep reusing one buffer.
+        A separate thread reads the batches ahead of time and puts them on the device. It copies
+        NumPy arrays first, unless they're read-only, so your iterator may reuse the same buffer for
+        every batch.
 
-        The loop ends on all ranks at the same step: when the shortest data ends, or after `steps`.
-        If an iterator raises on one rank, the job ends on all ranks. Each rank must call `batches`
-        in the same order, and `next` waits for all ranks. If the loop ends before `data` and
-        `steps` do, its thread calls the iterator's `close()`, if there is one.
+        The loop ends at the same step on all ranks: after `steps` batches, or once the first rank
+        has run out of data. If the data raise an error on one rank, the job fails on all ranks. All
+        ranks must call `batches` in the same order, and `next` waits for all ranks. If the loop
+        ends before `data` is exhausted and before `steps` is reached, the thread calls the
+        iterator's `close()` method, if it has one.
 
         After a restart from a checkpoint, the first call resumes where the job's loop was, and
-        `steps` includes the batches before that. If the iterator has `get_state` and `set_state`,
-        as those of Grain and `jaxcross.data` do, its position is set directly. From any other
-        iterator, the batches that were already used are read and dropped. `data` must be the same
-        as before.
+        `steps` includes the batches before that position. So pass the same `data` as before.
+        Iterators with the methods `get_state` and `set_state`, such as those of Grain and
+        `jaxcross.data`, jump to the position directly. Any other iterator is read from its
+        beginning, and the batches that were already used are dropped.
 
         Raises:
             TypeError: `data` isn't an iterable or is a single batch, or `steps` isn't a whole
                 number.
             ValueError: `steps` is below 0.
-            JobError: Another thread iterated over the batches. The error is raised in the job's own
-                thread; in the other thread, the loop just ends at once.
+            JobError: A thread other than the job's own iterated over the batches. In that thread,
+                the loop ends immediately; the error is raised in the job's own thread.
         """
         return self._engine.batch_loops.begin(data, steps)
 
@@ -206,20 +211,21 @@ class JobContext:
     ) -> None:
         """Evaluates the job every `n` steps: calls `fn(state)` and logs the metrics it returns.
 
-        The calls happen in the job's own thread, when its function requests the next batch from
-        `job.batches`, saves, or returns. They don't count as steps. `fn` receives `job.state`, so
-        the job's function must assign that after each step. After a restart, the same steps are
-        evaluated, and each evaluation appears once in the metrics files. Call `every` before the
-        loop, with the same arguments on every rank.
+        Evaluations run in the job's own thread, at the moment when its function requests the next
+        batch from `job.batches`, saves, or returns. They don't count as steps. Since `fn` receives
+        `job.state`, the job's function must assign the new state to `job.state` after each step.
+        After a restart, evaluations still happen at the same steps, and each of them appears only
+        once in the metrics files. Call `every` before the loop, with the same arguments on every
+        rank.
 
         Args:
-            n: The number of steps from one call to the next.
+            n: The interval between two evaluations, in steps.
             fn: Returns a dict of numbers, a number, or None to log nothing. If all ranks call it,
                 it may use steps with exchanges and `job.batches`; the other jobs continue
                 meanwhile.
-            rank: The only rank that calls `fn`. The call may then take longer than
-                `stall_timeout_s`, but must not communicate; the job's other ranks wait for it and
-                receive its metrics. If None, all ranks call `fn`.
+            rank: The only rank that calls `fn`. If you pass it, `fn` may take longer than
+                `stall_timeout_s`, but must not communicate. The job waits on the other ranks until
+                they receive the metrics. If None, all ranks call `fn`.
             name: The name of this evaluation. Its metrics are logged as, e.g., `eval/accuracy`.
 
         Raises:
@@ -242,9 +248,10 @@ class JobContext:
     ) -> None:
         """Ends the loop over `job.batches` once an evaluation's metric stops improving.
 
-        The decision is made at each evaluation from a single rank's value, so all ranks end after
-        the same step. A restarted run ends there too. The code after the loop still runs, and the
-        job's status is `stopped early`. NaN never counts as an improvement.
+        The metric may differ between ranks, so after each evaluation we use one rank's value to
+        decide for all of them. Therefore all ranks end the loop after the same step, and a
+        restarted run ends it after that step too. The code after your loop still runs, and the
+        job's status is `stopped early`. A metric that is NaN never counts as an improvement.
 
         Args:
             metric: The name of the metric, such as `eval/accuracy` for a metric that `job.every`
@@ -257,8 +264,8 @@ class JobContext:
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: `mode` is neither word, an argument is out of range, or the job already
-                stops early by a metric.
+            ValueError: `mode` is neither `min` nor `max`, an argument is out of range, or early
+                stopping was already set for this job.
             JobError: The loop has already begun. Also raised later, in the loop and on every rank:
                 no evaluation returns that metric, or the ranks would decide differently.
         """
@@ -282,19 +289,20 @@ class JobContext:
     ) -> T:
         """Returns the state to start from: `state`, or the newest checkpoint. Waits for all ranks.
 
-        The result is a copy, so the job's step may donate it, and several jobs may start from the
-        same `state`.
+        The returned state never shares an array with the one that you pass. So the job's step may
+        donate it, and you can pass the same initial state to several jobs.
 
-        If the runner has checkpoints and there's a complete one of this job, the result is the
-        saved state, in a tree with the structure of `state`, and `step` and the first `batches`
-        call resume from there. In that case, `mode` only matters for a checkpoint that a single
-        rank saved and several ranks restore: if their own values under `local` differ, restoring is
-        refused.
+        If the runner has a complete checkpoint of this job, you get the saved state instead, in a
+        tree with the structure of `state`. The attribute `step` and the first `batches` call then
+        resume from there as well. In that case, `mode` is used only if a single rank has saved the
+        checkpoint and several ranks restore it: with `local`, if the ranks' own values differ,
+        `restore` raises an error.
 
-        Leaves that `rank_local` names belong to their rank, whatever the `mode`: they're neither
-        compared nor broadcast, here or in later comparisons of replicas. Each rank saves its own
-        version and gets it back. A checkpoint from a different number of ranks is refused, because
-        some rank's version would be missing.
+        Some leaves have a different value on each rank on purpose, e.g. a data mask. List their
+        names in `rank_local`. Regardless of the `mode`, these leaves aren't compared or broadcast,
+        neither here nor when replicas are compared later. Each rank saves its own value and
+        restores that value. If the number of ranks has changed since the checkpoint was saved,
+        there's no value for some rank, so restoring raises an error.
 
         Args:
             state: A pytree of JAX arrays, NumPy arrays and numbers.
@@ -303,27 +311,26 @@ class JobContext:
                 key. The same on every rank.
             rank_local: Names of leaves of which each rank has its own version, such as a data mask.
                 A name is either a key or attribute anywhere in the leaf's path, such as `"mask"`,
-                or the beginning of the path as messages show it, such as `"[0]['mask']"`. The same
-                on every rank.
+                or the beginning of the path in the form used by error messages, such as
+                `"[0]['mask']"`. The same on every rank.
             check_replicas: Compare the ranks' copies of the state at this interval, in steps. A
                 comparison costs one pass over the state on the host and an all-reduce of 16 bytes.
                 If the copies differ, the job ends with an `ExchangeError` on every rank and the
                 other jobs continue. If None, copies are compared only at checkpoints and at the
                 job's end, and a difference only results in a warning and a line in the report.
-                Leaves named by `rank_local` aren't compared, and neither are leaves that an
-                exchange strategy declares rank-local; see `docs/reference/faults.md`. The same on
-                every rank.
+                Leaves that are named in `rank_local`, or that an exchange strategy declares
+                rank-local, aren't compared; see `docs/reference/faults.md`. The same on every rank.
 
         Raises:
-            ValueError: `mode` isn't one of these words, `rank_local` names no leaf of `state`, or
-                `check_replicas` isn't a whole number of at least 1.
+            ValueError: `mode` isn't one of these values, a name in `rank_local` matches no leaf of
+                `state`, or `check_replicas` isn't a whole number of at least 1.
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
             TypeError: `rank_local` contains something other than strings. Also, on every rank: a
                 leaf is neither an array nor a number, unless `mode` is `local` and there are no
                 checkpoints.
-            JobError: On every rank: the checkpoint belongs to a different model or was saved with a
-                number of ranks that can't change, or ranks passed different values for `mode`,
-                `rank_local` or `check_replicas`.
+            JobError: On every rank: the checkpoint belongs to a different model, or was saved with
+                a different number of ranks and can't be restored with this one, or the ranks passed
+                different values for `mode`, `rank_local` or `check_replicas`.
         """
         what = f"of `job.restore` in job `{self.name}`"
         check_choice(mode, RestoreMode, f"`mode` {what}")
@@ -332,12 +339,13 @@ class JobContext:
         return self._engine.restore(state, mode=mode, rank_local=names, check_replicas=interval)
 
     def save(self, state: PyTree) -> None:
-        """Makes `state` the job's state, and begins a checkpoint if the runner has any.
+        """Sets the job's state to `state`, and writes a checkpoint if the runner keeps any.
 
-        Doesn't wait unless the runner has checkpoints. With checkpoints, it waits until the state's
-        values are computed, until all ranks have called it, which they must do at the same step,
-        and until the job's previous checkpoint is on disk. A thread outside of both lanes does the
-        writing. The step may donate the state afterwards.
+        Without checkpoints, this doesn't wait. With checkpoints, all ranks must call it at the same
+        step, and it waits for three things: until the state has been computed, until all ranks have
+        made the call, and until the job's previous checkpoint is on disk. The new checkpoint is
+        written by a separate thread while training continues. After the call, the step may donate
+        the state.
 
         If the job ends early, the state of a later committed step replaces the saved one.
 
@@ -352,9 +360,10 @@ class JobContext:
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane. Waits for all ranks.
 
-        It runs at the same place in the agreed order on every rank. `work` may communicate through
-        `control` (`allreduce_min`, `allgather_text`), but must then make the same calls on all
-        ranks.
+        Your function runs between the same two exchanges on every rank, because its place in the
+        order of exchanges is agreed on like that of a step. So it may communicate safely, using the
+        methods of `control` (`allreduce_min` and `allgather_text`), as long as all ranks make the
+        same calls in the same order.
 
         Raises:
             JobError: This thread isn't the job's own. Also, on every rank: `work` failed on another
@@ -366,21 +375,23 @@ class JobContext:
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
         """Returns a context manager whose duration appears in the report.
 
-        With `kind="host"`, the body may take longer than `stall_timeout_s` while other ranks wait
-        for it, e.g. for an evaluation on one rank.
+        Use `kind="host"` for long work on a single rank, e.g. an evaluation, while the other ranks
+        wait for it. The watchdog then knows that this rank is busy, so no error is raised even if
+        the work takes longer than `stall_timeout_s`.
 
         Raises:
             ValueError: On entering the context: `kind` isn't a kind of span.
         """
         return self._engine.measure(kind, label)
 
-    # For anyone who holds the job, in any thread and on any rank; one rank's request is enough.
+    # Requests: any thread that has the job may call these, and a call on one rank is enough.
 
     def stop(self) -> None:
         """Ends this job on all ranks, between the same two steps. Doesn't wait.
 
-        The other jobs continue. `state` will be that of the job's last committed step. The job's
-        function is left at the point where it next waits for a step or a batch.
+        The other jobs continue. The job's function doesn't continue: an exception ends it where it
+        next waits for a step or a batch. Afterwards, `state` is the state after the job's last
+        committed step.
 
         Raises:
             JobError: `runner.run()` hasn't begun.
@@ -390,9 +401,10 @@ class JobContext:
     def pause(self) -> None:
         """Pauses this job on all ranks, between the same two steps. Doesn't wait.
 
-        The job keeps its state and takes no turns on either lane until `resume`. If one rank calls
-        `pause` and another calls `resume` at the same time, `pause` wins. A job that trains with a
-        `ParameterServer` can't be paused, because it takes no turns.
+        A paused job keeps its state, but none of its steps are scheduled until you call `resume`.
+        If one rank calls `pause` and another rank calls `resume` at the same time, the job is
+        paused. Jobs that train with a `ParameterServer` can't be paused, because their steps aren't
+        scheduled by the runner.
 
         Raises:
             JobError: `runner.run()` hasn't begun.

@@ -1,7 +1,8 @@
-"""Decides by the metrics of evaluations which value is the best so far and when to stop. Pure.
+"""Tracks the best value of an evaluation's metric, and decides when to stop early. Pure.
 
-We don't use `flax.training.early_stopping`, because it can only minimise, counts evaluations but
-not steps, and if the first value is NaN, treats that as the best one forever.
+Why we don't use Flax's early stopping (`flax.training.early_stopping`): it can only minimise a
+metric, and its patience is a number of evaluations, never of steps. Also, if the first value is
+NaN, it keeps NaN as the best value forever, because no number compares as better than NaN.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ Mode = Literal["min", "max"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best value of a metric so far. NaN and the infinities are never the best.
+    """The best value of a metric so far. NaN and infinite values are never the best.
 
     Attributes:
         metric: The metric's name, such as `eval/accuracy`.
         mode: Whether the smallest or the largest value is the best.
-        min_delta: A value must be better by more than this.
+        min_delta: A value must be better by more than this to count as an improvement.
         value: The best value; None before the first finite one.
         step: The job's step at which the best value was found.
-        since: The number of evaluations since then.
+        since: The number of evaluations since the best one.
     """
 
     metric: str
@@ -36,7 +37,7 @@ class Best:
     since: int = 0
 
     def update(self, step: int, value: float) -> Best:
-        """Returns the best value after another evaluation, which returned `value` at `step`."""
+        """Returns the updated record after an evaluation at `step` that returned `value`."""
         if self._improves(value):
             return replace(self, value=value, step=step, since=0)
         return replace(self, since=self.since + 1)
@@ -52,26 +53,28 @@ class Best:
     def key(self) -> str:
         """The key of the value in a checkpoint's notes.
 
-        It contains metric and mode, so that a restart with a different metric or mode ignores the
-        old value.
+        The key contains both metric and mode, so if you restart with a different metric or mode,
+        the old value is ignored.
         """
         return f"{self.mode} {self.metric}"
 
     def to_text(self) -> str:
-        """Returns value and counters as text, for a checkpoint."""
+        """Returns the best value and the counters as text, for a checkpoint."""
         return json.dumps([None if self.value is None else self.value.hex(), self.step, self.since])
 
     def resumed(self, text: str) -> Best:
-        """Returns a copy with the value and the counters from a text that `to_text` returned.
+        """Returns a copy with the value and the counters from a text written by `to_text`.
 
         Raises:
-            ValueError: `text` is something else.
+            ValueError: `text` wasn't written by `to_text`.
         """
         try:
             value, step, since = json.loads(text)
             found = None if value is None else float.fromhex(value)
         except (TypeError, ValueError, RecursionError):
-            found, step, since = math.nan, None, None
+            found = math.nan
+            step = None
+            since = None
         if (
             type(step) is not int
             or type(since) is not int
@@ -86,7 +89,7 @@ class Best:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStopping:
-    """When to stop because a metric hasn't improved. One of the two patiences is given.
+    """Stops a job whose metric hasn't improved. Either `patience` or `patience_steps` is set.
 
     Attributes:
         best: The best value so far.

@@ -1,17 +1,27 @@
 """`JobEngine`: one job of a runner, behind the `JobContext` that users see.
 
-The engine creates the job's thread, calls the job's function in it, runs its steps in the agreed
-order, counts them, and keeps what the job is left with.
+For each job, the engine creates a thread and calls the job's function in it. It also runs the steps
+that the function calls, in the order that all ranks have agreed on, counts them, and stores the
+state, metrics and status that remain after the job has ended.
 
-A step that's called in a job's function doesn't run directly: `JobEngine.run` hands it to the
-driver, which decides together with the other ranks when it runs. Everything that depends on
-counting steps happens here, once all ranks have committed a call: counting examples and skipped
-steps, checking replicas, and recording the positions from which a restart resumes.
+**Running a step.** If the job's function called a step directly, two jobs could start their
+exchanges in a different order on each rank, and deadlock. So `JobEngine.run` submits the call to
+the driver and waits, and the driver decides together with the other ranks when the step's segments
+run. A step counts only once all ranks have committed it. So the bookkeeping that depends on the
+number of steps comes after the commit: counting examples and skipped steps, checking replicas, and
+recording the position in the data from which a restart would resume.
 
-A job can end in several ways: its function returns or raises, a vote stops it, another rank fails,
-or its function catches the error that should have ended it and continues. Whatever happens, the
-thread first reports to the driver, then waits until all ranks have ended the job, and only then
-closes it: it reads back what was logged, sets the final status, and drops everything but the state.
+**Ending a job.** A job may end because its function returns or raises, because a vote stops it, or
+because another rank fails. Its function may also catch the exception that should have ended it, and
+continue. In each of these cases, the job's thread first reports to the driver and then waits until
+the job has ended on all ranks. Until then, the job's status isn't known: even if the function has
+returned here, another rank may still fail. Then the thread reads back the logged metrics, sets the
+final status, and drops all references except to the state.
+
+**Saving the last state.** If the function has returned, its last state is saved while the job is
+still running, as the last work of its thread. After a stop or a failure, that's impossible, because
+the job no longer has slots in the exchange lane. Such a job is saved by the runner after the run
+(`JobEngine.save_after_run`).
 """
 
 from __future__ import annotations
@@ -77,35 +87,36 @@ class JobEngine:
         name: The job's name.
         world: All ranks.
         context: The object that the job's function receives and that `Runner.add` returns.
-        driver: The run's driver; None before the run, and once the job has ended.
+        driver: The run's driver; None before the run and after the job has ended.
         record: The driver's record of the job; None before the run.
-        resumption: Connects the job to its checkpoints, if there are any.
-        misuse: The error of a loop over batches in another thread, which the job's own thread
-            should raise.
+        resumption: Connects the job to its checkpoints; None if the runner has none.
+        misuse: An error for the job's own thread to raise, because another thread has iterated over
+            the job's batches.
         step: How many steps the job has made.
-        first_step: How many of them earlier runs made.
-        cuts: The number of segments into which `cut="auto"` cut each step, by the step's key, so
-            that a restart makes the same cut; 0 stands for the cut of a job that runs alongside
-            others.
+        first_step: How many of these steps were made by earlier runs.
+        cuts: The number of segments into which `cut="auto"` has cut each step, by the step's key.
+            It's saved so that a restart cuts the step in the same way. 0 means that the step was
+            cut for a job that runs alongside others.
         nonfinite: What to do with exchanged values that aren't finite.
-        rank_local: Names of the leaves of which each rank has its own version.
+        rank_local: Names of the leaves whose values differ between ranks on purpose.
         latest: The job's latest state.
         skipped_steps: Counts the steps that were skipped.
         registry: The functions with exchanges that the job calls.
-        replicas: Comparisons of the ranks' copies of the state.
+        replicas: Compares the ranks' copies of the state.
         examples: Counts the examples per step.
-        evaluations: What the job does every n steps.
-        metrics: What the job has logged.
+        evaluations: Evaluations that run every n steps, and early stopping.
+        metrics: The metrics that the job has logged.
         batch_loops: Begins the job's loops over batches.
         loops: The job's open loops over batches, in the order in which they began.
-        planned_steps: The step at which the job's latest loop ends if nothing else ends it; None if
-            unknown.
-        left_over: Whether a loop ended because of another rank's data while this rank had a batch
-            ready.
-        status: How the job ended; None before that. Set after `error`, and never changed again.
+        planned_steps: The step at which the job's latest loop will end if it isn't ended earlier;
+            None if unknown.
+        left_over: Whether a loop ended because another rank ran out of data while this rank still
+            had a batch.
+        status: How the job ended; None while it hasn't. Set after `error`, and never changed again.
         error: The reason, if the job failed, was ejected or was left out.
-        skipped: How many steps kept the state. Known once the job has ended.
-        unread: The error of reading back logged metrics on this rank.
+        skipped: How many steps were skipped, i.e. left the state unchanged. Known once the job has
+            ended.
+        unread: The error that this rank got when it read back the logged metrics, if any.
         done: Set once the job has ended and its results are final.
     """
 
@@ -132,7 +143,7 @@ class JobEngine:
         self.record: JobRecord | None = None
         self.resumption: Resumption | None = None
         self.misuse: JobError | None = None
-        self._stop_requested = False  # whether it ended because someone asked to stop it alone
+        self._stop_requested = False  # whether it was this job that was stopped, not the run
         self._unwound = False
         self.step = 0
         self.first_step = 0
@@ -157,13 +168,13 @@ class JobEngine:
         self.done = JobDone()
         self.context = JobContext(self)
 
-    # How far the job is.
+    # Progress.
 
     @property
     def order(self) -> float:
-        """The job's place among the jobs of the run, the same on all ranks.
+        """The job's position in the order of the run's jobs, identical across ranks.
 
-        Infinite if the job never joined.
+        Infinite if the job never joined the run.
         """
         record = self.record
         return float("inf") if record is None or record.number < 0 else record.number
@@ -175,20 +186,20 @@ class JobEngine:
 
     @property
     def history(self) -> list[tuple[int, PyTree]]:
-        """What was logged and read back, with the step."""
+        """The logged metrics that have been read back, each with its step."""
         return self.metrics.history
 
     @property
     def is_only_job(self) -> bool:
-        """Whether the job is its runner's only job, so that nothing runs alongside it.
+        """Whether the job is its runner's only job, so that no other job overlaps with it.
 
-        As of the latest `run_on_all_ranks`, hence the same on all ranks.
+        The value is from the latest `run_on_all_ranks` call, so it's the same on all ranks.
         """
         return self.record is not None and self.record.is_only_job
 
     @property
     def steps_left(self) -> int | None:
-        """How many batches the job's loops still have on this rank; None if unknown."""
+        """How many batches remain in the job's loops on this rank; None if unknown."""
         left = [loop.batches_left for loop in self.loops if not loop.closed]
         return None if None in left else max((n for n in left if n is not None), default=None)
 
@@ -199,39 +210,40 @@ class JobEngine:
 
     @property
     def save_every(self) -> int | None:
-        """The interval, in steps, at which the plain loop saves; None if it doesn't."""
+        """The interval, in steps, at which a plain loop saves; None if there's no interval."""
         return None if self.resumption is None else self.resumption.every
 
     def unsavable_reason(self) -> str:
         """Returns why a restart couldn't resume from the current state; "" if it could."""
         if self.steps_made and self.registry.training is None:
-            return (
-                "the job trains by a `ParameterServer`, which has a state of its own on every rank"
-            )
+            return "the job trains with a `ParameterServer`, whose state differs between ranks"
         if self.latest.step != self.step:
             return "its function neither returned nor saved its latest state"
         if self.latest.is_guess:
             return (
-                "its function changes what its step returns before the next one, and has not said "
-                "what it makes of the latest: assign that to `job.state` in each step"
+                "its function changes what its step returns before the next one, and was stopped "
+                "before it did so for the latest step: assign the state to `job.state` in each step"
             )
         return "" if self.resumption is None else self.resumption.unsavable_reason
 
-    # Its place in the run, and its thread.
+    # Joining the run, and the job's thread.
 
     def make_thread(self) -> JobThread:
         return JobThread(self, self.world.exchange_owner.job_threads)
 
     def attach(self, driver: Driver, record: JobRecord, session: Session | None = None) -> None:
-        """Puts the job into a run that's about to begin, or into one that's in progress.
+        """Adds the job to a run that's about to begin, or to one that's in progress.
 
-        With a session, the job has checkpoints.
+        If a `session` is passed, the job has checkpoints.
         """
         resumption = None if session is None else self._resumption(session)
-        self.driver, self.record, self.resumption = driver, record, resumption
+        self.driver = driver
+        self.record = record
+        self.resumption = resumption
         record.abandon = self._abandon
-        # The driver calls this before any other job can save something that depends on this job's
-        # end.
+        # Another job may wait for this job's end and then save a state that depends on it. So the
+        # driver calls `on_end` before the other job can notice the end, and the mark for this job
+        # is on disk before the other job's checkpoint.
         record.on_end = self._on_end
         if resumption is not None:
             record.on_pause = resumption.mark_paused
@@ -249,16 +261,20 @@ class JobEngine:
     def main(self) -> None:
         """Runs the job's function. This is the body of the job's thread.
 
-        An error becomes the job's failure on all ranks. After the function has ended, waits until
-        the job has ended on every rank.
+        If the function raises an error, the job fails on all ranks. After the function has returned
+        or raised, waits until the job has ended on every rank.
         """
         driver, record = self.running()
         try:
             self._call_function()
+        # A stop ends the function by an exception too, but that isn't a failure.
         except Stopped as stopped:
             self._unwound = True
             forget_locals(stopped)
             driver.job_returned(record)
+        # Catch even `SystemExit` and the like: whatever ends this thread, the other ranks have to
+        # find out, because otherwise they would wait for the job. If another thread has misused the
+        # job's loops, report that, because this error is probably a consequence of it.
         except BaseException as error:
             driver.job_raised(record, self.misuse or error, f"after step {self.step}")
             forget_locals(error)
@@ -267,15 +283,18 @@ class JobEngine:
         self._end_thread(driver, record)
 
     def _call_function(self) -> None:
-        """Runs the job's function in the job's thread, and keeps what it returns."""
+        """Calls the job's function, stores the state that it returns, and saves it."""
         driver, record = self.running()
         result = self._function(self.context, **self._arguments)
         self.running()
+        # The call above raises if another thread has misused the job's loops. The function may have
+        # returned normally even so.
         if result is not None:
             self.latest.set(result, self.step)
         del result
         self.finish_step()
-        # What was logged must not be lost if the process dies after the last save.
+        # Read back the metrics before the last save. A restart resumes after that save, so if the
+        # process died in between, metrics that were still on the device would be lost.
         if self.resumption is not None:
             self.read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
@@ -283,12 +302,14 @@ class JobEngine:
     def _abandon(self) -> NoReturn:
         """Abandons the job's thread, which then sleeps forever.
 
-        Called if the job has ended but its function caught the error and called again.
+        The driver calls this if the job has ended, but its function has caught the exception that
+        should have ended it, and continues to call steps. Python can't end a thread from outside,
+        so all we can do is to let it sleep.
         """
         driver, record = self.running()
         _log.warning(
-            "Job `%s` is over (%s), but its function catches every exception and goes on: its "
-            "thread stays, asleep. Let `except` name what it expects.",
+            "Job `%s` has ended (%s), but its function catches every exception and continues. Its "
+            "thread cannot be ended, and is put to sleep. Catch only the exceptions you expect.",
             self.name,
             describe(record.error) if record.error else JobStatus.STOPPED,
         )
@@ -303,8 +324,8 @@ class JobEngine:
             threading.Event().wait()
 
     def _end_thread(self, driver: Driver, record: JobRecord) -> None:
-        # Close the loops first: their threads may hold batches, and it may take long until the
-        # other ranks end the job.
+        # Close the loops before we wait for the other ranks, because that may take long, and until
+        # then the threads of the loops would keep batches in memory.
         self._close_loops()
         record.done.wait()
         self.close()
@@ -314,26 +335,29 @@ class JobEngine:
         self._give_back_memory()
         status = self._final_status(status)
         self._stop_requested = asked
-        # A job that ends because its whole run was stopped resumes in the next run, so it isn't
-        # marked as done.
+        # If the whole run was stopped, the job should resume in the next run, so it isn't marked as
+        # done. That's different if the user stopped only this job.
         if self.resumption is not None and (status != JobStatus.STOPPED or asked):
             self.resumption.mark_done(status)
 
     def _final_status(self, status: JobStatus) -> JobStatus:
         """Returns the job's status, given the vote's.
 
-        They differ if a `ParameterServer` has stopped the job. Its function exchanges nothing, and
-        after a stop has unwound it, the vote can't tell that from a function that has returned.
+        The vote is wrong in one case, namely if a job that trains with a `ParameterServer` was
+        stopped. Such a job makes no exchanges through the driver, so when a stop ends its function
+        by an exception, it looks to the vote as if the function had returned. Only this rank's
+        thread has caught the exception, so we correct the status here.
         """
         return JobStatus.STOPPED if self._unwound and status == JobStatus.ENDED else status
 
     def _close_loops(self) -> None:
-        """Ends the threads that prepare batches. Doesn't wait for them."""
+        """Ends the prefetching threads. Doesn't wait for them."""
         for loop in self.loops:
             loop.close()
 
     def close(self) -> None:
-        """Ends the job on this rank: reads back what it logged, and drops everything but the state.
+        """Ends the job on this rank: reads back its metrics, and drops all references but the
+        state.
 
         Waits for the device. A second call is a no-op.
         """
@@ -343,8 +367,8 @@ class JobEngine:
         if record is not None:
             status = (record.status and self._final_status(record.status)) or JobStatus.LEFT_OUT
             stopped_early = status == JobStatus.ENDED and self.evaluations.stop_reason
-            # Other threads may read these at any time. So we set the status after the error, and it
-            # never changes.
+            # Other threads may read these attributes at any time. A thread that finds a status may
+            # conclude that the job has ended and read its error, so the error has to be set first.
             self.error = record.error
             self.status = JobStatus.STOPPED_EARLY if stopped_early else status
             self.skipped = self.skipped_steps.before + record.skipped
@@ -352,12 +376,14 @@ class JobEngine:
                 if record.prints_error:
                     self._print_failure(self.error)
                 forget_locals(self.error)
+            # The function may have been ended before it set its latest state.
             if status != JobStatus.ENDED:
                 self.latest.adopt_results()
             self.replicas.finish(status, self.step)
             self.latest.release()
         failure = self.metrics.read_remaining()
-        # If a step failed, the job's own error is more useful than that of reading its metrics.
+        # If a step failed, its metrics can't be read either. Then the step's error is the more
+        # useful one.
         if failure is not None and self.error is None:
             self.unread = failure
         if record is not None:
@@ -368,12 +394,14 @@ class JobEngine:
                 step=self.step,
                 value=self.status,
             )
-        # Free the memory: the arguments hold data and steps, the steps hold their constants, and
-        # the loops may hold a batch.
+        # The user may keep the job for its final state, so drop everything else that uses memory:
+        # the function's arguments contain data and steps, the steps contain constants, and a loop
+        # may still have a batch.
         self.driver = None
         if record is not None:
             record.detach()
-        self._function, self._arguments = _no_function, {}
+        self._function = _no_function
+        self._arguments = {}
         self.registry.forget()
         self.loops = []
         if self.metrics.observer is not None:
@@ -383,7 +411,7 @@ class JobEngine:
         self.done.set()
 
     def _print_failure(self, error: JobError | ExchangeError) -> None:
-        """Prints why the job has left. The run may continue for days before it raises the error."""
+        """Prints why the job failed, because the run may continue for days before it raises."""
         cause = error.__cause__
         if cause is None or self.status == JobStatus.EJECTED:
             print_error(f"jaxcross: {error}")
@@ -395,19 +423,21 @@ class JobEngine:
             print_error(f"{heading}\n{traceback_text(cause)}")
 
     def close_unbegun(self) -> None:
-        """Closes the job after the run broke, if no thread of its own will do that."""
+        """Closes the job after the run has failed, unless the job's own thread will do that."""
         thread = None if self.record is None else self.record.thread
         if thread is None or not thread.is_alive():
             self.close()
 
-    def save_left(self) -> None:
-        """Saves what a stop or a failure left, after the run. Waits for all ranks.
+    def save_after_run(self) -> None:
+        """Saves the state of a job that was stopped or has failed. Waits for all ranks.
 
-        If saving fails, that's only logged, so the reason for which the job ended isn't hidden.
+        Called after the run. If saving fails, we only log that error, because raising it would hide
+        the reason why the job ended.
         """
         record = self.record
-        # Use the record's status, on which all ranks agreed: our own status may differ between
-        # ranks.
+        # Saving communicates, so all ranks must take the same branch here. The status in the
+        # driver's record comes from a vote and is the same on all ranks, whereas `self.status` may
+        # differ (see `_final_status`).
         if record is None or record.status in (None, JobStatus.ENDED):
             return
 
@@ -421,7 +451,7 @@ class JobEngine:
             _log.warning("%s", error)
 
     def at_stop(self) -> StoppedJob:
-        """Returns how far the job was when the run was stopped, and what is saved of it."""
+        """Returns the step at which the run was stopped, and the step of its checkpoint."""
         resumption = self.resumption
         begun, saved = (
             (False, None) if resumption is None else (resumption.begun, resumption.saved_step)
@@ -438,14 +468,14 @@ class JobEngine:
                 self.latest.state, self.step, run_on_all_ranks, unsavable_reason=reason
             )
 
-    # Calls of the job's thread, and requests of any thread.
+    # Calls from the job's own thread, and requests from any thread.
 
     def running(self) -> tuple[Driver, JobRecord]:
         """Returns the run's driver, and its record of the job.
 
         Raises:
-            JobError: The job isn't running, or this is its own thread and another thread iterated
-                over its batches.
+            JobError: The job isn't running. Also raised in the job's own thread if another thread
+                has iterated over the job's batches.
         """
         if self.driver is None or self.record is None:
             raise JobError(
@@ -464,7 +494,8 @@ class JobEngine:
     def _stray_error(self, what: str, done: str) -> JobError | None:
         """Returns the error for a call outside of the job's own thread; None in that thread.
 
-        A call from another thread would receive answers that belong to the job's own.
+        A job can only make one call at a time. If two of its threads waited for the other ranks at
+        the same time, one thread could receive the answer to the other thread's call.
         """
         if self._in_own_thread:
             return None
@@ -477,10 +508,11 @@ class JobEngine:
         )
 
     def ends_stray_loop(self) -> bool:
-        """Whether a loop over batches must end at once because it's in the wrong thread.
+        """Whether a loop over batches must end immediately because it runs in the wrong thread.
 
-        If possible, the job's own thread raises the error, so that the job fails. In the other
-        thread, there may be no caller to catch it, and then it would end the other jobs too.
+        This makes the job fail, but if possible, the error is raised in the job's own thread. In
+        the user's thread there may be no code that catches it, and an uncaught exception in an
+        arbitrary thread would end the whole run, including the other jobs.
 
         Raises:
             JobError: The job's own thread can't raise the error, because the job has ended or
@@ -507,13 +539,15 @@ class JobEngine:
         """
         if self.status is not None:
             return
-        # Another thread may change both attributes while we read them. When a run begins, it sets
-        # `driver` and then `record`; when the job leaves, its own thread clears `driver`. A record
-        # without a driver therefore means that the job has left. That's why we read `record` first:
-        # in the opposite order, the run could begin between the two reads, and we'd drop the
-        # request of a job that has only just started. And we use the values read here, because
-        # `driver` may be None by the next line.
-        record, driver = self.record, self.driver
+        # There's a race here, because another thread may change both attributes while we read them.
+        # When a run begins, it sets first `driver`, then `record`; when the job ends, its own
+        # thread sets `driver` to None. So if there's a record but no driver, we conclude that the
+        # job has ended, and drop the request. For that to be right, we have to read `record` first.
+        # Otherwise the run could begin between the two reads: we'd find no driver yet but a record,
+        # and would drop a request to a job that has only just started. For the same reason we use
+        # local copies, because `driver` may be None by the next line.
+        record = self.record
+        driver = self.driver
         if record is None:
             raise JobError(
                 f"Job `{self.name}` is not running: it can be stopped or paused during "
@@ -523,14 +557,15 @@ class JobEngine:
             driver.request(record, request)
 
     def excuse_start(self) -> None:
-        """Lets the other jobs begin without this one at a joint start. Doesn't wait."""
+        """Lets the other jobs make their first steps without waiting for this job. Doesn't wait."""
         if self.driver is not None and self.record is not None:
             self.driver.excuse_start(self.record)
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane; see `JobContext.run_on_all_ranks`."""
         driver, record = self.running()
-        if error := self._stray_error("`job.run_on_all_ranks` or `job.restore`", "called"):
+        error = self._stray_error("`job.run_on_all_ranks` or `job.restore`", "called")
+        if error is not None:
             raise error
         return driver.run_on_all_ranks(record, label, work)
 
@@ -545,14 +580,16 @@ class JobEngine:
         self.cuts[key] = n_segments
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether this job uses `program`, or one like it, for the first time. Same on every rank.
+        """Whether this job uses `program`, or an equivalent one, for the first time. Same on every
+        rank.
 
         See `StepRegistry.first_use`.
         """
         return self.registry.first_use(program, step)
 
     def agree(self, agreement: Agreement) -> None:
-        """Runs an agreement of all ranks, which also compares `nonfinite`. Waits for all ranks.
+        """Runs a step's agreement, and also compares `nonfinite` between ranks. Waits for all
+        ranks.
 
         Raises:
             JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
@@ -565,10 +602,10 @@ class JobEngine:
         self.run_on_all_ranks(agreement.label, work)
 
     def check_nonfinite(self, control: Control) -> None:
-        """Checks that `nonfinite` is the same on all ranks. Waits for them.
+        """Checks that `nonfinite` is the same on all ranks. Waits for all ranks.
 
         Raises:
-            JobError: On every rank: it differs.
+            JobError: On every rank: the values differ.
         """
         number = get_args(NonFinite).index(self.nonfinite)
         if not all_equal(control, number):
@@ -581,16 +618,17 @@ class JobEngine:
 
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
-        """Returns a context that report and flight recorder show as the compilation of `name`."""
+        """Returns a context that the report and the flight recorder show as compiling `name`."""
         during = self.world.flight.during("compile", job=self.name, step=self.step)
         with self.preparing(), during, self.measure("compile", name):
             yield
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Returns a context in which a step is traced or compiled.
+        """Returns a context for tracing or compiling a step.
 
-        At a joint start, other jobs wait for it.
+        By default, no job makes its first step before all jobs have compiled theirs, so the other
+        jobs wait as long as this context is open.
         """
         _, record = self.running()
         record.preparing += 1
@@ -601,7 +639,7 @@ class JobEngine:
 
     @contextmanager
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
-        """Returns a context whose duration appears in the report; see `JobContext.measure`."""
+        """Returns a context whose duration the report shows; see `JobContext.measure`."""
         check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
         start_ns = time.monotonic_ns()
         busy = self.world.monitor(
@@ -619,7 +657,7 @@ class JobEngine:
             self.note_span(start_ns, kind, label)
 
     def note_span(self, start_ns: int, kind: SpanKind, label: str = "") -> None:
-        """Reports work of the job's thread that began at `start_ns` and ends now."""
+        """Adds work of the job's thread to the report. It began at `start_ns` and ends now."""
         self._listeners.span(
             Span(
                 rank=self.world.rank,
@@ -636,18 +674,21 @@ class JobEngine:
         )
 
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
-        """Runs one call of a `crossover` function. Waits until its last segment is dispatched.
+        """Runs a call of a `crossover` function. Waits until the last segment has been dispatched.
 
         Raises:
-            JobError, ExchangeError: On every rank: the step failed on some rank, and the job has
-                ended.
-            JobError: The last steps were all skipped, and this rank's state isn't finite.
+            JobError, ExchangeError: On every rank: the step failed on some rank, which ends the
+                job.
+            JobError: The latest steps were all skipped, and this rank's state isn't finite.
             ExchangeError: On every rank: a comparison of replicas was due after this step, and they
                 differ.
-            CutError: The job should skip nonfinite steps, but this step doesn't return its state.
+            CutError: `nonfinite` is `skip`, but the step doesn't return the state that would have
+                to be kept.
         """
         driver, record = self.running()
         resumption = self.resumption
+        # This is collective, so `first_run` answers the same on every rank, even if only one of
+        # them has compiled another program.
         if self.registry.first_run(compiled):
             self._book_memory(compiled, leaves)
         graph = self.registry.graph(compiled, step)
@@ -660,12 +701,14 @@ class JobEngine:
         execution.watch(self.nonfinite)
         if leads and resumption is not None:
             self.latest.note_arguments(leaves)
+        # The driver counts skipped steps during the call, so that's how we find out whether this
+        # one was skipped.
         skipped_before = record.skipped
         outputs = driver.call(record, graph, execution, in_step=leads)
         if self.evaluations.running:
-            return outputs  # an evaluation is neither a step nor the job's state
-        # All ranks have committed the call, so from here on, everything that counts steps may count
-        # it.
+            return outputs  # an evaluation doesn't count as a step, and doesn't change the state
+        # The driver returns only once all ranks have committed the call. If the call had failed on
+        # some rank, `driver.call` would have raised. So from here on, it may be counted as a step.
         trains = self.registry.trains(compiled)
         if trains:
             self.step += 1
@@ -692,12 +735,14 @@ class JobEngine:
         return outputs
 
     def _book_memory(self, compiled: Compiled, leaves: Sequence[object]) -> None:
-        """Books the memory that this rank needs to run these executables. Waits for all ranks.
+        """Books the memory that these executables need on this rank. Waits for all ranks.
 
         Raises:
             JobError: On every rank: some rank doesn't have enough memory left.
         """
         driver, record = self.running()
+        # The arguments of the step are included in the program's memory. In addition, the job holds
+        # its state, unless that is an argument, and the batches that are read ahead.
         given = arrays_by_buffer(leaves)
         state, _ = self.latest.newest()
         resting = [
@@ -706,12 +751,15 @@ class JobEngine:
         memory = memory_of(compiled).with_resting(
             sum(nbytes for _, nbytes in resting) + sum(loop.ahead_bytes for loop in self.loops)
         )
-        # Several jobs may use the same array as their first batch, but later they'll be at
-        # different batches. So batches don't count as shared.
+        # Arrays that several jobs hold are counted only once, which would be wrong for batches.
+        # Several jobs may start with the same array as their first batch, but after a few steps,
+        # each of them will use a different batch, and all of these are in memory at the same time.
         batches = frozenset[Hashable]().union(*(loop.first_batch for loop in self.loops))
         need = Need.of(memory, [*compiled.lasting_inputs(leaves), *resting], without=batches)
         remedy = remedies(compiled.program)
         with self.preparing():
+            # Book in the order of the jobs. Otherwise, it would depend on which job compiles faster
+            # which of them still fits.
             driver.start_gate.wait(record.number)
         self.run_on_all_ranks(
             f"memory of `{compiled.program.name}`",
@@ -719,7 +767,7 @@ class JobEngine:
         )
 
     def _give_back_memory(self) -> None:
-        """Gives back what the job has booked, except for its latest state. Doesn't wait."""
+        """Removes the job's bookings. Its latest state still counts. Doesn't wait."""
         self._admission.give_back(self.name, lambda: self.latest.newest()[0])
 
     # State and metrics.
@@ -739,11 +787,14 @@ class JobEngine:
             options.append(f"rank_local={sorted(rank_local)}")
         if check_replicas is not None:
             options.append(f"check_replicas={check_replicas}")
-        # Ranks compare these options by the label, before any file is read according to them.
+        # All calls of `run_on_all_ranks` compare their labels, so we put the options into the
+        # label. This has to happen before we read any files, because the options affect what is
+        # read.
         if options:
             self.run_on_all_ranks(f"restore, {', '.join(options)}", lambda _: None)
         self.rank_local = rank_local
-        resumption, found = self.resumption, None
+        resumption = self.resumption
+        found = None
         if resumption is not None:
             found = resumption.restore(
                 state, self.run_on_all_ranks, local=mode == "local", named=named
@@ -754,11 +805,11 @@ class JobEngine:
             driver, record = self.running()
             driver.resumed(record, self.step)
             if self.world.rank == 0:
-                print_error(f"jaxcross: job `{self.name}` goes on after step {self.step}.")
+                print_error(f"jaxcross: job `{self.name}` resumes after step {self.step}.")
             self.latest.set(found, self.step)
         else:
             if mode != "local":
-                # Ranks compare this label.
+                # The ranks compare the label, so it contains the mode.
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"
                 state = self.run_on_all_ranks(
                     label,
@@ -778,24 +829,25 @@ class JobEngine:
         return self.latest.state if resumption is None else self._resume_status(resumption)
 
     def _resume_status(self, resumption: Resumption) -> PyTree:
-        """Returns the state, unless an earlier run stopped the job for good.
+        """Returns the state, unless the job was stopped by request in an earlier run.
 
-        A job that an earlier run left paused is paused again.
+        If the job was paused at the end of the earlier run, pauses it again.
         """
         stopped, paused = resumption.markers(self.run_on_all_ranks)
         if stopped:
             self.request(JobRequest.STOP)
-            while True:  # until the vote ends the job, which raises in this call
+            while True:  # the next vote ends the job, which raises an exception here
                 self.run_on_all_ranks("it was stopped", lambda _: None)
-        # One rank's request is enough. A second one could arrive after a `resume` and undo it.
+        # A request from one rank is enough. If every rank requested a pause, a late request could
+        # arrive after the user has called `resume`, and would undo it.
         if paused and self.world.rank == 0:
             self.request(JobRequest.PAUSE)
         return self.latest.state
 
     def save(self, state: PyTree) -> None:
-        """Makes `state` the job's state, and saves it if there are checkpoints.
+        """Sets the job's state, and saves it if there are checkpoints; see `JobContext.save`.
 
-        Waits for all ranks then; see `JobContext.save`.
+        If it saves, waits for all ranks.
         """
         self.latest.set(state, self.step)
         self._evaluate()
@@ -804,8 +856,8 @@ class JobEngine:
     def _save(self, state: PyTree) -> None:
         resumption = self.resumption
         if resumption is not None:
-            # A restart resumes after this step, so whatever was logged up to here would be lost
-            # with the process.
+            # A restart resumes after this step and won't log the earlier metrics again. So read
+            # them back and write them to the files before the checkpoint exists.
             self.read_back()
             if self.metrics.observer is not None:
                 self.metrics.observer.saving(self.step)
@@ -818,34 +870,35 @@ class JobEngine:
             self.replicas.saved(self.step, every)
 
     def _evaluate(self) -> bool:
-        """Runs the evaluations that are due. May wait for all ranks.
+        """Runs the evaluations that are due, which may wait for all ranks.
 
         Returns:
-            Whether the state is the best so far.
+            Whether the current state is the best one so far.
         """
         improved = self.evaluations.run(self, self._log_evaluation)
-        # During an evaluation, the latest loop belongs to the evaluation, so it mustn't end because
-        # of what an earlier evaluation decided.
+        # An evaluation may contain loops over batches itself, in which this method is called again.
+        # Those loops mustn't end just because an earlier evaluation has decided to stop training.
         if self.evaluations.stop_reason and not self.evaluations.running:
             self.batch_loops.end_early()
         return improved
 
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
-        # A run that was killed may have logged this evaluation already.
+        # After a restart, the metrics file may already contain this evaluation: the earlier run may
+        # have logged it just before it was killed.
         if self.steps_made == 0:
             self.metrics.drop(self.step, name)
         self.metrics.add(self.step, {name: metrics})
 
     def finish_step(self) -> None:
-        """Runs due evaluations after the latest step, and saves the state if it's the best.
+        """Runs the evaluations that are due, and saves the state if it's the best so far.
 
-        Called once the loop's body has finished.
+        Called when the loop's body has finished for the latest step.
         """
         if self._evaluate():
             self._save(self.latest.state)
 
     def read_back(self) -> None:
-        """Moves everything that was logged so far into `history`. Waits for the device."""
+        """Reads back all metrics that were logged so far. Waits for the device."""
         self.unread = self.metrics.read_remaining() or self.unread
 
     def _note_metrics(self, step: int, values: PyTree) -> None:
@@ -857,18 +910,19 @@ class JobEngine:
 
     @property
     def stopping(self) -> bool:
-        """Whether the job should stop. Ranks are informed one after the other."""
+        """Whether the job should stop. Not all ranks learn this at the same time."""
         driver, record = self.running()
         return driver.stopping(record)
 
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
-        """Counts a step that a parameter server exchanged, and reports its two parts as spans.
+        """Counts a step that used a parameter server, and adds two spans for it to the report.
 
-        The first part is until the push, the second from the push to the end.
+        The first span is the computation before the push; the second one is from the push to the
+        end of the step.
 
         Raises:
-            JobError: The job evaluates, which is only possible if all ranks have made the same
-                number of steps.
+            JobError: The job has evaluations. They require that all ranks make the same number of
+                steps, and with a parameter server, ranks don't.
         """
         if self.evaluations.any:
             raise JobError(
@@ -886,8 +940,8 @@ class JobEngine:
             ("collective", pushed_ns, end_ns, nbytes),
         )
         for segment, (kind, begin_ns, finish_ns, size) in enumerate(parts):
-            # The job has a lane of its own in the report, because no lane orders what its thread
-            # does.
+            # Such a job's thread computes and exchanges on its own rather than through the two
+            # lanes, so the report shows it in an extra lane.
             self._listeners.span(
                 Span(
                     rank=self.world.rank,
@@ -907,7 +961,7 @@ class JobEngine:
 
 @final
 class JobThread(LaneThread):
-    """The thread of a job. The job's function runs in it, and calls its steps only there."""
+    """The thread in which a job's function runs. Steps may only be called in this thread."""
 
     def __init__(self, engine: JobEngine, living: set[threading.Thread]) -> None:
         super().__init__(f"job-{engine.name}", engine.main, living)
@@ -918,8 +972,10 @@ class JobThread(LaneThread):
 class JobDone(threading.Event):
     """An event that's set once a job has ended.
 
-    If a job waits for another job's event, a joint start doesn't wait for the waiting job.
-    Otherwise, the run could deadlock.
+    By default, no job makes its first step until all jobs have compiled theirs. Now suppose that
+    one job's function waits for another job's `done` event before its own first step. Then each of
+    the two would wait for the other one until the time limit of the joint start. So as soon as a
+    job's thread waits for such an event, we let the other jobs start without it.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -932,7 +988,8 @@ class JobDone(threading.Event):
 def forget_locals(error: BaseException | None) -> None:
     """Clears the local variables in an exception's traceback.
 
-    Otherwise, they'd keep a step's arrays alive.
+    The job keeps its error, and the traceback's frames would keep the arrays of the failed step in
+    memory.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -942,4 +999,4 @@ def forget_locals(error: BaseException | None) -> None:
 
 
 def _no_function(*_: object, **__: object) -> None:
-    """Does nothing. Replaces the function of a job that has ended."""
+    """Replaces the function of a job that has ended, so that the function can be freed."""

@@ -1,11 +1,14 @@
-"""Work that a job does every n steps: it evaluates its state and decides whether to stop early.
+"""Runs a job's evaluations every n steps, and decides whether to stop the job early.
 
-All decisions must be the same on every rank, although metrics may differ between ranks, and a
-single rank may make an evaluation. So the ranks first compare their evaluations, and each metric
-that decides something is taken from one rank: the one that made the evaluation, or else rank 0.
+If one rank stopped training and another one didn't, the second one would wait forever for the first
+one to call the next step. But the metrics of an evaluation may differ between ranks, and an
+evaluation may run on a single rank only. So before the first step, the ranks check that they have
+the same evaluations. And if a metric is used for a decision, all ranks use one rank's value: the
+value of the rank that ran the evaluation or, if all ranks ran it, rank 0's.
 
-Decisions must survive a restart too, so checkpoints hold notes: the step of each latest evaluation,
-which isn't repeated, and the best values so far.
+A restarted run must make the same decisions as an uninterrupted one. So each checkpoint contains
+notes about the evaluations: the step at which each of them last ran, so that it isn't repeated, and
+the best metric values so far.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ _BEST, _STOP = "best ", "early stopping "
 
 
 class EvaluatedJob(Protocol):
-    """The part of a job that evaluations use.
+    """The interface that evaluations need from a job.
 
-    Implemented by `JobEngine` and by a member of a `FusedJob`.
+    Both `JobEngine` and the members of a `FusedJob` implement it.
     """
 
     name: str
@@ -53,9 +56,9 @@ class Evaluation:
 
     Attributes:
         name: The name under which its metrics are logged.
-        n_steps: The job's steps from one call to the next.
+        n_steps: The interval between two calls, in steps.
         fn: The function.
-        rank: The only rank that calls it; None if all ranks do.
+        rank: The only rank that calls the function; None if all ranks call it.
     """
 
     name: str
@@ -72,15 +75,18 @@ class Evaluation:
 class Evaluations:
     """The evaluations of one job on one rank.
 
-    Only the job's thread uses them. All decisions are the same on every rank.
+    Only the job's thread uses this object. All decisions are the same on every rank.
 
     Attributes:
-        running: Whether an evaluation is in progress: calls of steps in it aren't steps of the job.
+        running: Whether an evaluation is in progress. Steps that are called during an evaluation
+            don't count as steps of the job.
         stop_reason: Why the job should stop early; "" if it shouldn't.
     """
 
     def __init__(self, job: str, *, rank: int, ranks: int) -> None:
-        self._job, self._rank, self._ranks = job, rank, ranks
+        self._job = job
+        self._rank = rank
+        self._ranks = ranks
         self._every: dict[str, Evaluation] = {}
         self._early: EarlyStopping | None = None
         self._best: Best | None = None
@@ -98,7 +104,7 @@ class Evaluations:
 
         Raises:
             ValueError: The name is taken, or there's no such rank.
-            JobError: The job has begun its loop.
+            JobError: The job's loop has already begun.
         """
         self._check_open("job.every")
         if evaluation.name in self._every:
@@ -113,11 +119,11 @@ class Evaluations:
         self._every[evaluation.name] = evaluation
 
     def stop_early(self, early: EarlyStopping) -> None:
-        """Sets when to stop.
+        """Sets when the job should stop early.
 
         Raises:
-            ValueError: This is set already.
-            JobError: The job has begun its loop.
+            ValueError: This was already set.
+            JobError: The job's loop has already begun.
         """
         self._check_open("job.stop_early")
         if self._early is not None:
@@ -127,25 +133,24 @@ class Evaluations:
         self._early = early
 
     def keep_best(self, metric: str, mode: Mode) -> None:
-        """Sets the metric that decides which state checkpoints keep as the best one."""
+        """Sets the metric by which checkpoints keep the best state."""
         self._best = Best(metric=metric, mode=mode)
 
     def resume(self, notes: Mapping[str, str], *, has_best: bool) -> None:
         """Resumes from a checkpoint's notes.
 
-        `has_best` says whether the best state of that time still exists. If it doesn't, its value
-        doesn't count either.
+        Pass `has_best=False` if the checkpoint with the best state so far is no longer on disk. Its
+        metric is then ignored too. Otherwise, no new state would be kept as the best one until it
+        beats a state that no longer exists.
 
         Raises:
             ValueError: The notes weren't made by `to_notes`.
         """
         self._notes = notes
-        if (
-            has_best
-            and self._best is not None
-            and (text := notes.get(_BEST + self._best.key)) is not None
-        ):
-            self._best = self._best.resumed(text)
+        if has_best and self._best is not None:
+            text = notes.get(_BEST + self._best.key)
+            if text is not None:
+                self._best = self._best.resumed(text)
 
     def _check_open(self, what: str) -> None:
         if self._begun:
@@ -155,11 +160,11 @@ class Evaluations:
             )
 
     def begin(self, job: EvaluatedJob) -> None:
-        """Checks that all ranks have the same evaluations. The first call waits for all ranks.
+        """Checks that all ranks have the same evaluations. Waits for all ranks in the first call.
 
         Raises:
-            JobError: On every rank: the evaluations differ, or none of them could return a metric
-                that decides something.
+            JobError: On every rank: the evaluations differ, or a metric is required that none of
+                them could return.
         """
         if self._begun:
             return
@@ -187,16 +192,17 @@ class Evaluations:
                     "evaluation that could return it. Call `job.every(n, fn, "
                     f"name={metric.partition('/')[0]!r})` before the loop."
                 )
-        self._go_on()
+        self._restore_from_notes()
 
-    def _go_on(self) -> None:
+    def _restore_from_notes(self) -> None:
         for name in self._every:
-            if (step := self._notes.get(_DONE + name, "")).isdecimal():
+            step = self._notes.get(_DONE + name, "")
+            if step.isdecimal():
                 self._done[name] = int(step)
-        if (
-            self._early is not None
-            and (text := self._notes.get(_STOP + self._early.best.key)) is not None
-        ):
+        if self._early is None:
+            return
+        text = self._notes.get(_STOP + self._early.best.key)
+        if text is not None:
             self._early = replace(self._early, best=self._early.best.resumed(text))
             self.stop_reason = self._early.reason(self._done_step(self._early.best.metric))
 
@@ -212,7 +218,7 @@ class Evaluations:
         return {user: decision for user, decision in found.items() if decision is not None}
 
     def _metrics(self) -> Iterator[tuple[str, str]]:
-        """Yields each metric that decides something, and the setting that uses it."""
+        """Yields each metric that's used for a decision, and the setting that uses it."""
         for user, decision in self._decisions.items():
             yield (decision.best if isinstance(decision, EarlyStopping) else decision).metric, user
 
@@ -224,7 +230,7 @@ class Evaluations:
 
     @property
     def any(self) -> bool:
-        """Whether the job evaluates."""
+        """Whether the job has any evaluations."""
         return bool(self._every)
 
     def _due(self, step: int) -> list[Evaluation]:
@@ -235,55 +241,58 @@ class Evaluations:
         ]
 
     def check_step(self, job: EvaluatedJob) -> None:
-        """Checks that the job may make its next step. Waits for all ranks before the first one.
+        """Checks that the job may make its next step. Waits for all ranks before the first step.
 
         Raises:
-            JobError: The job should have stopped early, or an evaluation is overdue.
+            JobError: The job should have stopped early, or it has missed an evaluation.
         """
         self.begin(job)
         if self.stop_reason:
             raise JobError(
-                f"Job `{self._job}` trains on after step {job.step}, where it stopped early: "
+                f"Job `{self._job}` continues after step {job.step}, where it stopped early: "
                 f"{self.stop_reason}. Loops over `job.batches` that were open then have ended: "
                 "take all batches from one of them."
             )
-        if due := self._due(job.step):
+        due = self._due(job.step)
+        if due:
             raise JobError(
-                f"Job `{self._job}` makes its next step and has not made the evaluation "
-                f"`{due[0].name}` of step {job.step}. Evaluations are made when the job asks for "
-                "a batch or saves: take the batches from `job.batches`, or call `job.save`."
+                f"Job `{self._job}` makes its next step but has not run the evaluation "
+                f"`{due[0].name}` of step {job.step}. Evaluations run when the job asks for a "
+                "batch or saves: take the batches from `job.batches`, or call `job.save`."
             )
 
     def run(self, job: EvaluatedJob, log: Callable[[str, PyTree], None]) -> bool:
         """Runs the evaluations that are due after the latest step.
 
-        Waits for all ranks if a single rank makes the evaluation, or if its metrics decide
-        something.
+        Waits for all ranks if the evaluation runs on a single rank, or if one of its metrics is
+        used for a decision.
 
         Args:
             job: The job.
-            log: Called with the name of each evaluation and its metrics.
+            log: Called with the name and the metrics of each evaluation.
 
         Returns:
-            Whether the state is the best so far, for a checkpoint.
+            Whether the state is the best one so far, so that it should be saved.
 
         Raises:
-            JobError: On every rank: the function didn't return a required metric, the function
-                donated the state, or the job hasn't set its state after the latest step.
+            JobError: On every rank: the function didn't return a required metric, or it donated the
+                state, or the job hasn't set its state since its latest step.
             TypeError: The function returned something other than metrics.
         """
         if self.running:
             return False
         self.begin(job)
-        improved, step = False, job.step
+        improved = False
+        step = job.step
         for each in self._due(step):
             self.running = True
             try:
                 values = self._make(each, job)
             finally:
                 self.running = False
-            # `log` can only end the job if a sweep waits in it. A restart then makes this
-            # evaluation again, because it isn't in `_done` yet.
+            # In a sweep with a pruner, `log` waits for the other trials, and may end the job while
+            # it's waiting. In that case, this evaluation isn't recorded as done, so a restart runs
+            # it again.
             if values is not None:
                 log(each.name, values)
             self._done[each.name] = step
@@ -291,7 +300,8 @@ class Evaluations:
         return improved
 
     def _make(self, each: Evaluation, job: EvaluatedJob) -> PyTree:
-        state, known_step = job.latest.state, job.latest.step
+        state = job.latest.state
+        known_step = job.latest.step
         if known_step != job.step or has_deleted(state):
             raise JobError(
                 f"Job `{self._job}`: evaluation `{each.name}` of step {job.step} needs the state, "
@@ -302,7 +312,7 @@ class Evaluations:
         decides = any(each.provides(metric) for metric, _ in self._metrics())
         values = None
         if alone and each.rank == self._rank:
-            with job.measure("host", each.name):  # tells the watchdog that this may take long
+            with job.measure("host", each.name):  # so that the watchdog lets it take long
                 values = self._on_host(each, each.fn(state))
         elif not alone:
             values = each.fn(state)
@@ -350,7 +360,7 @@ class Evaluations:
 
     def _number(self, each: Evaluation, found: Mapping[str, Any], metric: str) -> float:
         try:
-            return float(found[metric])  # `found` has NaN and the infinities as strings
+            return float(found[metric])  # `found` has NaN and infinities as strings
         except (KeyError, TypeError, ValueError):
             user = next(user for name, user in self._metrics() if name == metric)
             raise JobError(
@@ -363,7 +373,7 @@ class Evaluations:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best state so far, if checkpoints keep it."""
+        """The step of the best state so far; None if there is none, or best states aren't kept."""
         return None if self._best is None or self._best.value is None else self._best.step
 
     def to_notes(self) -> dict[str, str]:

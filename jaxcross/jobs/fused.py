@@ -1,13 +1,16 @@
 """`FusedJob`: several plain loops as one job of a run, whose step trains all of them at once.
 
-Its members share the step, but may have different amounts of data. So the job trains in rounds: a
-round takes one batch from each live member at a time until some of them leave, then the next round
-continues with the rest. All ranks have to agree on who leaves, because that changes the step's
-program.
+Fusing can save time if the models are tiny: their steps become a single program, so there's one
+vote per step for all of them. But this program needs a batch for every member, while the members
+may have different amounts of data. So a fused job trains in rounds. In a round, each step takes one
+batch from every member, until at least one member leaves, e.g. because its data has ended. The next
+round trains the remaining members, with a smaller program. Since all ranks must run the same
+program, they agree between two rounds on which members leave.
 
-Which members have run out of data is only found out when a batch is missing, and by then the thread
-of the loop has read ahead in the others. So their sources accept batches back, and the next round
-starts with those.
+We only find out that a member's data has ended when we ask for its next batch and there is none. At
+that point, the prefetching thread has already taken batches from the other members, and they must
+not be lost. So a member's batches can be returned to their source, and the next round starts with
+those.
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ T = TypeVar("T")
 
 States: TypeAlias = tuple[PyTree, ...]
 FusedStep: TypeAlias = Callable[[States, tuple[PyTree, ...]], tuple[States, tuple[PyTree, ...]]]
-"""A step of any number of jobs.
+"""A train step for any number of jobs at once.
 
-It takes a state and a batch of each job, and returns a state and the metrics of each.
+It takes the states and the batches of all jobs, and returns their new states and their metrics.
 """
 
 _END = object()
@@ -52,17 +55,19 @@ _LONGEST_NAME = 40  # characters that fit in a table
 
 @final
 class FusedJob:
-    """Several `Job`s that `jaxcross.run` trains as one. Made by `jaxcross.fuse`.
+    """Several `Job` objects that `jaxcross.run` trains as one job. Created by `jaxcross.fuse`.
 
-    Each member still gets results of its own. A member leaves between two steps, on all ranks
-    alike, if its data end, it stops early, or its data raise an error; the others continue without
-    it. An error in a step or in an evaluation ends all members.
+    After the run, each member has its own state, history and status, as if it had been trained
+    alone. A member leaves the fused job if its data has ended, if it stops early, or if its data
+    has raised an error. It leaves between the same two steps on all ranks, and the other members
+    continue. However, an error in a step or in an evaluation ends all members, because they share
+    the step.
 
     Attributes:
-        name: The name in reports, made from the members' names.
+        name: The name that reports show. It's made from the members' names.
         members: The jobs.
-        errors: Errors of members that failed alone. Complete after the run, and the same on every
-            rank.
+        errors: Errors of members that failed while the others continued. Complete after the run,
+            and the same on every rank.
     """
 
     def __init__(self, members: Sequence[Job], step: FusedStep) -> None:
@@ -78,10 +83,10 @@ class FusedJob:
         self._stand_ins: list[JobStandIn] = []
 
     def _attach(self, job: JobContext) -> None:  # noqa: ARG002
-        """Gives each member results that this job fills in. Called just before the run.
+        """Makes this job provide the members' results. Called just before the run.
 
         Raises:
-            ValueError: A member has a policy for nonfinite values.
+            ValueError: A member's `nonfinite` isn't `ignore`.
         """
         for member in self.members:
             if member.nonfinite != "ignore":
@@ -93,7 +98,7 @@ class FusedJob:
         self._stand_ins = [member._fuse(self.name) for member in self.members]
 
     def _run(self, job: JobContext) -> States:
-        """Trains all members to their ends. This is the function of the runner's job."""
+        """Trains all members until each has ended. This is the function that the runner calls."""
         self._live = [
             _Member(member, stand_in, job._engine)
             for member, stand_in in zip(self.members, self._stand_ins, strict=True)
@@ -122,12 +127,13 @@ class FusedJob:
         return tuple(member.state for member in self.members)
 
     def _train(self, job: JobContext) -> float:
-        """Trains until some members leave, and removes those. Waits for all ranks.
+        """Trains one round: until at least one member leaves. Waits for all ranks.
 
         Returns:
-            The number of examples per step.
+            The number of examples per step in this round.
         """
-        live, examples = self._live, 0.0
+        live = self._live
+        examples = 0.0
         batches = FusedBatches([member.source for member in live])
         states = job.state = tuple(member.job.state for member in live)
         stopped: set[str] = set()
@@ -148,19 +154,20 @@ class FusedJob:
             stopped = {member.name for member in live if member.stops_early(job)}
             if stopped:
                 break
-        close_unread(loop)  # otherwise the thread of an abandoned loop wouldn't end
-        job._engine.left_over = False  # the remaining members use those batches later
+        close_unread(loop)  # otherwise, after `break`, the loop's thread wouldn't end
+        job._engine.left_over = False  # the next round uses the remaining batches
         self._live = self._staying(job, batches, stopped)
         return examples
 
     def _planned_steps(self) -> int | None:
-        """Returns the step at which the last member ends, or None if that's unknown."""
+        """Returns the step at which the last member will end, or None if that's unknown."""
         counts = [number_of_batches(member._batches, member._steps) for member in self.members]
         return None if None in counts else max(count for count in counts if count is not None)
 
     def _staying(self, job: JobContext, batches: FusedBatches, stopped: set[str]) -> list[_Member]:
-        """Returns the members that stay, the same on every rank. Waits for all ranks."""
-        live, mine = self._live, batches.ends()
+        """Returns the members of the next round, the same on every rank. Waits for all ranks."""
+        live = self._live
+        mine = batches.ends()
         ranks = job.run_on_all_ranks("jobs that leave", lambda control: gather(control, mine))
         staying = []
         for member, texts in zip(live, zip(*ranks, strict=True), strict=True):
@@ -171,7 +178,8 @@ class FusedJob:
                 error = explain(member.name, member.step, found)
                 error.__cause__ = member.source.error
                 self.errors.append(error)
-                member.stand_in.status, member.stand_in.error = JobStatus.FAILED, error
+                member.stand_in.status = JobStatus.FAILED
+                member.stand_in.error = error
             if member.name not in stopped and all(text is None for text in texts):
                 staying.append(member)
             else:
@@ -181,12 +189,14 @@ class FusedJob:
         return staying
 
     def _finish(self, job: JobContext) -> None:
-        """Gives each member its results after the run, however the run ended."""
+        """Sets each member's results after the run, no matter how the run ended."""
         state = job.state
-        # The state of members that ended by themselves is already set.
+        # Only the members of the last round still need their state: those that left before have
+        # theirs.
         if self._live and isinstance(state, tuple) and len(state) == len(self._live):
             for member, own in zip(self._live, state, strict=True):
-                member.stand_in.state, member.stand_in.step = own, job.step
+                member.stand_in.state = own
+                member.stand_in.step = job.step
         for member in self._live:
             member.source.close()
         self._live = []
@@ -196,8 +206,9 @@ class FusedJob:
                     stand_in.history.append((step, values[stand_in.name]))
         for stand_in in self._stand_ins:
             if stand_in.status is None:
-                stand_in.status, stand_in.error = job.status, job.error
-            elif job.status == JobStatus.ENDED:  # errors found after the run concern all members
+                stand_in.status = job.status
+                stand_in.error = job.error
+            elif job.status == JobStatus.ENDED:  # an error after the run applies to all
                 stand_in.error = stand_in.error or job.error
             if stand_in.status is not None:  # otherwise the run never began
                 stand_in.done.set()
@@ -211,8 +222,9 @@ class Fusion(Sequence["Job | FusedJob"]):
     `print` shows which jobs are fused, and why.
 
     Attributes:
-        jobs: The jobs. A fused job is at the place of its first member.
-        reasons: One line for each set of jobs that have the same step: why they're fused or not.
+        jobs: The jobs. A fused job is in the position of its first member.
+        reasons: One line for each set of jobs with the same step, which says why they're fused or
+            why not.
     """
 
     jobs: tuple[Job | FusedJob, ...]
@@ -243,14 +255,17 @@ class _Member:
 
     Attributes:
         job: The member's `Job`.
-        stand_in: Receives its results.
-        source: Its batches.
-        latest: Its latest state, for its evaluations.
+        stand_in: Holds the member's results.
+        source: The member's batches.
+        latest: The member's latest state, for its evaluations.
     """
 
     def __init__(self, job: Job, stand_in: JobStandIn, engine: JobEngine) -> None:
-        self.job, self.stand_in, self._engine = job, stand_in, engine
-        self.name, self.step = job.name, 0
+        self.job = job
+        self.stand_in = stand_in
+        self._engine = engine
+        self.name = job.name
+        self.step = 0
         self.source = MemberBatches(job._batches, job._steps)
         self.latest = JobState()
         self._evaluations = Evaluations(job.name, rank=engine.world.rank, ranks=engine.world.size)
@@ -267,17 +282,18 @@ class _Member:
         self._set(state)
 
     def _set(self, state: PyTree) -> None:
-        self.stand_in.state, self.stand_in.step = state, self.step
+        self.stand_in.state = state
+        self.stand_in.step = self.step
         self.latest.set(state, self.step)
 
     def stops_early(self, job: JobContext) -> bool:
-        """Runs the evaluations that are due, and returns whether the job ends here.
+        """Runs the evaluations that are due, and returns whether the member stops early.
 
         May wait for all ranks.
         """
         if not self._evaluations.any:
             return False
-        running = job._engine.evaluations  # evaluations don't count as steps of the fused job
+        running = job._engine.evaluations  # so that steps in an evaluation don't count
         running.running = True
         try:
             self._evaluations.run(self, lambda name, values: job.log({self.name: {name: values}}))
@@ -296,14 +312,14 @@ class _Member:
 class MemberBatches:
     """One job's batches, on the device.
 
-    Only one thread at a time takes batches, but any thread may close the source.
+    Batches may be taken by one thread at a time. Any thread may close the source.
 
     Args:
         data: The batches.
         steps: The number of batches after which to end, if given.
 
     Attributes:
-        error: What `data` raised, if anything. There are no more batches then.
+        error: The error that `data` raised, if any. After an error, there are no more batches.
     """
 
     def __init__(self, data: Iterable[Any], steps: int | None) -> None:
@@ -337,28 +353,31 @@ class MemberBatches:
             return _END
         except Exception as error:  # only this job fails
             error.add_note("raised by the data of the job")
-            self._data, self.error = None, error
+            self._data = None
+            self.error = error
             return _END
         if self._left is not None:
             self._left -= 1
         return batch
 
     def give_back(self, batch: Any) -> None:
-        """Makes `batch` the next one that's taken. A no-op for `_END`."""
+        """Puts `batch` back, so that it's the next one to be taken. A no-op for `_END`."""
         if batch is not _END:
             self._given_back.appendleft(batch)
 
     @property
     def ended(self) -> bool:
-        """Whether there's no further batch. Waits for the user's iterator."""
-        self.give_back(batch := self.take())
+        """Whether there are no more batches. Waits for the user's iterator."""
+        batch = self.take()
+        self.give_back(batch)
         return batch is _END
 
     def close(self) -> None:
-        """Closes the user's iterator, unless it came to its end. Doesn't wait.
+        """Closes the user's iterator, unless it's exhausted. Doesn't wait.
 
-        If a step fails while the next batch is being read, another thread is inside the iterator. A
-        running generator can't be closed, so that thread closes it afterwards.
+        If a step fails, the prefetching thread may be reading the next batch at this moment, so the
+        user's iterator is running in that thread. Python doesn't allow us to close a generator
+        while it's running. So that thread will close the iterator itself, once it has its batch.
         """
         self._closing = True
         self._close_unless_taking()
@@ -379,16 +398,17 @@ class MemberBatches:
 class FusedBatches(Iterator[tuple[Any, ...]]):
     """Takes one batch from each source at a time, until one of them has none.
 
-    It's meant for `JobContext.batches`, whose thread reads ahead.
+    The iterator to pass to `JobContext.batches`, which reads ahead in a separate thread.
     """
 
     def __init__(self, sources: Sequence[MemberBatches]) -> None:
         self._sources = tuple(sources)
         self._undelivered: deque[tuple[Any, ...]] = deque()
-        self._left = threading.Event()  # set once the thread that reads ahead has ended
+        self._left = threading.Event()  # set once the prefetching thread has ended
 
     def __next__(self) -> tuple[Any, ...]:
-        # We take from all sources even if one has ended, to find all that end together.
+        # Take a batch from every source even if one of them has none. Several sources may end at
+        # the same step, and their members should leave together.
         batches = tuple(source.take() for source in self._sources)
         if any(batch is _END for batch in batches):
             self._give_back(batches)
@@ -397,19 +417,20 @@ class FusedBatches(Iterator[tuple[Any, ...]]):
         return batches
 
     def delivered(self) -> None:
-        """Records that the loop has received the earliest undelivered batches."""
+        """Records that the loop has received the oldest batches that were read ahead."""
         self._undelivered.popleft()
 
     def close(self) -> None:
-        """Records that the thread has taken its last batch. The thread calls this when it ends."""
+        """Records that the prefetching thread has taken its last batch. That thread calls this."""
         self._left.set()
 
     def ends(self) -> list[str | None]:
-        """Returns how each source ended: None if it has more batches, otherwise its error's text.
+        """Returns, for each source, None if it has more batches, and otherwise how it ended.
 
-        The text is "" if the source just has no more batches. Call this once, after the loop. It
-        waits for the loop's thread, and gives back the batches that the thread took but the loop
-        didn't receive.
+        If a source has ended because its data raised an error, the result is a description of that
+        error; if its data was merely exhausted, it's an empty string. Call this once, after the
+        loop has ended. It waits until the prefetching thread has ended too, and returns the batches
+        that this thread has read ahead to their sources.
         """
         self._left.wait()
         while self._undelivered:

@@ -1,9 +1,11 @@
 """Tracks the latest state of a job, so that it's available however the job ends.
 
-A job's function runs `state, metrics = step(state, batch)` in some form, and may be stopped between
-the step's commit and the moment at which it tells us the new state. By then, the step may have
-donated the old state. So besides the state that the function set, we keep the results of the latest
-committed step and find the state among them by its structure, shapes and types.
+Suppose that a job is stopped right after `state, metrics = step(state, batch)`, before its function
+has assigned the new state to `job.state`. The state that we know is then one step old, and its
+arrays are probably gone, because the step has donated them. Only the step's results contain the new
+state. So we keep the results of the latest committed step as well. If the job's function doesn't
+get to set its state, we search these results for a part that has the structure, shapes and types of
+the state that it set last.
 """
 
 from __future__ import annotations
@@ -23,22 +25,23 @@ _copy_array = jax.jit(jnp.copy)  # dispatches in 13 us per scalar; `jnp.copy` ta
 
 
 class JobState:
-    """A job's state as its function last set it, and its latest committed step's results.
+    """The state that a job's function has last set, and the results of its latest committed step.
 
-    Only the job's thread changes this object, and after that thread the runner does. However, once
-    a vote has ended the job, another job's exchange lane may call `newest` at the same time, to
-    find out how much memory this job still holds. That's why the results are a single attribute
-    that's read once, and why `release` is called only after the state has been set.
+    This object is changed only by the job's thread and, after that thread has ended, by the runner.
+    However, once a vote has ended the job, the exchange lane may call `newest` concurrently, to
+    find out how much memory the job still holds. Without a lock, the two are safe for two reasons:
+    the results are stored in a single attribute that `newest` reads only once, and `release` is
+    called only after the state has been set.
 
-    Only references to one step's results are held, so arrays that the next step donates are deleted
-    here too. The results are held as leaves, because the job's function may write into the dicts
-    and NNX states around them.
+    We hold references to the results rather than copies. So once the next step donates an array,
+    it's gone here too. We store the results as a flat list of leaves, because the job's function
+    may modify the dicts and NNX states that contain them.
 
     Attributes:
         state: The state that the job restored, saved or returned.
-        is_guess: Whether `state` is taken from a step's results although the job's function is
-            known to change results before the next step. It may have been about to change these
-            too.
+        is_guess: Whether `state` might be wrong. That's the case if it was taken from a step's
+            results, and we have seen that the job's function changes the results before it passes
+            them to the next step. It may have been about to change these results as well.
     """
 
     __slots__ = (
@@ -55,10 +58,10 @@ class JobState:
     def __init__(self) -> None:
         self.state: PyTree = None
         self.is_guess = False
-        self._changed = False  # whether the function changes results before the next step
+        self._changed = False  # whether the function changes results before it passes them on
         # The structure of the results to which `_part` belongs.
         self._kind = jax.tree.structure(None)
-        # Which leaves of the results correspond to the state; None if unknown.
+        # Which leaves of the results are the state; None if unknown.
         self._part: slice | None = None
         self._state_step = 0
         self._results = jax.tree.flatten(None)
@@ -66,24 +69,25 @@ class JobState:
 
     @property
     def step(self) -> int:
-        """The number of steps after which `state` was set."""
+        """How many steps had been made when `state` was set."""
         return self._state_step
 
     def set(self, state: PyTree, step: int) -> None:
-        """Sets the state that the job's function has after `step` steps."""
-        self.state, self._state_step, self.is_guess = state, step, False
+        """Sets the state of the job's function after `step` steps."""
+        self.state = state
+        self._state_step = step
+        self.is_guess = False
 
     def note_arguments(self, arguments: Sequence[object]) -> None:
-        """Finds out whether the function passes the latest results to the next step unchanged."""
+        """Checks whether the function passes the latest results to the next step unchanged."""
         leaves, structure = self._results
         if self._changed or not leaves or self._state_step == self._results_step:
             return
-        # We search only once per structure, because this runs before every step.
+        # This runs before every step, so we search for the state only if the results have a new
+        # structure.
         if structure != self._kind:
-            self._kind, self._part = (
-                structure,
-                self._part_like_state(jax.tree.unflatten(structure, leaves)),
-            )
+            self._kind = structure
+            self._part = self._part_like_state(jax.tree.unflatten(structure, leaves))
         if self._part is None:
             return
         given = set(map(id, arguments))
@@ -102,17 +106,18 @@ class JobState:
         return slice(start, start + len(jax.tree.leaves(found)))
 
     def note_results(self, results: PyTree, step: int) -> None:
-        """Records the results of a call that all ranks committed, after `step` steps."""
-        # The results of another function aren't the state, unless the training step's results were
-        # donated to it.
+        """Records the results of a call that all ranks have committed, after `step` steps."""
+        # If a function other than the training step was called, e.g. to evaluate, its results don't
+        # contain the state. It's different if the training step's results were donated to it: then
+        # the state can only be in the new results.
         if step > self._results_step or has_deleted(self._results[0]):
             self._results = jax.tree.flatten(results)
             self._results_step = step
 
     def newest(self) -> tuple[PyTree, int]:
-        """Returns the newest known state that hasn't been donated, and its number of steps.
+        """Returns the newest state that hasn't been donated, and the number of steps it has.
 
-        That's either `state` or the state after the last committed step.
+        That's either `state` or the state in the latest committed step's results.
         """
         leaves, structure = self._results
         if leaves and (self._state_step < self._results_step or has_deleted(self.state)):
@@ -122,9 +127,9 @@ class JobState:
         return self.state, self._state_step
 
     def adopt_results(self) -> None:
-        """Sets `state` to the one after the last committed step.
+        """Sets `state` to the state after the latest committed step.
 
-        For a job whose function ended before it set that state itself.
+        Call this if the job's function may have ended before it set that state itself.
         """
         state, step = self.newest()
         is_guess = self._changed and state is not self.state
@@ -139,8 +144,9 @@ class JobState:
 def select_state(state: PyTree, results: PyTree) -> PyTree:
     """Returns the part of a step's results that corresponds to `state`.
 
-    If the results are a tuple, that's its only element with the structure, shapes and element types
-    of `state`. If no element or more than one matches, all of `results` is returned.
+    If a step returns a tuple such as `(state, metrics)`, we return the element that has the same
+    structure, shapes and element types as `state`. If none of the elements or more than one has
+    these, or if the results aren't a tuple, we return all of `results`.
     """
     if (
         state is not None
@@ -153,9 +159,9 @@ def select_state(state: PyTree, results: PyTree) -> PyTree:
 
 
 def holds_state(state: PyTree, results: PyTree) -> bool:
-    """Whether a function's results contain an array for each one of `state`, in any order.
+    """Whether the results contain all arrays of `state`, judging by shape and type, in any order.
 
-    The results of a training step do.
+    If so, the function is probably a training step, which returns the new state.
     """
     wanted, found = (
         Counter(map(_shape_and_type, jax.tree.leaves(tree))) for tree in (state, results)
@@ -164,7 +170,7 @@ def holds_state(state: PyTree, results: PyTree) -> bool:
 
 
 def own_copy(state: T) -> T:
-    """Returns a copy of `state` that shares no array with it. Doesn't wait for the copies."""
+    """Returns a copy of `state` that shares no arrays with it. Doesn't wait for the device."""
     return jax.tree.map(_copy, state)
 
 
@@ -175,7 +181,7 @@ def _copy(leaf: PyTree) -> PyTree:
 
 
 def has_deleted(tree: PyTree) -> bool:
-    """Whether an array of the tree was donated."""
+    """Whether any array in the tree has been donated."""
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""How much memory jobs need together on a shared device, and how much a rank may use."""
+"""Computes how much memory several jobs need on a shared device, and how much a rank may use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 _GROUPS = "/sys/fs/cgroup"
 _MOST = 2**60
-_NO_LIMIT = 2**60  # version 1 of control groups reports a huge number if there is no limit
+_NO_LIMIT = 2**60  # without a limit, cgroups v1 reports a huge number
 
 
 PROCESS_BYTES = 32_000_000
-"""Bytes that we assume a rank on CPUs needs besides its arrays, for MPI, threads and matrix
-products. We measured 23 to 36 MB if the largest matrix has 67 MB, and about 7 MB if it has 17 MB
-(`benchmarks/memory.py --booked`).
+"""Our estimate of the memory that a rank on CPUs needs in addition to its arrays, in bytes: for
+MPI, threads, and the buffers of matrix products. We measured 23 to 36 MB when the largest matrix
+had 67 MB, and about 7 MB when it had 17 MB (`benchmarks/memory.py --booked`).
 """
 
 
@@ -33,11 +33,11 @@ class JobMemory:
     """The memory of one job on one rank.
 
     Attributes:
-        peak_bytes: Bytes in use at the peak of a step, arguments included.
-        boundary_bytes: The most bytes that stay in use between two segments, while another job's
-            segment may run.
-        exchange_temporary_bytes: The most bytes of temporaries that any of its exchange segments
-            needs.
+        peak_bytes: The most bytes in use at any time in a step, including its arguments.
+        boundary_bytes: The most bytes that stay in use between two segments of a step, when a
+            segment of another job may run.
+        exchange_temporary_bytes: The most bytes that any of its exchange segments needs for
+            temporary arrays.
 
     Raises:
         ValueError: A number is negative, too large, or not a whole number.
@@ -55,7 +55,7 @@ class JobMemory:
 
     @classmethod
     def largest(cls, several: Sequence[JobMemory]) -> Self:
-        """Returns the maximum of each field, for a job that runs several programs in turn."""
+        """Returns the maximum of each field, for a job that alternates between several programs."""
         return cls(
             **{
                 field.name: max(getattr(each, field.name) for each in several)
@@ -64,17 +64,17 @@ class JobMemory:
         )
 
     def with_resting(self, nbytes: int) -> JobMemory:
-        """Returns the memory of the job if it keeps `nbytes` more bytes in use all the time."""
+        """Returns the memory of the job if it also keeps another `nbytes` in use the whole time."""
         return replace(
             self, peak_bytes=self.peak_bytes + nbytes, boundary_bytes=self.boundary_bytes + nbytes
         )
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Reads the dict that `dataclasses.asdict` made of a `JobMemory`.
+        """Creates a `JobMemory` from the dict that `dataclasses.asdict` returns for one.
 
         Raises:
-            ValueError: `data` is something else.
+            ValueError: `data` isn't such a dict.
         """
         if not isinstance(data, dict) or data.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
@@ -84,7 +84,7 @@ class JobMemory:
 
 
 def needed_bytes(jobs: Sequence[JobMemory]) -> int:
-    """Returns the bytes that these jobs need together on one rank; 0 for no jobs."""
+    """Returns the bytes that these jobs need in total on one rank, or 0 if there are none."""
     if not jobs:
         return 0
     return int(needed_by_groups(np.array([astuple(job) for job in jobs]).T))
@@ -93,25 +93,29 @@ def needed_bytes(jobs: Sequence[JobMemory]) -> int:
 def needed_by_groups(memory: npt.NDArray[Any]) -> Any:
     """Returns the bytes that each of several groups of jobs needs on a rank.
 
-    The device computes one segment at a time. So only one job is at its peak, while each of the
-    others holds what it keeps between two segments. The exchange lane runs at the same time and
-    adds the temporaries of one exchange.
+    If we added up the jobs' peaks, we'd need far more memory than the jobs ever use at the same
+    time. The device computes one segment at a time, so only one job can be at its peak. All others
+    are between two segments, and only need the values that they keep there. In addition, the
+    exchange lane runs one exchange at the same time, which needs its temporary arrays. So the sum
+    of these three is enough, with the worst case for the job that is at its peak and for the
+    exchange.
 
     Args:
-        memory: The fields of `JobMemory` along the first axis, the jobs of a group along the last
-            axis, and any number of axes in between. Zeros stand for an empty place in a group.
+        memory: An array of shape (3, ..., jobs), whose first axis has the fields of `JobMemory` in
+            their order. The axes in between are the groups. If a group has fewer jobs than others,
+            fill it up with zeros.
     """
     peak, boundary, temporary = memory
     return (peak - boundary).max(-1) + boundary.sum(-1) + temporary.max(-1)
 
 
 def as_bytes(size: int | str) -> int:
-    """Returns the number of bytes that a text such as `80GB` or `512 MiB` states.
+    """Parses a size such as `80GB` or `512 MiB`, and returns it in bytes.
 
-    Returns numbers unchanged.
+    A number is returned unchanged.
 
     Raises:
-        TypeError: `size` is neither a text nor a whole number.
+        TypeError: `size` is neither a string nor a whole number.
         ValueError: The text isn't a size, or the size isn't above 0.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
@@ -133,11 +137,11 @@ def as_bytes(size: int | str) -> int:
 
 
 def memory_limit(memory: int | str | None) -> int | None:
-    """Returns the argument `memory` in bytes; None if it sets no limit.
+    """Returns the argument `memory` in bytes, or None if it's None.
 
     Raises:
-        TypeError: `memory` is neither a whole number nor a text.
-        ValueError: The text isn't a size, or the size isn't above 0.
+        TypeError: `memory` is neither a whole number nor a string.
+        ValueError: The string isn't a size, or the size isn't above 0.
     """
     if memory is None:
         return None
@@ -148,14 +152,15 @@ def memory_limit(memory: int | str | None) -> int | None:
 
 
 def device_limit_bytes(device: Any, ranks: int) -> int | None:
-    """Returns the bytes of arrays that a rank may hold; None if unknown. Does not communicate.
+    """Returns how many bytes of arrays a rank may hold; None if unknown. Doesn't communicate.
 
-    This is the device's own limit. On CPUs it is this rank's share of the machine's memory, or of
-    its control group's limit if that is lower.
+    An accelerator reports its own limit. On CPUs, the ranks of a host share its memory, so the
+    limit is this rank's share of it. In a container, the control group's limit may be lower than
+    the machine's memory; then it's this rank's share of that limit.
 
     Args:
         device: The rank's JAX device.
-        ranks: Number of ranks on its host.
+        ranks: The number of ranks on the same host.
     """
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
@@ -168,13 +173,13 @@ def device_limit_bytes(device: Any, ranks: int) -> int | None:
 
 
 def group_limits(groups: str, root: Path) -> list[int]:
-    """Returns the memory limits of a process's control groups and all their parents.
+    """Returns the memory limits of a process's control groups, including all parent groups.
 
-    Supports both versions of control groups.
+    Supports both version 1 and version 2 of control groups.
 
     Args:
-        groups: Content of `/proc/self/cgroup`.
-        root: Where control groups are mounted.
+        groups: The content of `/proc/self/cgroup`.
+        root: The folder where control groups are mounted.
     """
     limits = []
     for line in groups.splitlines():
@@ -185,10 +190,11 @@ def group_limits(groups: str, root: Path) -> list[int]:
             (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         )
         folder = top / path.lstrip("/")
-        # In a container, the path may be the host's, which isn't mounted. The loop then still
-        # reaches the root, which holds the container's limit.
+        # In a container, `/proc/self/cgroup` may contain a path of the host that doesn't exist
+        # inside the container. So we don't stop at folders that are missing: the loop continues up
+        # to the root of the mount, and there it finds the container's limit.
         for place in (folder, *folder.parents):
             if place.is_relative_to(top):
-                with suppress(OSError, ValueError):  # no such file, or one without a limit: "max"
+                with suppress(OSError, ValueError):  # there's no such file, or it says "max"
                     limits.append(int((place / name).read_text()))
     return [limit for limit in limits if limit < _NO_LIMIT]

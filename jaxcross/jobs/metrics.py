@@ -1,7 +1,10 @@
-"""Stores logged metrics. Logging never waits.
+"""Stores logged metrics. Logging doesn't wait for the device.
 
-`log` copies the metrics on the device. They're read back once they're computed, either by a later
-`log` or at the end. The copies are needed because the next step may donate what was logged.
+When `log` is called, the metrics usually haven't been computed yet, because JAX runs computations
+asynchronously. If we read their values right away, every step would wait for the device. So `log`
+only makes a copy of the metrics on the device. A later call of `log`, or the end of the job, reads
+the values back once they have been computed. We need the copy because the next step may donate the
+logged arrays before that.
 """
 
 from __future__ import annotations
@@ -26,19 +29,20 @@ Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's 
 
 
 BeginFiles: TypeAlias = Callable[..., list[dict[str, Any]]]
-"""`MetricFiles.begin` for a job on rank 0. On other ranks, it returns no lines."""
+"""On rank 0, `MetricFiles.begin` for one job. On other ranks, a function that returns no lines."""
 
 
 class MetricLog:
     """One job's metrics.
 
     Args:
-        listen: Called with each step and its metrics, once they're read back.
-        begin_files: Truncates the files of metrics to the restored step, if there are files.
+        listen: Called with the step and the metrics of each `log` call, once they have been read
+            back.
+        begin_files: Truncates the metrics files to the restored step. None if there are no files.
 
     Attributes:
-        observer: Follows the job, if it's a trial of a sweep. Called with what is logged, before
-            it's read back.
+        observer: If the job is a trial of a sweep, the object that follows it for the sweep. It
+            receives the metrics when they're logged, before they're read back.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class MetricLog:
         self._pending: deque[tuple[int, PyTree]] = deque()
 
     def begin(self, step: int, run_on_all_ranks: RunOnAllRanks | None) -> None:
-        """Starts the files after this step, with the lines of earlier runs.
+        """Prepares the metrics files to continue after this step, keeping earlier runs' lines.
 
         Args:
             step: The last step of earlier runs.
-            run_on_all_ranks: Given if earlier runs made steps. Then, their lines are also added to
-                `history`, and this waits for all ranks.
+            run_on_all_ranks: Pass it if earlier runs made any steps. Rank 0 then sends the lines of
+                these runs to all ranks, which add them to `history`. This waits for all ranks.
         """
         if self._begin_files is None:
             return
@@ -70,9 +74,10 @@ class MetricLog:
                 self.observer.restored(len(lines))
 
     def drop(self, step: int, evaluation: str) -> None:
-        """Removes an evaluation's metrics of this step, which will be logged again.
+        """Removes the metrics of an evaluation at this step, because they will be logged again.
 
-        Without files of metrics, earlier runs have left nothing to remove.
+        If there are no metrics files, there's nothing to remove, because no metrics of earlier runs
+        exist.
         """
         if self._begin_files is None:
             return
@@ -88,10 +93,10 @@ class MetricLog:
             self.observer.restored(more)
 
     def add(self, step: int, metrics: PyTree) -> None:
-        """Stores a copy, and reads back earlier metrics that are computed by now. Doesn't wait.
+        """Stores a copy, and reads back earlier metrics if they have been computed. Doesn't wait.
 
         Raises:
-            TypeError: A leaf is traced.
+            TypeError: A leaf is a tracer, so the call is inside of `jax.jit` or a step.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metrics)):
             raise TypeError(

@@ -1,8 +1,10 @@
-"""`run`: a `Runner` for jobs that are the plain loop `state, metrics = step(state, batch)`.
+"""The `run` function: runs jobs that are the plain loop `state, metrics = step(state, batch)`.
 
-`Job` is one such loop. It exists before its run and outlives it, whereas a `JobContext` belongs to
-one runner. So a `Job` delegates to whatever currently has its results: a `JobStandIn` before the
-run or in a fused job, and the run's `JobContext` otherwise.
+The user creates a `Job` object for each such loop before the run, and reads the results from it
+during and after the run. A `JobContext`, however, belongs to a single runner, so it exists only
+once the run has begun. Therefore a `Job` object stores no results itself. It delegates to another
+object: before the run, and if the job is fused with others, that's a `JobStandIn`; otherwise, it's
+the `JobContext` of the run.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
         The report, which is the same on every rank.
 
     Raises:
-        TypeError: `jobs` aren't all instances of `Job`, or an argument has the wrong type.
-        ValueError: Two jobs take batches from the same iterator, or you passed `checkpoints`
-            together with jobs that `fuse` has fused.
-        Exception: As `Runner` and `Runner.run` do.
+        TypeError: `jobs` isn't a list of `Job` objects, or another argument has the wrong type.
+        ValueError: Two jobs take their batches from the same iterator, or you passed `checkpoints`
+            together with fused jobs, which can't be saved.
+        Exception: Any other error that `Runner` or `Runner.run` raises.
 
     Example:
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
@@ -87,28 +89,28 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
 class Job:
     """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
 
-    It has the attributes and methods of `JobContext`, with the same meaning, except for those that
-    only a job's function can use: `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and
-    `measure`. Whatever the documentation of `JobContext` says about a job's function applies to the
-    plain loop.
+    A `Job` has the same attributes and methods as `JobContext`, and they have the same meaning. The
+    exceptions are the methods that make sense only inside of a job's function, which `Job` doesn't
+    have: `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and `measure`. Where the
+    documentation of `JobContext` says what the job's function does, the plain loop does the same.
 
     Attributes:
         name: The job's name, unique among the jobs.
-        state: The latest state. Until the run has restored the state, this is the initial one.
-            Identical on all ranks for data-parallel steps.
-        step: How many steps the job has made, counted as in `JobContext.step`: a step that
-            exchanges nothing doesn't count.
-        history: `(step, metrics)` of each step whose metrics have been read back; complete after
-            the run.
+        state: The latest state. Until the run has restored a state, this is the initial one. For
+            data-parallel steps, it's identical on all ranks.
+        step: How many steps the job has made. As in `JobContext.step`, calls of a step that
+            exchanges nothing aren't counted.
+        history: A list of `(step, metrics)` pairs, one per step whose metrics have been read back.
+            It's complete after the run.
         examples_per_step: How many examples all ranks together use per step.
-        unit: What reports call an example.
+        unit: The word that reports use for an example.
         nonfinite: What to do with a step whose exchanged values aren't all finite.
-        rank_local: Names of the leaves of which each rank has its own version.
-        status: How the job ended; None before that.
+        rank_local: Names of the leaves whose values differ between ranks on purpose.
+        status: How the job ended; None while it hasn't.
         error: The reason, if the job failed or was ejected.
         done: An event that's set once the job has ended and `state` and `history` are final:
             `job.done.wait()`.
-        skipped: How many of the job's steps kept the state.
+        skipped: How many of the job's steps were skipped, i.e. left the state unchanged.
         paused: Whether the job is paused on all ranks.
 
     Args:
@@ -116,22 +118,22 @@ class Job:
         step: A `crossover` step that returns `(state, metrics)`.
         state: The initial state, identical on all ranks unless `mode` says otherwise.
         batches: This rank's batches.
-        steps: Ends the loop after this many steps. Otherwise, it ends with the shortest rank's
-            data.
+        steps: Ends the loop after this many steps, or earlier if a rank runs out of data. If None,
+            the loop ends when the first rank runs out of data.
         nonfinite: What to do with a step whose exchanged values aren't all finite: `ignore`,
             `raise`, `skip` or `eject`; see `JobContext.nonfinite`.
-        mode: `check` compares the ranks' initial states, `broadcast` takes rank 0's, and `local`
-            lets each rank have its own values, e.g. dropout keys; see `JobContext.restore`. The
-            same on every rank.
-        rank_local: Names of leaves of which each rank has its own version, such as a data mask; see
+        mode: With `check`, the ranks compare their initial states; with `broadcast`, all ranks use
+            rank 0's; with `local`, each rank keeps its own, e.g. for dropout keys. See
             `JobContext.restore`. The same on every rank.
+        rank_local: Names of leaves whose values differ between ranks on purpose, such as a data
+            mask; see `JobContext.restore`. The same on every rank.
         check_replicas: Compare the ranks' copies of the state at this interval, in steps, and fail
             on every rank if they differ; see `JobContext.restore`. The same on every rank.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `name` is empty, `steps` is below 0, `nonfinite` or `mode` isn't one of its
-            words, or `check_replicas` isn't a whole number of at least 1.
+        ValueError: `name` is empty, `steps` is below 0, `nonfinite` or `mode` isn't one of the
+            values above, or `check_replicas` isn't a whole number of at least 1.
     """
 
     __slots__ = (  # so that a misspelt attribute is an error
@@ -167,16 +169,19 @@ class Job:
         check_choice(mode, RestoreMode, f"`mode` of job `{name}`")
         self.name = name
         self.rank_local = checked_names(f"`rank_local` of job `{name}`", rank_local)
-        self._function, self._batches, self._steps = step, batches, steps
+        self._function = step
+        self._batches = batches
+        self._steps = steps
         self._mode: RestoreMode = mode
         self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
         self._shown: dict[str, Any] = {}  # `examples_per_step` and `unit`, if the user has set them
-        # Provides status, error and settings, and takes requests: a `JobStandIn` until just before
-        # the run, then the context of the run.
+        # This object has the job's status, error and settings, and receives requests. It's a
+        # `JobStandIn` until just before the run, then the context of the run.
         self._face: JobStandIn | JobContext = JobStandIn(name, state, nonfinite=nonfinite)
-        # Provides state, steps and history: a `JobStandIn` until the run has restored the state,
-        # then the context of the run.
+        # This object has the job's state, steps and history. It's replaced by the context later
+        # than `_face`: when a run begins, the context has no state until one is restored, and until
+        # then, users should still see the initial state.
         self._results: JobStandIn | JobContext = self._face
 
     def __repr__(self) -> str:
@@ -337,7 +342,7 @@ class Job:
         return begun and not face.done.is_set()
 
     def _attach(self, job: JobContext) -> None:
-        """Delegates to `job`, whose function is `_run`, from now on. Called just before the run."""
+        """Delegates to `job`, the job that runs `_run`, from now on. Called just before the run."""
         if self._in_run:
             raise JobError(
                 f"Job `{self.name}` is in a run already. Wait for its end (`job.done.wait()`), or "
@@ -346,15 +351,18 @@ class Job:
         before = self._face
         self._face = job
         job.nonfinite = before.nonfinite
-        if not before.done.is_set():  # another thread may already wait for this event
+        if not before.done.is_set():  # another thread may already be waiting for it
             job._engine.done = before.done
         for name, value in self._shown.items():
             setattr(job, name, value)
 
     def _fuse(self, into: str) -> JobStandIn:
-        """Delegates to a new `JobStandIn`, which the fused job `into` fills in, from now on.
+        """Delegates to a new `JobStandIn` from now on, whose results come from a fused job.
 
         Called just before the run.
+
+        Args:
+            into: The name of the fused job.
         """
         stand_in = JobStandIn(
             self.name, self.state, nonfinite=self._face.nonfinite, fused_into=into
@@ -365,7 +373,7 @@ class Job:
         return stand_in
 
     def _run(self, job: JobContext) -> Any:
-        """Trains the job to its end. This is the function of the runner's job."""
+        """Trains the job to its end. This is the function that the runner calls."""
         job.restore(
             self.state,
             mode=self._mode,
@@ -397,12 +405,12 @@ class Job:
 
 @final
 class JobStandIn:
-    """Stands in for a `Job`'s `JobContext` before the run, and if a fused job trains it.
+    """Replaces the `JobContext` of a `Job` before the run, and while a fused job trains it.
 
     Attributes:
-        fused_into: The name of the fused job that trains it; "" before any run.
+        fused_into: The name of the fused job that trains this job; "" before the run.
 
-    The other attributes are those of `JobContext`.
+    The other attributes are the same as in `JobContext`.
     """
 
     paused = False
@@ -433,7 +441,7 @@ class JobStandIn:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Refuses a request, unless the job has ended, so that the request comes too late."""
+        """Raises the error for a request. If the job has ended already, ignores the request."""
         if self.status is not None:
             return
         if self.fused_into:
@@ -448,17 +456,17 @@ class JobStandIn:
 
 
 def check_batches_apart(jobs: Iterable[Job]) -> None:
-    """Checks that no two jobs take batches from the same iterator.
+    """Checks that no two jobs take their batches from the same iterator.
 
     Raises:
-        ValueError: Two jobs do.
+        ValueError: Two jobs have the same iterator.
     """
     seen: dict[int, str] = {}
     for job in jobs:
-        if (
-            isinstance(job._batches, Iterator)
-            and (other := seen.setdefault(id(job._batches), job.name)) != job.name
-        ):
+        if not isinstance(job._batches, Iterator):
+            continue
+        other = seen.setdefault(id(job._batches), job.name)
+        if other != job.name:
             raise ValueError(
                 f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each "
                 "batch would go to one of them, to whichever asks first. Give each job its own."

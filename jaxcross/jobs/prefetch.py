@@ -1,13 +1,14 @@
-"""Prepares a job's batches ahead of time, in a thread alongside both lanes.
+"""Prepares a job's batches ahead of time, in a separate thread.
 
-All ranks must end a loop at the same step, or some ranks would wait forever for an exchange that
-the others never enter. But each rank only knows its own data, which may be shorter, and may raise.
-So a prefetcher reports each batch that's ready and the end of its data to the driver, and `next`
-requests the next batch from the driver, which returns once the ranks have agreed that there's one
-everywhere, or that the loop ends.
+The difficulty is that all ranks must end a loop at the same step: if one rank made another step, it
+would wait forever in an exchange that the other ranks never enter. But a rank only knows its own
+data. The data of another rank may be shorter, or may raise an error. So whenever a batch is ready,
+or the data has ended, the prefetcher reports this to the driver, and the ranks share these reports
+in their votes. A call of `next` waits until the ranks have agreed either that every rank has
+another batch, or that the loop ends.
 
-Each batch comes with the position in the data after it, so that a restart can bring a new iterator
-to that position.
+The prefetcher also keeps track of the position in the data after each batch. A restart can then
+bring a new iterator to the same position.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _log = logging.getLogger("jaxcross")
 
 @runtime_checkable
 class Positioned(Protocol):
-    """An iterator that can save and restore its position, e.g. Grain's or `jaxcross.data`'s."""
+    """An iterator that can save and restore its position, e.g. one of Grain."""
 
     def get_state(self) -> object: ...
     def set_state(self, state: object) -> None: ...
@@ -48,8 +49,8 @@ class DataPosition:
     """A position in a rank's data.
 
     Attributes:
-        n_batches: The number of batches before it, the same on every rank.
-        state: The iterator's own state as text, or None if it doesn't have one that JSON can
+        n_batches: The number of batches before this position, the same on every rank.
+        state: The iterator's own state as text. None if it has no state, or one that JSON can't
             represent.
     """
 
@@ -61,7 +62,7 @@ START = DataPosition()
 
 
 def iterator_state(source: Iterator[object]) -> str | None:
-    """Returns the state of `source` as text, or None without one that survives JSON unchanged."""
+    """Returns the iterator's state as text, or None if it can't be converted to JSON and back."""
     if not isinstance(source, Positioned):
         return None
     state = source.get_state()
@@ -79,17 +80,17 @@ def seek(
 ) -> None:
     """Brings a new iterator to `position`.
 
-    If possible, this uses the iterator's own `set_state`. Otherwise, it reads and drops the batches
-    before the position.
+    If the iterator has a `set_state` method, this is fast. Otherwise, all batches before the
+    position are read and dropped.
 
     Args:
-        position: The target.
-        source: The iterator.
-        on_drop: Called after each dropped batch.
+        position: The target position.
+        source: A new iterator.
+        on_drop: Called after each batch that was dropped.
 
     Raises:
         ValueError: `position.state` wasn't written by `iterator_state`.
-        Exception: Whatever the iterator raises.
+        Exception: Any error that the iterator raises.
     """
     if position.state is None or not isinstance(source, Positioned):
         for _ in range(position.n_batches):
@@ -105,16 +106,17 @@ def seek(
 
 @runtime_checkable
 class Closable(Protocol):
-    """An iterator that can be closed before its end, as generators can."""
+    """An iterator that can be closed before it's exhausted, e.g. a generator."""
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class Waiting(Protocol):
-    """An iterator that counts how long it waits for storage, e.g. `jaxcross.data`'s.
+    """An iterator that measures how long it waits for storage, e.g. that of `jaxcross.data`.
 
-    `waited_s` returns the seconds so far, summed over all of its threads, by level of storage.
+    The method `waited_s` returns the total seconds so far for each level of storage, summed over
+    the iterator's threads.
     """
 
     def waited_s(self) -> Mapping[str, float]: ...
@@ -122,7 +124,7 @@ class Waiting(Protocol):
 
 @final
 class _Storage:
-    """Finds out which level of storage holds up an iterator, batch by batch."""
+    """Finds out, for each batch, for which level of storage its iterator had to wait."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source if isinstance(source, Waiting) else None
@@ -130,47 +132,51 @@ class _Storage:
         self._before_s = time.monotonic()
 
     def slowest(self) -> str:
-        """Returns the level that was waited for during half of the time since the last call.
+        """Returns the level with the longest wait since the last call.
 
-        "" if there's no such level.
+        Returns "" if that wait took less than half of the time since then.
         """
         if self._source is None:
             return ""
-        now, now_s = self._source.waited_s(), time.monotonic()
+        now = self._source.waited_s()
+        now_s = time.monotonic()
         waits = {level: seconds - self._before.get(level, 0.0) for level, seconds in now.items()}
-        passed_s, self._before, self._before_s = now_s - self._before_s, now, now_s
+        passed_s = now_s - self._before_s
+        self._before = now
+        self._before_s = now_s
         level = max(waits, key=lambda each: waits[each], default="")
         return level if level and waits[level] >= passed_s / 2 else ""
 
 
 class Prefetcher(Iterator[Any]):
-    """An iterator over `data`. All ranks agree on each of its batches, and on its end.
+    """An iterator over `data` that ends after the same number of batches on all ranks.
 
-    `next` waits until every rank has its batch. The ranks vote on that while earlier steps run, so
-    it rarely blocks.
+    A call of `next` waits until every rank has its next batch. It rarely blocks for long, because
+    the ranks vote on this while earlier steps are still running.
 
     Args:
-        driver: Votes with the other ranks.
+        driver: Takes part in the votes with the other ranks.
         job: The job's record.
-        stream: The number of this iterator in the job. The job must open its iterators in the same
-            order on all ranks.
-        open_streams: The job's earlier iterators that it may still read.
+        stream: This iterator's number within the job. All ranks must open a job's iterators in the
+            same order, so that the numbers match up.
+        open_streams: The numbers of the job's earlier iterators that are still open.
         data: This rank's batches.
-        steps: The number of batches after which to end, if given.
+        steps: The number of batches after which to end; None if there's no such limit.
         prepare: Called on each batch in the prefetcher's thread, e.g. to put it on the device.
-        buffer_size: How many batches may be ready before they're requested.
-        start: The position to begin at. `steps` includes the batches before it.
-        resumable: Whether to record the iterator's own state with each batch, for checkpoints.
+        buffer_size: The maximum number of batches that are read ahead.
+        start: The position at which to begin. `steps` includes the batches before it.
+        resumable: Whether to record the iterator's own state after each batch, for checkpoints.
 
     Attributes:
         stream: As above.
-        position: The position after the last batch that was handed out, even if later batches are
-            prepared already.
-        storage: The level of storage that reading the last batch waited for; "" if there was none
-            or it's unknown.
-        closed: Whether no further batch will be requested.
-        first_batch: The buffers of the first batch; empty until that has been read.
-        left_over: Whether this rank had a batch ready when another rank's data ended the loop.
+        position: The position after the last batch that was returned. Batches that have been read
+            ahead don't count.
+        storage: The level of storage for which the last batch had to wait; "" if it didn't wait, or
+            if that's unknown.
+        closed: Whether the iterator was closed, so that no more batches will be requested.
+        first_batch: The buffers of the first batch; empty until that batch has been read.
+        left_over: Whether this rank still had a batch when the loop ended because another rank had
+            none.
     """
 
     def __init__(
@@ -187,18 +193,22 @@ class Prefetcher(Iterator[Any]):
         start: DataPosition = START,
         resumable: bool = False,
     ) -> None:
-        self._driver, self._job, self.stream = driver, job, stream
+        self._driver = driver
+        self._job = job
+        self.stream = stream
         self._data: Iterable[Any] | None = data
-        self._steps, self._prepare = (
-            None if steps is None else max(0, steps - start.n_batches),
-            prepare,
-        )
-        self.position, self._resumable = start, resumable
-        self._buffer_size, self._batch_bytes = buffer_size, 0
+        self._steps = None if steps is None else max(0, steps - start.n_batches)
+        self._prepare = prepare
+        self.position = start
+        self._resumable = resumable
+        self._buffer_size = buffer_size
+        self._batch_bytes = 0
         self.first_batch: frozenset[Hashable] = frozenset()
-        # We use a queue of tokens rather than a semaphore, and a reentrant lock, because Python may
-        # collect an abandoned loop at any allocation, in any thread, even in one that holds the
-        # lock. The loop's generator then calls `close`.
+        # If the user abandons a loop, Python's garbage collector finishes the loop's generator,
+        # which calls `close`. That can happen at any allocation in any thread, even while that
+        # thread holds our lock. So the lock must be reentrant, and instead of a semaphore, whose
+        # own lock isn't reentrant, we use a `SimpleQueue` with one token per free slot. Its `put`
+        # is safe to call from the garbage collector.
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(buffer_size):
             self._free.put(None)
@@ -208,7 +218,7 @@ class Prefetcher(Iterator[Any]):
         self.left_over = False
         self._lock = threading.RLock()
         self._error: BaseException | None = None
-        self._waiting = False  # `next` is about to request a batch, or waits for one
+        self._waiting = False  # whether `next` waits for a batch, or is about to
         self.closed = False
         self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # may be set only in the job's thread
         self._thread = threading.Thread(
@@ -219,15 +229,12 @@ class Prefetcher(Iterator[Any]):
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches `steps` still allows, including the latest one; None without `steps`."""
+        """How many batches remain until `steps`, including the latest one; None without `steps`."""
         return None if self._steps is None else self._steps - self._taken + (self._taken > 0)
 
     @property
     def ahead_bytes(self) -> int:
-        """The bytes of arrays in batches that may be ready before they're requested.
-
-        Assumes that all batches are as large as the first one.
-        """
+        """The bytes of the batches that are read ahead, judging by the first one."""
         return 0 if self.closed else self._buffer_size * self._batch_bytes
 
     def __next__(self) -> Any:
@@ -249,11 +256,12 @@ class Prefetcher(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """Makes the thread end. Doesn't wait for it, because the user's iterator may be stuck."""
+        """Ends the thread. Doesn't wait for it, because it may be stuck in the user's iterator."""
         with self._lock:
-            self.closed, batches = True, self._batches
+            self.closed = True
+            batches = self._batches
             self._batches = deque()
-        batches.clear()  # outside of the lock, because destructors of the user's objects may run
+        batches.clear()  # without the lock, as this may run the user's destructors
         self._free.put(None)
 
     def _run(self) -> None:
@@ -261,7 +269,7 @@ class Prefetcher(Iterator[Any]):
             self._fill()
 
     def _fill(self) -> None:
-        data, self._data = self._data, None  # so that closing the loop releases it
+        data, self._data = self._data, None  # so that the data is freed once the loop is closed
         assert data is not None
         count = 0
         try:
@@ -302,48 +310,53 @@ class Prefetcher(Iterator[Any]):
             with self._lock:
                 self._error = error
                 waiting = self._waiting and not self._batches
-            # If the job already waits for this batch on other ranks, it must be informed of the
-            # failure by the vote. Otherwise, `next` raises the error after the batches before it.
+            # How the error is reported depends on whether the job is waiting for this batch at the
+            # moment. If it is, it waits inside of `next` for a vote, so only a vote can end the
+            # wait: we report the failure to the driver. Otherwise, the job still has earlier
+            # batches to train on, and `next` raises the error after those.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
 
 
 def close_unread(source: Iterator[Any]) -> None:
-    """Closes an iterator that its loop left early, along with the iterator's files and threads."""
+    """Closes an iterator that isn't exhausted, so that it releases its files and threads."""
     if isinstance(source, Closable):
         try:
             source.close()
-        except Exception:  # the job no longer needs it, and may have ended
+        except Exception:  # the job no longer needs the iterator
             _log.exception("`close()` of the data given to job.batches raised")
 
 
 def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:
-    """Returns how many batches a loop has at most, or None if that's unknown.
+    """Returns the maximum number of batches in a loop, or None if it's unknown.
 
-    It has fewer if another rank's data end sooner.
+    If another rank has less data, the loop ends earlier.
     """
     length = None
     if isinstance(data, Sized):
-        with suppress(Exception):  # its class may not be able to tell its length
+        with suppress(Exception):  # some classes define `__len__` but raise
             length = len(data)
     return min((n for n in (length, steps) if n is not None), default=None)
 
 
 def to_device(batch: PyTree) -> PyTree:
-    """Returns `batch` with its NumPy arrays on the device, unaffected by later in-place changes."""
+    """Puts a batch's NumPy arrays on the device. Later changes to the arrays don't affect them."""
     return jax.tree.map(
         lambda x: jax.device_put(_own(x)) if isinstance(x, np.ndarray | np.generic) else x, batch
     )
 
 
 def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
-    """Returns a copy, unless `array` is read-only.
+    """Returns a copy of `array`, or the array itself if it's read-only.
 
-    A copy is needed because the device may read the array later or use it in place.
+    A copy is needed because `device_put` may return before the array has been read, and on CPUs,
+    JAX may use the array's memory without copying it. If the user's iterator then reused the buffer
+    for the next batch, it would overwrite the batch in use.
     """
     if not isinstance(array, np.ndarray) or array.dtype.hasobject or read_only(array):
         return array
-    # The CPU backend uses aligned memory as it is, but would copy other memory a second time.
+    # Align the copy. The CPU backend then uses its memory directly; it would copy unaligned memory
+    # a second time.
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

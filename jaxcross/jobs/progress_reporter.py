@@ -1,7 +1,8 @@
-"""Shows how far a run's jobs are, as lines in the log and as a file for other processes.
+"""Shows the progress of a run's jobs, as lines on standard error and as a file for other processes.
 
-A thread of rank 0 looks at the jobs once a second. It only reads what the jobs and the flight
-recorder keep anyway, so progress adds no cost to the steps.
+A thread on rank 0 collects the progress of all jobs once per second. It reads counters that the
+jobs and the flight recorder maintain in any case, so the steps don't have to report anything, and
+don't become slower.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ from jaxcross.report import (
 
 VARIABLE = "JAXCROSS_PROGRESS"
 FIRST_S = 3.0
-"""Seconds until a run's first lines. A shorter run prints none."""
+"""Seconds until the first lines of a run. A shorter run prints no progress."""
 
-_LEAST_S, _MOST_S, _GROWS_AFTER = 10.0, 60.0, 10
+_LEAST_S = 10.0
+_MOST_S = 60.0
+_GROWS_AFTER = 10
 _LOOK_S = 1.0
 
 
 def interval_of(progress: bool | float | None, environ: Mapping[str, str]) -> Interval:
-    """Returns when lines are due. `JAXCROSS_PROGRESS` in the environment overrides the script.
+    """Returns when lines are due. The variable `JAXCROSS_PROGRESS` overrides the argument.
 
     Raises:
         ValueError: The variable isn't a number of seconds.
     """
-    if text := environ.get(VARIABLE, ""):
+    text = environ.get(VARIABLE, "")
+    if text:
         try:
             every_s = float(text)
         except ValueError:
@@ -63,7 +67,7 @@ class Interval:
     """Decides when the next lines are due.
 
     Args:
-        every_s: The seconds between lines. None stands for 10 s at first, growing to a minute in a
+        every_s: The seconds between lines. If None, it's 10 s at first, and grows to a minute in a
             long run.
         never: Whether to print no lines at all.
     """
@@ -74,9 +78,9 @@ class Interval:
         self._next_s = FIRST_S if every_s is None else min(FIRST_S, every_s)
 
     def due(self, run_s: float) -> bool:
-        """Whether lines are due `run_s` seconds after the run began.
+        """Whether lines are due `run_s` seconds after the start of the run.
 
-        If so, the next ones are due an interval later.
+        If it returns True, the next lines are due one interval later.
         """
         if self.never or run_s < self._next_s:
             return False
@@ -87,12 +91,12 @@ class Interval:
 
 @final
 class ProgressReporter:
-    """A context in which rank 0 shows how far the jobs are. A no-op on other ranks.
+    """A context in which rank 0 shows the jobs' progress. It does nothing on other ranks.
 
     Args:
         jobs: Returns the jobs, including those that joined later.
-        flight: The flight recorder, which has this rank's current activities and the folder of its
-            events.
+        flight: The flight recorder, which knows this rank's current activities and its event
+            folder.
         rank: This rank.
         ranks: The number of ranks.
         progress: See `Runner`.
@@ -109,7 +113,10 @@ class ProgressReporter:
         progress: bool | float | None,
         environ: Mapping[str, str],
     ) -> None:
-        self._jobs, self._flight, self._rank, self._ranks = jobs, flight, rank, ranks
+        self._jobs = jobs
+        self._flight = flight
+        self._rank = rank
+        self._ranks = ranks
         self._interval = interval_of(progress, environ)
         self._shown = progress is not False
         self._paces: dict[str, StepRate] = {}
@@ -130,7 +137,8 @@ class ProgressReporter:
         if self._rank != 0:
             return
         self._over.set()
-        # A write to a full pipe may never return, which mustn't hold up the run.
+        # Don't wait longer than this: if standard error is a full pipe that nobody reads, the
+        # thread's write never returns.
         self._thread.join(_LOOK_S)
         if not self._thread.is_alive():
             self.look(time.monotonic(), over=True)
@@ -141,7 +149,7 @@ class ProgressReporter:
             self.look(time.monotonic())
 
     def look(self, now_s: float, *, over: bool = False) -> None:
-        """Writes the jobs' current progress to the file, and prints lines if they're due."""
+        """Writes the jobs' current progress to the file, and prints it if lines are due."""
         run = RunProgress(
             run=self._flight.run,
             ranks=self._ranks,
@@ -154,7 +162,7 @@ class ProgressReporter:
         self._flight.replace_file(PROGRESS_FILE, run.to_json())
         if self._printed if over else self._interval.due(run.run_s):
             self._printed = True
-            # A closed log mustn't end the training.
+            # Training mustn't end just because standard error has been closed.
             with suppress(OSError, ValueError, AttributeError):
                 print("\n".join(run_lines(run)), file=sys.stderr, flush=True)
 
@@ -173,8 +181,9 @@ class ProgressReporter:
         )
 
     def _metric_of(self, job: JobEngine) -> str:
-        """Returns the metric to show: the sweep's if it was logged already, otherwise the loss."""
-        chosen, observer = "", job.metrics.observer
+        """Returns the metric to show: the sweep's metric once it was logged, or else the loss."""
+        chosen = ""
+        observer = job.metrics.observer
         if observer is not None:
             chosen = self._metrics.setdefault(job.name, LatestMetric()).look(
                 job.history, observer.metric
@@ -182,7 +191,7 @@ class ProgressReporter:
         return chosen or metric_of(job.history)
 
     def _activity(self, job: str) -> Activity | None:
-        """Returns the job's current activity: what it does, or else what it waits for."""
+        """Returns the job's current activity. Work takes precedence over waiting."""
         own = [activity for activity in self._flight.current() if activity.job == job]
         return min(own, key=_rank_of, default=None)
 

@@ -1,13 +1,16 @@
 """Checks that all ranks hold the same state of a job.
 
-In data-parallel training, all ranks should hold the same state, bit for bit. If they don't, each
-rank trains a model of its own without anybody noticing. So replicas are compared at checkpoints, at
-the end of every job and, on request, every n steps. `ReplicaChecks` decides which leaves should be
-equal, when to compare them, and whether a difference is expected, e.g. between two exchanges of
-local SGD. It also warns if the job never exchanges anything.
+In data-parallel training, all ranks should have the same state, bit for bit. If they don't, e.g.
+because somebody forgot to average a gradient, each rank trains a different model, and no error
+tells you. So we compare the ranks' copies of the state ("replicas") at every checkpoint, at the end
+of each job and, if the user asks for it, every n steps. The `ReplicaChecks` class decides which
+leaves should be equal, when to compare them, and whether a difference is normal at this point. For
+example, it's normal between two exchanges of local SGD. It also warns if a job never exchanges
+anything.
 
-In a comparison, each rank reports a digest per leaf. That costs one small all-reduce if all ranks
-report the same, and only otherwise a gather of the digests.
+Sending the states to one another would be slow, so each rank computes a digest of each leaf. First,
+the ranks compare a single hash of all digests, in one small all-reduce. Only if the hashes differ
+do they gather the digests, to find out which leaf differs.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ from jaxcross.program import hash_62
 from jaxcross.world import Control, RunOnAllRanks, gather
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
-"""Why a difference is expected. Replicas that are equal anyway are still reported as equal."""
+"""The reason why replicas may differ. If they happen to be equal, they're still reported as
+equal."""
 
 UNCHANGED = "its state is the one that it began with"
-"""Why a job without training has nothing to compare. Reports don't mention it."""
+"""The reason why there's nothing to compare in a job that doesn't train. Reports don't show it."""
 
 _log = logging.getLogger("jaxcross")
 
@@ -41,34 +45,40 @@ _log = logging.getLogger("jaxcross")
 class ReplicaChecks:
     """The replica checks of one job on one rank.
 
-    Used by the job's thread, and by the runner after it. Whether and when ranks communicate depends
-    only on numbers of steps and batches, which are the same on every rank.
+    The job's thread uses this object and, after that thread has ended, the runner. A comparison is
+    a collective operation, so all ranks must make it at the same point. That's why it depends only
+    on the number of steps or batches, which is the same on every rank, and never on the state
+    itself.
 
     Args:
         job: The job's name.
         rank: This rank.
-        ranks: The number of ranks. A single rank compares nothing.
-        latest: The job's state and the results of its steps.
+        ranks: The number of ranks. If there's only one, nothing is compared.
+        latest: The job's state and the results of its latest step.
 
     Attributes:
         findings: The results of all comparisons.
         batches: How many batches the job's loops have taken.
-        end: This rank's report on the last state, for `settle`; None if there's nothing to report.
+        end: This rank's report on the job's last state, for `settle`. None if there's nothing to
+            report.
     """
 
     def __init__(self, job: str, *, rank: int, ranks: int, latest: JobState) -> None:
-        self._job, self._rank, self._ranks, self._latest = job, rank, ranks, latest
+        self._job = job
+        self._rank = rank
+        self._ranks = ranks
+        self._latest = latest
         self._every: int | None = None
         self.findings = Findings(job)
         self.batches = 0
         self.end: RankReport | None = None
         self._restored = self._exchanged = self._serves = False
-        self._between = False  # the latest step was a local one, and others exchange
+        self._between = False  # the latest step was local, but other steps exchange
         self._start: Any = None  # the restored state, until the first exchange
         self._first_step = self._compared = 0
         self._paths: list[str] = []
         self._common: list[str] = []
-        self._looked = False  # whether we've checked that the first batch led to an exchange
+        self._looked = False  # whether we've checked for an exchange after the first batch
         self._warned = False  # whether we've warned that replicas differ or can't be compared
 
     def begin(
@@ -82,26 +92,34 @@ class ReplicaChecks:
         resumed: bool,
         run_on_all_ranks: RunOnAllRanks,
     ) -> None:
-        """Records which leaves of a restored state are common to all ranks.
+        """Determines which leaves of a restored state should stay equal on all ranks.
 
-        Waits for all ranks if the state is `local`. A state that isn't `local` is meant to be the
-        same on every rank. A local state may be a shard of a model, so only the leaves that are
-        equal on all ranks count as common. Leaves whose elements are all the same, e.g. zeros or
-        ones, are ignored: shards often start out with those, so being equal tells us nothing.
+        Unless the state is `local`, these are all leaves that training keeps equal (see
+        `common_leaves`). A local state may be a shard of a model, whose leaves differ between ranks
+        on purpose. In this case, we compare the ranks' initial values, and assume that leaves which
+        are equal at the start should stay equal. We ignore leaves whose elements all have the same
+        value, e.g. zeros or ones: even the shards of a model often start with such values, so the
+        fact that they're equal tells us nothing.
+
+        Waits for all ranks if the state is `local`.
 
         Args:
             state: The state.
-            step: The number of steps that led to it.
+            step: The number of steps the job has made so far.
             local: Whether each rank has restored its own state.
             named: Paths of the leaves that the job names as rank-local. They aren't compared.
-            check_every: The number of steps after which to compare, and to fail if replicas differ.
-                If None, compare only at checkpoints and at the end, and only warn.
+            check_every: The interval between two comparisons, in steps. If given, the job fails if
+                replicas differ. If None, we compare only at checkpoints and at the end, and only
+                warn.
             resumed: Whether the state comes from a checkpoint.
             run_on_all_ranks: Runs work that communicates.
         """
         if self._ranks == 1:
             return
-        self._restored, self._start, self._first_step, self._compared = True, state, step, step
+        self._restored = True
+        self._start = state
+        self._first_step = step
+        self._compared = step
         self._every = check_every
         self._paths = _paths(state)
         self._common = [path for path in common_leaves(state) if path not in named]
@@ -122,25 +140,30 @@ class ReplicaChecks:
         self._start = None
 
     def stepped(self, step: int, *, local: bool, run_on_all_ranks: RunOnAllRanks) -> None:
-        """Compares replicas after a committed step if that's due, which waits for all ranks.
+        """Compares replicas after a committed step, if a comparison is due.
+
+        Waits for all ranks if it compares.
 
         Args:
-            step: How many steps are committed.
-            local: Whether this step exchanged nothing although the job's steps do at other times.
+            step: How many steps have been committed.
+            local: Whether this step had no exchange, although other steps of this job do.
             run_on_all_ranks: Runs work that communicates.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
         """
-        self._exchanged, self._between, self._start = True, local, None
+        self._exchanged = True
+        self._between = local
+        self._start = None
         if self._due(step) and not local:
             self._compare(step, run_on_all_ranks)
 
     def next_batch(self, run_on_all_ranks: RunOnAllRanks) -> None:
-        """Warns once, before the next batch, if the job hasn't exchanged anything.
+        """Warns if the job has used its first batch and hasn't exchanged anything. Warns only once.
 
-        As long as the job exchanges nothing, each batch counts as a step: if a comparison is due,
-        this makes it, and waits for all ranks.
+        We can only count steps that exchange something. In a job that hasn't exchanged anything, we
+        count batches instead. If a comparison is due after this number of batches, this method
+        makes it, which waits for all ranks.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -156,13 +179,14 @@ class ReplicaChecks:
             self._compare(self.batches, run_on_all_ranks)
 
     def saved(self, step: int, every: list[dict[str, str]] | None) -> None:
-        """Compares replicas by the digests that the ranks gathered for a checkpoint.
+        """Compares replicas, given the digests that the ranks have gathered for a checkpoint.
 
         Raises:
             ExchangeError: On every rank: replicas differ, and the job checks them.
         """
         if self._ranks > 1 and every is not None:
-            common, why = set(self._common), self._unknown() or self._uncertain
+            common = set(self._common)
+            why = self._unknown() or self._uncertain
             self._add(
                 [
                     RankReport(step, why, {path: d for path, d in rank.items() if path in common})
@@ -171,10 +195,10 @@ class ReplicaChecks:
             )
 
     def finish(self, how: str, step: int) -> None:
-        """Sets `end` from a finished job's last state.
+        """Sets `end` to a report on the last state of a job that has ended.
 
-        Also warns if the job has trained but never exchanged anything. Waits for the state to be
-        computed, but doesn't communicate.
+        Also warns if the job has trained without ever exchanging anything. Waits until the state
+        has been computed, but doesn't communicate.
         """
         if self._ranks == 1:
             return
@@ -186,10 +210,10 @@ class ReplicaChecks:
         self._start = None
 
     def settle(self, every: list[RankReport]) -> ExchangeError | None:
-        """Adds the comparison of the last state.
+        """Adds the comparison of the job's last state, given the reports of all ranks.
 
         Returns:
-            An error, the same on every rank, if the job should fail.
+            The error with which the job should fail, or None. The same on every rank.
         """
         try:
             self._add(every)
@@ -221,9 +245,9 @@ class ReplicaChecks:
             self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
 
     def _report(self, count: int) -> RankReport:
-        """Returns this rank's report on the newest state that has the leaves of the restored one.
+        """Returns this rank's report on the newest state whose leaves match the restored state's.
 
-        Waits until that state is computed.
+        Waits until that state has been computed.
         """
         why = self._unknown()
         if why:
@@ -236,7 +260,7 @@ class ReplicaChecks:
                     return RankReport(step if self._exchanged else count, self._uncertain, found)
             if not self._exchanged and self._latest.state is self._start:
                 return RankReport(count, UNCHANGED, {})
-        except Exception as error:  # e.g. out of memory; other ranks wait for this report
+        except Exception as error:  # e.g. out of memory; the other ranks need a report anyway
             return RankReport(
                 count,
                 f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})",
@@ -250,29 +274,31 @@ class ReplicaChecks:
 
     @property
     def _uncertain(self) -> str:
-        """Why a difference would be expected; the same on every rank."""
+        """The reason why replicas may differ now, or "". The same on every rank."""
         return BETWEEN if self._between else ""
 
     def _unknown(self) -> str:
-        """Why nothing can be compared, whatever the state is; the same on every rank."""
+        """The reason why replicas can't be compared at all, or "". The same on every rank."""
         if self._serves:
             return "it trains by a `ParameterServer`"
         return "" if self._common else "each of its leaves is a rank's own"
 
     def _trains(self) -> bool | None:
-        """Whether the job changes a state; None if we can't tell.
+        """Whether the job trains, i.e. changes its state. None if we can't tell.
 
-        If a job has restored a state but never hands one over, we can only be certain if the
-        restored state was donated.
+        A job may restore a state and then never set or return a new one. Then the state we have is
+        still the restored one, and we can only be sure that the job trains if that state was
+        donated.
         """
-        state, start = self._latest.newest()[0], self._start
+        state = self._latest.newest()[0]
+        start = self._start
         if not self._restored:
             return any(_floats(leaf) for leaf in jax.tree.leaves(state))
         if has_deleted(start) or has_deleted(state):
             return True
         try:
             return None if state is start else not _same(start, state)
-        except Exception:  # the state can't be read, which `end` reports
+        except Exception:  # we can't read the state, which `end` will report
             return None
 
     def _warn_of_no_exchange(self, when: str, trains: str) -> None:
@@ -299,9 +325,10 @@ class RankReport(NamedTuple):
     """One rank's report for a comparison.
 
     Attributes:
-        step: The step of the state.
-        why: Why there's nothing to compare, or `BETWEEN`, or "".
-        digests: The digests of the leaves to compare, by path.
+        step: The step at which the state was set.
+        why: The reason why there's nothing to compare; `BETWEEN` if a difference would be normal;
+            otherwise "".
+        digests: The digest of each leaf that should be compared, by path.
     """
 
     step: int
@@ -309,7 +336,7 @@ class RankReport(NamedTuple):
     digests: dict[str, str]
 
     def number(self) -> int:
-        """Returns a hash of the report that fits into a reduction."""
+        """Returns a hash of the report that's small enough for an all-reduce."""
         return hash_62(self.text())
 
     def text(self) -> str:
@@ -318,9 +345,12 @@ class RankReport(NamedTuple):
 
 
 def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankReport]]:
-    """Returns the reports of every rank: a list for each subject, by rank. Waits for all ranks.
+    """Exchanges reports between ranks. Waits for all ranks.
 
-    Every rank passes its reports on the same subjects, in the same order.
+    All ranks must pass the same number of reports in the same order, e.g. one per job.
+
+    Returns:
+        For each of the reports passed, the corresponding reports of all ranks, by rank.
     """
     numbers = np.array([report.number() for report in reports], np.int64)
     low, high = np.split(control.allreduce_min(np.concatenate([numbers, -numbers])), 2)
@@ -333,16 +363,17 @@ def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankR
 
 
 class ReplicaDifference(NamedTuple):
-    """The first leaf that differs, and two ranks between which it differs."""
+    """The first leaf that differs between ranks, and two ranks whose values differ."""
 
     path: str
     ranks: tuple[int, int]
 
 
 def judge(reports: Sequence[RankReport]) -> ReplicaDifference | str | None:
-    """Returns a difference, why nothing is known, or None if all reports are equal. Pure."""
+    """Returns the first difference, the reason why nothing can be compared, or None. Pure."""
     first = reports[0]
-    if why := next((report.why for report in reports if report.why not in ("", BETWEEN)), ""):
+    why = next((report.why for report in reports if report.why not in ("", BETWEEN)), "")
+    if why:
         return why
     if any(report.step != first.step for report in reports):
         return (
@@ -356,14 +387,15 @@ def judge(reports: Sequence[RankReport]) -> ReplicaDifference | str | None:
 
 
 class Findings:
-    """The results of one job's comparisons so far; the same on every rank.
+    """The results of one job's comparisons so far. The same on every rank.
 
     Attributes:
         text: The text for the report: `equal`, `differ ...`, `not compared: ...`, or "".
-        difference: What the latest comparison found, if replicas differ.
+        difference: The difference that the latest comparison found; None if there was none.
         unknown: Whether the latest comparison had nothing to compare.
-        unit: What is counted: `step`, or `batch` in a job that hasn't exchanged anything.
-        held: The number of steps after which replicas were last known to be equal, or None.
+        unit: The unit in which `step` counts: `step`, or `batch` in a job that hasn't exchanged
+            anything.
+        held: The step at which replicas were last found equal, or None.
     """
 
     def __init__(self, job: str) -> None:
@@ -376,8 +408,9 @@ class Findings:
         self.step = 0
 
     def add(self, reports: Sequence[RankReport], leaves: int) -> ReplicaDifference | None:
-        """Adds a comparison of a state with `leaves` leaves, and returns the difference, if any."""
-        found, self.step = judge(reports), reports[0].step
+        """Adds the comparison of a state with `leaves` leaves. Returns the difference, if any."""
+        found = judge(reports)
+        self.step = reports[0].step
         self.difference = found if isinstance(found, ReplicaDifference) else None
         self.unknown = isinstance(found, str)
         last = (
@@ -392,7 +425,8 @@ class Findings:
                 f"and {there}{last}"
             )
         elif found == UNCHANGED:
-            self.text, self.unknown = "", False
+            self.text = ""
+            self.unknown = False
         elif found is not None:
             self.text = f"not compared: {found}{last}"
         else:
@@ -402,7 +436,7 @@ class Findings:
         return self.difference
 
     def message(self) -> str:
-        """Returns the difference in full, for an error or a warning."""
+        """Returns the latest difference as a text for an error or a warning."""
         assert self.difference is not None
         path, (here, there) = self.difference
         held = "They were never found equal in this run"
@@ -424,7 +458,7 @@ class Findings:
 
 
 def _leaf(path: str) -> str:
-    """Returns a leaf's path for messages. A state that's a single array has an empty path."""
+    """Returns a leaf's path for messages. If the state is a single array, its path is empty."""
     return f"`{path}`" if path else "its only leaf"
 
 

@@ -1,10 +1,14 @@
-"""Connects a job to its checkpoints: where the job resumes, and what it saves.
+"""Connects a job to its checkpoints: determines what a checkpoint contains besides the state.
 
-A checkpoint must contain the position in the data that belongs to the state: otherwise, a restart
-would skip batches or train on them twice. The job may have taken batches on which it hasn't trained
-yet, so the positions are those at the latest committed step rather than the current ones. If the
-job trains in a way for which they can't be right, e.g. in several loops one after the other, saving
-is refused with the reason.
+A checkpoint must contain the position in the data at which training should resume. If it didn't
+match the state, a restarted run would skip some batches or train on some of them twice. We can't
+use the current position of the job's iterator, because the job may already have taken batches on
+which it hasn't trained. So after each committed step, we record the positions of all open loops,
+and a checkpoint contains the latest of these.
+
+There are jobs for which this isn't enough, e.g. if a job trains in several loops one after the
+other: after a restart, we couldn't tell in which of the loops it was. For such jobs, saving raises
+an error, because a wrong position would change the results without anyone noticing.
 """
 
 from __future__ import annotations
@@ -24,17 +28,17 @@ from jaxcross.world import RunOnAllRanks
 class Resumption:
     """The checkpoints of one job on one rank.
 
-    Used by the job's thread, and by the runner after it.
+    The job's thread uses this object and, after that thread has ended, the runner.
 
     Args:
         checkpointer: Reads and writes the checkpoints.
-        cuts: The cuts that `cut="auto"` found, shared with the job.
-        every: The interval, in steps, at which the plain loop saves; None if it doesn't.
-        evaluations: The job's evaluations, whose outcome so far is a part of the job's progress.
-        skipped: The job's skipped steps, which are a part of its progress too.
+        cuts: The cuts that `cut="auto"` has found. The same dict that the job uses.
+        every: The interval, in steps, at which a plain loop saves; None if there's no interval.
+        evaluations: The job's evaluations. Their results so far are saved.
+        skipped: The job's skipped steps. Their numbers are saved too.
 
     Attributes:
-        first_step: How many steps earlier runs made.
+        first_step: How many steps were made by earlier runs.
     """
 
     def __init__(
@@ -45,17 +49,20 @@ class Resumption:
         evaluations: Evaluations,
         skipped: SkippedSteps,
     ) -> None:
-        self._checkpointer, self._cuts, self.every = checkpointer, cuts, every
-        self._evaluations, self._skipped = evaluations, skipped
+        self._checkpointer = checkpointer
+        self._cuts = cuts
+        self.every = every
+        self._evaluations = evaluations
+        self._skipped = skipped
         self.first_step = 0
         self._next_positions: list[DataPosition] = []  # of loops that haven't begun yet
-        self._positions: tuple[DataPosition, ...] = ()  # at the latest step, saved next
-        # The loops that were open at the latest step, and their numbers of batches by then.
+        self._positions: tuple[DataPosition, ...] = ()  # at the latest step
+        # The loops that were open at the latest step, each with its number of batches at that time.
         self._trained: list[tuple[Prefetcher, int]] = []
         self._trains_in_several_loops = False
-        # The function whose calls are steps, and whether it returns a state.
+        # The name of the function whose calls are counted as steps, and whether it returns a state.
         self._step: tuple[str, bool] | None = None
-        self._uncounted_reason = ""  # the reason if another function trains too
+        self._uncounted_reason = ""  # set if another function trains too
 
     @property
     def begun(self) -> bool:
@@ -92,23 +99,26 @@ class Resumption:
         return state
 
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
-        """Whether an earlier run left the job stopped, and whether paused. Waits for all ranks."""
+        """Returns whether an earlier run left the job stopped, and whether paused.
+
+        Waits for all ranks.
+        """
         return self._checkpointer.markers(run_on_all_ranks)
 
     def mark_done(self, status: JobStatus) -> None:
-        """Records that the job has ended, for a reason other than the end of the run."""
+        """Records that the job has ended, unlike a job that merely ends with its run."""
         self._checkpointer.mark_done(status)
 
     def mark_paused(self, paused: bool) -> None:
-        """Records that the job is paused, or resumed."""
+        """Records whether the job is paused."""
         self._checkpointer.mark_paused(paused)
 
     def next_position(self) -> DataPosition:
-        """Returns the position at which the job's next loop over batches begins."""
+        """Returns the position at which the job's next loop over batches should begin."""
         return self._next_positions.pop(0) if self._next_positions else START
 
     def note_loop(self, prefetcher: Prefetcher) -> None:
-        """Records that a loop over batches has begun at `next_position`."""
+        """Records that a loop over batches has begun at the position from `next_position`."""
         if prefetcher.position != START:  # an earlier run trained in this loop
             self._trained.append((prefetcher, prefetcher.position.n_batches))
 
@@ -121,7 +131,7 @@ class Resumption:
         state: PyTree,
         results: PyTree,
     ) -> None:
-        """Records that all ranks committed a call of a function with exchanges.
+        """Records that all ranks have committed a call of a function with exchanges.
 
         Args:
             name: The function's name.
@@ -132,7 +142,8 @@ class Resumption:
         """
         reading = [(each, each.position.n_batches) for each in prefetchers if not each.closed]
         if trains:
-            # If a loop was closed since the latest step, the job now trains in a second one.
+            # If a loop in which the job trained has been closed since, the job now trains in
+            # another loop, and a restart couldn't tell the two apart.
             self._trains_in_several_loops |= any(each.closed for each, _ in self._trained)
             self._trained = reading
             self._positions = tuple(each.position for each, _ in reading)
@@ -142,8 +153,12 @@ class Resumption:
         if trains:
             self._uncounted_reason = self._uncounted_reason if not counted_trains else ""
             return
-        # This function trains too if it returns a state and either uses other batches than the
-        # latest step, or the function whose calls count as steps only evaluates.
+        # Only the calls of one function are counted as steps: the first one with exchanges.
+        # Usually, all other functions only evaluate. If another function trains too, the recorded
+        # positions would be wrong, so we have to detect that. We assume that it trains if it
+        # returns something like the state, and if one of two things is true: it uses batches that
+        # the latest step didn't use, or the counted function itself doesn't return a state, so that
+        # it's the one that only evaluates.
         took_others = any(each.position.n_batches != n for each, n in self._trained) or (
             reading and not self._trained
         )
@@ -157,7 +172,7 @@ class Resumption:
 
     @property
     def unsavable_reason(self) -> str:
-        """Why a restart couldn't find its position in the data; "" if it could."""
+        """The reason why a restart couldn't find its position in the data, or ""."""
         if self._trains_in_several_loops:
             return (
                 "its function trains in several loops over `job.batches`, one after the other or "
@@ -169,7 +184,7 @@ class Resumption:
     def save(
         self, state: PyTree, step: int, run_on_all_ranks: RunOnAllRanks, *, unsavable_reason: str
     ) -> list[dict[str, str]] | None:
-        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks.
+        """Starts a checkpoint, and returns the digests of every rank. Waits for all ranks.
 
         See `JobCheckpointer.save`.
         """
@@ -180,12 +195,13 @@ class Resumption:
     def save_last(
         self, state: PyTree, step: int, run_on_all_ranks: RunOnAllRanks, *, unsavable_reason: str
     ) -> None:
-        """Saves the state of a job that has ended, unless it never began.
+        """Saves the state of a job that has ended, unless it never restored a state.
 
         Waits for all ranks and their disks.
         """
-        # We check `begun`, which is the same on all ranks. The first step isn't: one rank may not
-        # have made it.
+        # Saving is collective, so all ranks must take the same branch. `begun` is the same on all
+        # ranks. We couldn't check whether the job has made a step, because one rank may have made
+        # its first step when another one hasn't.
         if self._checkpointer.begun:
             self._checkpointer.save(
                 state,

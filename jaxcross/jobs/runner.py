@@ -1,9 +1,28 @@
 """`Runner`: several jobs, each an ordinary training loop, share this rank's device.
 
-A `Runner` gives each job's function a thread of its own and a `JobContext`, and owns whatever the
-jobs of a run share: the driver with its lanes, the memory that jobs book, the checkpoints, the
-files of metrics, and the report. It runs once. Before the jobs begin, all ranks compare their jobs
-and settings, and at the end they build the report together.
+A `Runner` calls each job's function in a separate thread, with a `JobContext` as its argument. It
+owns everything that the jobs of a run share: the driver with its two lanes, the memory bookings,
+the checkpoints, the metrics files, and the report. A runner can be used for one run only.
+
+**The problem** is that most of a run's work is collective. If one rank skipped a collective
+operation, e.g. because a disk failed there, the other ranks would wait for it forever. So outside
+of the jobs, a run is a fixed sequence of collective operations that every rank goes through,
+whatever has happened to its own jobs:
+
+1. *Begin.* The ranks compare their jobs and settings, because with different jobs, their lanes
+   would never match up. Then they open the metrics files and the checkpoints. If one of these fails
+   on any rank, it raises on all of them.
+2. *Run.* The driver runs the jobs' threads until all jobs have ended or the run is stopped. All
+   communication happens on the exchange lane, in an order that is the same on all ranks.
+3. *End.* There's no lane any more, so the ranks communicate directly: they save the state of the
+   jobs that were stopped or have failed, compare the replicas, collect the errors that only some
+   ranks have, and build the report. The sequence of these operations may depend only on facts that
+   are the same on all ranks.
+4. *Exit.* If the run was stopped by a signal, the ranks agree on what to raise, and on when to
+   exit.
+
+A Ctrl-C during step 3 would break that sequence, so signals are deferred until the report and the
+files are complete.
 """
 
 from __future__ import annotations
@@ -49,32 +68,35 @@ _log = logging.getLogger("jaxcross")
 
 
 class Runner:
-    """Runs jobs that take turns on this rank's device. Every rank runs the same jobs.
+    """Runs several jobs that share this rank's device. Every rank runs the same jobs.
 
     Args:
         world: What `jaxcross.initialize()` returned. If None, the world that was initialized.
-        policy: How jobs take turns. `RoundRobin()`, the default, interleaves the jobs,
-            `Weighted(shares)` interleaves them by their shares of device and link, and
+        policy: Decides in which order the jobs run. `RoundRobin()`, the default, interleaves all
+            jobs equally; `Weighted(shares)` gives each job its share of the device and the link;
             `Sequential()` runs one job after the other. The same on every rank.
-        checkpoints: Keeps the jobs' states on disk and resumes from there; see `Checkpoints`. The
-            same on every rank, except for the directory.
-        metrics: A folder in which rank 0 writes what each job logs, as one JSONL file and one CSV
-            file per job. Pass it on every rank. After a restart from `checkpoints`, the files still
-            contain each step only once.
+        checkpoints: Where and how often to save the jobs' states. If there are checkpoints of an
+            earlier run, the jobs resume from them; see `Checkpoints`. The same on every rank,
+            except for the directory.
+        metrics: A folder in which rank 0 writes each job's metrics, as one JSONL file and one CSV
+            file per job. Pass it on every rank. If you restart a run from its `checkpoints`, each
+            step still appears only once in the files.
         instruments: Receive spans and notes while the run is in progress.
-        memory: The bytes of arrays that this rank may hold, as a number or a text such as `80GB`. A
-            job whose step doesn't fit alongside the other jobs fails on every rank before its first
-            step, and the other jobs continue. An array that several jobs pass to their steps
-            without donating it, such as the base model under adapters, counts once. If None, the
-            limit is what the device reports or, on CPUs, this rank's share of the memory of the
-            machine or of its control group. May differ between ranks.
-        events: A folder where each rank records what it does, for `jaxcross doctor --post-mortem`.
-            If None, the environment variable `JAXCROSS_EVENTS` decides.
-        progress: Whether to show how far the jobs are. By default, `jaxcross launch` draws a table
-            if it runs on a terminal. Elsewhere, rank 0 prints a line per job to standard error,
-            first after 3 s, then every 10 s, and once a minute in a long run. A number sets the
-            seconds between lines. The environment variable `JAXCROSS_PROGRESS` overrides this
-            argument.
+        memory: How much memory this rank's arrays may use, as a number of bytes or a string such as
+            `80GB`. If a job's step doesn't fit into memory together with the other jobs, the job
+            fails on every rank before its first step, and the other jobs continue. If several jobs
+            pass the same array to their steps without donating it, e.g. the base model of several
+            adapters, it's counted once. If None, an accelerator reports its limit itself; on CPUs,
+            we use this rank's share of the memory of the machine or of its control group. May
+            differ between ranks.
+        events: A folder in which each rank records its activities, so that `jaxcross doctor
+            --post-mortem` can show them after a crash. If None, the environment variable
+            `JAXCROSS_EVENTS` decides.
+        progress: Whether to show the jobs' progress. By default, `jaxcross launch` draws a table if
+            it runs in a terminal. Otherwise, rank 0 prints one line per job to standard error,
+            first after 3 s, then every 10 s, and in a long run once per minute. Pass a number to
+            set the seconds between lines. The environment variable `JAXCROSS_PROGRESS` overrides
+            this argument.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -112,7 +134,11 @@ class Runner:
         self.world = world if world is not None else current_world()
         # An estimate runs one job up to its first step and writes no files for the user.
         if self.world.estimate_request:
-            listening, policy, events, checkpoints, metrics = (), None, None, None, None
+            listening = ()
+            policy = None
+            events = None
+            checkpoints = None
+            metrics = None
         self.policy = policy if policy is not None else RoundRobin()
         self.checkpoints = checkpoints
         depth, start = arguments.depth_and_start(self.policy)
@@ -153,13 +179,14 @@ class Runner:
     def jobs(self) -> list[JobContext]:
         """The jobs that were added.
 
-        After the run, they're in the order in which they joined, which is the same on every rank.
+        After the run, they're sorted by the order in which they joined the run, which is the same
+        on every rank.
         """
         return [engine.context for engine in self._engines]
 
     @property
     def booked_bytes(self) -> int:
-        """The most bytes that jobs had booked at the same time on this rank; see `memory`."""
+        """The most bytes that the jobs needed at the same time on this rank; see `memory`."""
         return self._admission.most_booked_bytes
 
     def __enter__(self) -> Self:
@@ -176,12 +203,13 @@ class Runner:
     def add(self, name: str, fn: Callable[..., Any], kwargs: Mapping[str, Any] = {}) -> JobContext:
         """Adds a job: `fn(job, **kwargs)` will run in a thread of its own.
 
-        You can also call this during the run, in any thread. Every rank has to add the job, but the
-        ranks may add several jobs in different orders. The job joins between two steps of the other
-        jobs, as soon as every rank has added it. `add` never waits.
+        You can also add jobs during the run, from any thread. Every rank has to add the same jobs,
+        but not in the same order. A job starts as soon as every rank has added it, between two
+        steps of the other jobs. `add` itself doesn't wait for that.
 
-        If a job joined an earlier run with the same checkpoints and this run already has it, `add`
-        returns the existing job instead of adding another.
+        If you restart a run from its checkpoints, a job that was added during the earlier run is
+        already part of the new run when it begins. If your code then adds the job again, `add`
+        returns the existing job.
 
         Returns:
             The object that `fn` will receive as `job`.
@@ -197,17 +225,21 @@ class Runner:
 
     def _add(self, name: str, fn: Callable[..., Any], kwargs: dict[str, Any]) -> JobContext:
         with self._lock:
-            if (known := self._added_before(name)) is not None:
+            known = self._added_before(name)
+            if known is not None:
                 return known
             self._check_name(name)
             engine = self._make_engine(name, fn, kwargs)
             if self._used:
+                # The job can be attached only if the run hasn't ended, and its thread may start as
+                # soon as the other ranks have added it. So the driver calls `attach` itself, under
+                # its lock, and returns None if it's too late.
                 driver = self._driver
                 attach = partial(engine.attach, session=self._session)
                 record = None if driver is None else driver.join(name, engine.make_thread, attach)
                 if record is None:
                     raise JobError(
-                        f"Job `{name}` comes too late: this runner has run. Make a new Runner."
+                        f"Job `{name}` comes too late: this runner's run has ended. Make a new one."
                     )
                 if self._session is not None:
                     self._session.added(name)
@@ -230,8 +262,8 @@ class Runner:
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn` under a name, so that rank 0 can submit jobs that run it.
 
-        Rank 0 adds such a job during the run with `submit(name, job=..., kwargs={...})`. Call
-        `register` with the same arguments on every rank.
+        During the run, rank 0 can then call `submit(name, job=..., kwargs={...})`, which adds such
+        a job on all ranks. Call `register` with the same arguments on every rank.
 
         Raises:
             ValueError: The name is empty or already taken.
@@ -242,9 +274,10 @@ class Runner:
     def submit(self, function: str, *, job: str, kwargs: Mapping[str, Any] = {}) -> None:
         """Adds a job on all ranks, although only rank 0 calls this.
 
-        The job runs `fn(job, **kwargs)`, where `fn` is the function registered as `function`. Call
-        it during the run, in any thread; it doesn't wait. The other ranks receive the two names and
-        the arguments as JSON, but never code.
+        The job calls `fn(job, **kwargs)`, where `fn` is the function that every rank has registered
+        under the name `function`. You can submit jobs during the run from any thread, and this
+        doesn't wait. No code is sent to the other ranks: they receive the two names, and the
+        arguments as JSON.
 
         Raises:
             ValueError: No function is registered as `function`, `job` is empty or already taken, or
@@ -267,15 +300,17 @@ class Runner:
             self._check_name(job)
             if self._driver is None or not self._driver.submit(text):
                 raise JobError(
-                    f"Job `{job}` cannot be submitted: jobs are, while `runner.run()` runs."
+                    f"Job `{job}` cannot be submitted now. Submit jobs while `runner.run()` runs."
                 )
             self._submitted.add(job)
             if self._session is not None:
                 self._session.added(job, text)
 
     def _added_before(self, name: str) -> JobContext | None:
-        # A job that joined an earlier run is part of this run from the beginning. If the function
-        # that added it resumes from a step before the call of `add`, it calls `add` a second time.
+        # Suppose that in an earlier run, a job's function called `add` at its step 100, and was
+        # killed at step 120, after a checkpoint at step 90. The added job is in the checkpoints'
+        # list of jobs, so it's part of this run from the beginning. But the function resumes at
+        # step 90, and will call `add` at step 100 again.
         if self._session is None or name not in self._session.added_before:
             return None
         return next((job for job in self.jobs if job.name == name), None)
@@ -285,13 +320,15 @@ class Runner:
             raise ValueError(f"the name of a job must have printable characters only, got {name!r}")
         if name in self._submitted or any(job.name == name for job in self.jobs):
             raise ValueError(
-                f"There is a job `{name}` already. Reports and errors need one name for each job."
+                f"There is a job `{name}` already. Give each job a different name, because reports "
+                "and errors show it."
             )
 
     def _add_submitted(self, text: str) -> None:
         """Adds a submitted job. The driver calls this on every rank."""
         name, fn, arguments = self._functions.resolve(text, self.world.rank)
-        # If this rank has already added a job of that name, that job is the one that joins.
+        # The user's code may have added a job of the same name on this rank in the meantime, which
+        # raises an error here. Then that job joins the run, rather than the submitted one.
         with (
             self._lock,
             suppress(ValueError),
@@ -306,17 +343,19 @@ class Runner:
             The report, which is the same on every rank.
 
         Raises:
-            JobError: This runner has already run; another run is in progress, possibly the one
-                whose job makes this call; or another thread is in a step outside of any run.
+            JobError: This runner was already used; another run is in progress, e.g. because a job
+                calls this; or another thread is currently in a step that doesn't belong to a run.
             JobError, ExchangeError: Jobs failed, or were added but never joined because some rank
-                didn't add them. The first such error is raised on every rank after the other jobs
-                have ended, with notes about the further ones. `report` then has what was measured.
-            KeyboardInterrupt: Someone interrupted a rank. It's raised on every rank after all of
-                them have stopped at the same step, or only on the interrupted rank if all jobs had
-                already ended. Before that, rank 0 prints what was saved of each job.
+                didn't add them. After the other jobs have ended, every rank raises the first such
+                error, with notes about the others. The attribute `report` then has the report.
+            KeyboardInterrupt: A rank was interrupted, e.g. by Ctrl-C. The exception is raised on
+                every rank after all ranks have stopped at the same step. If all jobs had already
+                ended, it's raised only on the interrupted rank. Before that, rank 0 prints what was
+                saved for each job.
             SystemExit: The same with exit code 143, after SIGTERM on any rank.
-            BaseException: The same for whatever your own handler of another signal raised: the
-                ranks on which it raised get that exception, and the others `KeyboardInterrupt`.
+            BaseException: The same applies if your own handler for another signal raises an
+                exception. The ranks on which it was raised get that exception, and the others get
+                `KeyboardInterrupt`.
             JobError: All remaining jobs are paused, and no thread or signal handler on any rank can
                 resume them.
             ValueError: There are no jobs, or `Weighted` doesn't have one share per job.
@@ -324,15 +363,17 @@ class Runner:
         with self.world.exchange_owner.run():
             report = self._run()
         if self.world.estimate_request and self._engines[0].status == JobStatus.STOPPED:
-            raise SystemExit(0)  # the estimate was made and printed
+            raise SystemExit(0)  # the estimate has been printed
         return report
 
     def _run(self) -> Report:
         link = current_link()
         driver = self._begin(link)
         start_ns = time.monotonic_ns()
-        # A signal's exception is kept until the reports and files below are complete: a rank that's
-        # asked to stop while it saves is stopping already.
+        # From here on, a signal doesn't raise its exception immediately. If the signal arrives
+        # while the jobs run, the driver stops them. If it arrives later, the run is about to end
+        # anyway, and an exception would keep this rank from taking part in the operations below,
+        # for which the other ranks wait. So we raise it at the end.
         with (
             self._progress,
             defer_signals() as held,
@@ -340,23 +381,25 @@ class Runner:
             try:
                 stopped = driver.run(held)
             except BaseException:
-                self._break_off()
+                self._close_after_failure()
                 raise
             end_ns = time.monotonic_ns()
-            # A thread that's just adding a job gets it into the list first.
+            # A thread may be adding a job right now. Wait until the job is in the list, so that
+            # it's closed too.
             with self._lock:
                 for engine in self._engines:
                     engine.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
-                # Other ranks may have added the jobs in a different order. We assign a new list
-                # because a list is empty while `sort` works on it, and another thread that reads
-                # `jobs` would then find no jobs.
+                # Sort the jobs, because other ranks may have added them in a different order. Don't
+                # use `list.sort` for that: CPython empties a list while it's being sorted, and
+                # another thread that reads `jobs` at that moment would find none.
                 self._engines = sorted(self._engines, key=lambda engine: engine.order)
             jobs = tuple(self._engines)
             if self._session is not None:
                 for engine in self._engines:
-                    engine.save_left()
+                    engine.save_after_run()
+                # If the run failed before any job made a step, don't leave an empty folder behind.
                 broke_off = not all(job.status == JobStatus.ENDED for job in jobs)
                 self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
@@ -364,7 +407,7 @@ class Runner:
                 missing = _left_out(
                     self.world, jobs, [*driver.router.left_out, *sorted(self._submitted)]
                 )
-                _tell_unread(self.world, jobs)
+                _share_unread_errors(self.world, jobs)
             self.report = _report_of(
                 jobs,
                 self._recorder,
@@ -375,20 +418,23 @@ class Runner:
                 link=described_link(os.environ) if link is None else str(link),
                 watch=after_run(self.world, "report"),
             )
-            if driver.router.paused_run.is_over:  # stopped, but not by a signal
+            if driver.router.paused_run.is_over:  # all are paused, and nothing can resume them
                 paused = [
                     job.name for job in jobs if job.paused and job.status == JobStatus.STOPPED
                 ]
-                missing, stopped = missing or nobody_resumes(paused), False
+                missing = missing or nobody_resumes(paused)
+                stopped = False
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
-            # If the run wasn't stopped, no other rank has been informed of this rank's signal.
+            # If all jobs had ended when the signal arrived, the other ranks don't know about it.
+            # Then we can't agree on anything with them, and only this rank raises.
             own = driver.interrupt or (held[0] if held else None)
             ending = (
                 _agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
             )
-        # A signal may have arrived while the handlers were being restored.
+        # A signal may still have arrived after the check above, while the handlers were being
+        # restored.
         if ending is None and held:
             ending = held[0]
         if ending is not None:
@@ -397,8 +443,9 @@ class Runner:
         return self.report
 
     def _begin(self, link: Link | None) -> Driver:
-        """Compares the jobs with all other ranks and makes the driver. Waits for all ranks."""
-        # A thread that adds a job waits for this lock until its job can join.
+        """Compares the jobs between ranks, and creates the driver. Waits for all ranks."""
+        # If another thread adds a job now, it has to wait until there's a driver that its job can
+        # join.
         with self._lock:
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
@@ -413,7 +460,7 @@ class Runner:
             if self.checkpoints is not None:
                 names = [engine.name for engine in engines]
                 self._session = _open_session(self.checkpoints, self.world, names, self.policy)
-                for name, fn, given in _taken_over(
+                for name, fn, given in _resubmitted_jobs(
                     self._session, self._functions, self._check_name, self.world.rank
                 ):
                     self._engines.append(self._make_engine(name, fn, {**given}))
@@ -434,9 +481,10 @@ class Runner:
         return driver
 
     def _agree(self, engines: Sequence[JobEngine], link: Link | None) -> None:
-        """Compares jobs and settings with all other ranks. Waits for them.
+        """Compares jobs and settings between ranks. Waits for all ranks.
 
-        With different jobs or policies, the ranks' lanes would never match up.
+        If the ranks had different jobs or policies, their lanes would run different exchanges, and
+        the run would hang.
 
         Raises:
             JobError: On every rank: the settings differ.
@@ -466,10 +514,11 @@ class Runner:
             else self._metric_files.begin(name, step, without=without)
         )
 
-    def _break_off(self) -> None:
-        """Closes the jobs and files after a lane failed. Waits for writes in progress.
+    def _close_after_failure(self) -> None:
+        """Closes the jobs and files after a lane has failed. Waits until everything is written.
 
-        Only jobs without a living thread are closed here; the others close in their own threads.
+        If a job's thread is still alive, that thread closes the job itself. All other jobs are
+        closed here.
         """
         with self._lock:
             for engine in self._engines:
@@ -481,9 +530,9 @@ class Runner:
 
 
 def _first_of(engines: Sequence[JobEngine], world: World) -> list[JobEngine]:
-    """Returns the first job alone, whose first step `jaxcross estimate` measures.
+    """Returns a list of only the first job, which is the one that `jaxcross estimate` measures.
 
-    If there are more jobs, rank 0 logs which one is measured.
+    If there are several jobs, rank 0 logs that the others are left out.
     """
     if len(engines) > 1 and world.rank == 0:
         _log.warning(
@@ -495,9 +544,10 @@ def _first_of(engines: Sequence[JobEngine], world: World) -> list[JobEngine]:
 
 
 def _text_of(policy: Policy) -> str:
-    """Returns the text by which ranks compare their policies.
+    """Returns a text for a policy, which is the same on every rank if the policies are.
 
-    The default `repr` of a user's class contains an address, which differs between ranks.
+    We can't always use `repr`: if a user's class doesn't define it, the default one contains the
+    object's address.
     """
     cls = type(policy)
     if cls.__repr__ is object.__repr__:
@@ -506,7 +556,7 @@ def _text_of(policy: Policy) -> str:
 
 
 def _claim_metrics(world: World, files: MetricFiles | None) -> None:
-    """Claims the folder of metrics on rank 0, which writes the files. Waits for all ranks.
+    """Reserves the metrics folder for this run on rank 0, which writes it. Waits for all ranks.
 
     Raises:
         ValueError: On every rank: the folder is in use or can't be written.
@@ -531,18 +581,21 @@ def _open_session(
         return Session(checkpoints, world, jobs=jobs, policy=_text_of(policy))
 
 
-def _taken_over(
+def _resubmitted_jobs(
     session: Session, functions: RegisteredFunctions, check_name: Callable[[str], None], rank: int
 ) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """Yields the unfinished jobs that an earlier run received by `submit`.
+    """Yields the jobs that were submitted in an earlier run and haven't ended.
 
-    Each is a name, a function and its arguments, identical on all ranks. Warns about jobs that
-    joined the earlier run in another way and that this run doesn't have.
+    For a submitted job, the checkpoints contain the function's name and the arguments, so we can
+    create it again: each item is the job's name, its function and the arguments, the same on all
+    ranks. For a job that was added by `add`, we don't have its function. If this run hasn't added
+    that job again, rank 0 logs a warning.
     """
     for listed, text in session.resubmit.items():
         try:
             name, fn, arguments = functions.resolve(text, rank)
-            # A listed name is a valid name of a job, and its folder is known.
+            # The job's folder was looked up by the listed name, so the submission must have the
+            # same name.
             if name != listed:
                 raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
             check_name(name)
@@ -555,20 +608,22 @@ def _taken_over(
             yield name, fn, arguments
     if session.missing and rank == 0:
         _log.warning(
-            "These jobs joined an earlier run with these checkpoints, were not over when it ended, "
-            "and are not added now: %s. Add them before `runner.run()`, and they go on where they "
-            "stood.",
+            "These jobs joined an earlier run with these checkpoints and had not ended, but this "
+            "run does not have them: %s. To resume them, add them before `runner.run()`.",
             quoted(session.missing),
         )
 
 
 def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
-    """Compares the last states of all jobs that joined. Waits for all ranks.
+    """Compares the final states of all jobs between ranks. Waits for all ranks.
 
-    If they're equal, this costs one small all-reduce. If they differ in a job that checks its
-    replicas, that's the job's error on every rank.
+    All jobs are compared in one small all-reduce, and if the replicas of every job are equal,
+    that's all. If they differ in a job with `check_replicas`, the job gets an error on every rank;
+    in other jobs, that's only a warning.
     """
     joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
+    # Every rank must pass the same number of reports, so a job that has nothing to compare passes
+    # an empty one.
     found = (
         exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined
@@ -580,9 +635,10 @@ def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
 
 
 def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> JobError | None:
-    """Returns the error for jobs that never joined, or None. Waits for all ranks.
+    """Returns the error for jobs that never joined the run, or None. Waits for all ranks.
 
-    The same on every rank. `names` are the jobs that this rank added and that never joined.
+    The result is the same on every rank. Pass the `names` of the jobs that this rank has added but
+    that never joined.
     """
     ranks: dict[str, list[str]] = {}
     for rank, theirs in enumerate(gather(world.control, names)):
@@ -604,8 +660,8 @@ def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> 
     return error
 
 
-def _tell_unread(world: World, jobs: Sequence[JobEngine]) -> None:
-    """Makes a metric that some rank can't read back the job's error on every rank.
+def _share_unread_errors(world: World, jobs: Sequence[JobEngine]) -> None:
+    """Sets a job's error on every rank if some rank couldn't read back the job's metrics.
 
     Waits for all ranks.
     """
@@ -635,7 +691,7 @@ def _report_of(
     end_ns: int,
     watch: AbstractContextManager[Any],
 ) -> Report:
-    """Builds the report, the same on every rank. Waits for all ranks, inside of `watch`."""
+    """Builds the report, the same on every rank. Waits for all ranks inside of `watch`."""
     devices = jax.local_devices()
     over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
     return Report.build(
@@ -689,29 +745,31 @@ def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -> BaseException:
-    """Returns the exception that this rank raises after a stop.
+    """Returns the exception that this rank should raise after the run was stopped.
 
     Waits for all ranks, so that no rank exits while another one is still saving.
 
     Args:
         world: All ranks.
         terminated: Whether this rank received SIGTERM.
-        own: The exception that this rank's signal handler raised, if any.
+        own: The exception that a signal handler has raised on this rank, if any.
     """
     with after_run(world, "end of the run"):
         some = any_rank(world.control, terminated)
         kind = ExitKind.TERMINATED if some else ExitKind.INTERRUPTED
         world.flight.record_exit(kind, "SIGTERM" if some else "Ctrl-C")
-        # The first rank that exits with a nonzero code terminates all ranks, so we wait until each
-        # of them has written its last output.
+        # As soon as one rank exits with a nonzero code, all other ranks are terminated. So wait
+        # here until every rank has written its output.
         world.control.allreduce_min(np.zeros(1, np.int64))
     if own is not None and not isinstance(own, KeyboardInterrupt):
-        return own  # the user's handler raised it on purpose
+        return own  # raised by the user's own handler, so on purpose
     return SystemExit(TERMINATED) if some else KeyboardInterrupt()
 
 
 def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
-    """Raises the first failed job's error, or else `missing`, with notes about further errors."""
+    """Raises the first failed job's error, or else `missing`, with notes about the other errors."""
+    # A job that was ejected isn't an error, because the user has asked for that by
+    # `nonfinite="eject"`. All jobs that were left out have the same error, which is `missing`.
     errors = [
         job.error
         for job in jobs
@@ -721,14 +779,16 @@ def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
 
 
 def raise_first(errors: Sequence[Exception]) -> None:
-    """Raises the first error, if any, with notes about the further ones.
+    """Raises the first error, if there is one, with notes about the others.
 
-    `jaxcross.health.tracebacks.ends_run` looks for this function in an error's traceback.
+    Don't rename this function: `jaxcross.health.tracebacks.ends_run` looks for its name in an
+    error's traceback.
     """
     if not errors:
         return
     for other in errors[1:MAX_ERRORS_SHOWN]:
         errors[0].add_note(f"Also: {other}")
-    if more := len(errors[MAX_ERRORS_SHOWN:]):
+    more = len(errors[MAX_ERRORS_SHOWN:])
+    if more:
         errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
     raise errors[0]

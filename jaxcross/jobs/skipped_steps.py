@@ -1,10 +1,12 @@
-"""Counts a job's skipped steps, and notices a job that can only skip from now on.
+"""Counts a job's skipped steps, and detects a job that would skip all further steps.
 
-With `nonfinite="skip"`, a step whose exchanged values aren't finite leaves the state as it was. Now
-suppose that the state itself holds a nonfinite value that is exchanged later, e.g. a pending or
-accumulated gradient, or parameters of local steps. A step that didn't exchange the value has left
-it there. Then every further step is skipped too, so we check the state if too many steps in a row
-are skipped.
+With `nonfinite="skip"`, we check only the values that are exchanged. If they aren't finite, the
+step is skipped, i.e. the state stays as it was before. This fails if a nonfinite value is already
+in the state. For example, with gradient accumulation, a local step may add a NaN to the accumulated
+gradient. It isn't skipped, because it doesn't exchange anything. The next exchange then sends the
+NaN, so that step is skipped, and since skipping doesn't change the state, the NaN stays there and
+all further steps are skipped too. So if too many steps in a row are skipped, we check whether the
+state is finite.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from jaxcross.jobs.job_state import JobState, form_of
 from jaxcross.program import is_finite
 
 MOST_IN_A_ROW = 10
-"""After this many skipped steps in a row, the state is checked."""
+"""We check the state whenever this many steps in a row have been skipped."""
 
-_NOTE = "skipped"  # in a checkpoint's notes: all skipped steps, and those in a row
+_NOTE = "skipped"  # the number of skipped steps in total, and in a row
 
 
 @final
@@ -36,13 +38,15 @@ class SkippedSteps:
 
     Attributes:
         total: The number of skipped steps.
-        before: How many of them were in earlier runs.
+        before: How many of these were skipped in earlier runs.
     """
 
     __slots__ = ("_in_a_row", "_job", "_latest", "before", "total")
 
     def __init__(self, job: str, latest: JobState) -> None:
-        self._job, self._latest, self._in_a_row = job, latest, 0
+        self._job = job
+        self._latest = latest
+        self._in_a_row = 0
         self.before = self.total = 0
 
     def resume(self, notes: Mapping[str, str]) -> None:
@@ -52,7 +56,7 @@ class SkippedSteps:
         self._in_a_row = int(in_a_row)
 
     def to_notes(self) -> dict[str, str]:
-        """Returns what a restart needs, as notes for a checkpoint."""
+        """Returns the numbers as notes for a checkpoint."""
         return {_NOTE: f"{self.total} {self._in_a_row}"} if self.total else {}
 
     def count(self, *, skipped: bool) -> None:
@@ -60,23 +64,25 @@ class SkippedSteps:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
 
     def check(self) -> None:
-        """Checks the state after every `MOST_IN_A_ROW` skipped steps in a row. Waits for it then.
+        """Checks the state if `MOST_IN_A_ROW` steps in a row, or a multiple of it, were skipped.
+
+        If it checks the state, waits until the state has been computed.
 
         Raises:
-            JobError: On a rank whose state contains a nonfinite value.
+            JobError: This rank's state contains a nonfinite value.
         """
         if not self._in_a_row or self._in_a_row % MOST_IN_A_ROW:
             return
         state, _ = self._latest.newest()
-        # If the form differs, the results may be metrics.
+        # If the structure, shapes or types differ, these may be metrics rather than a state.
         path = _first_nonfinite(state) if form_of(state) == form_of(self._latest.state) else None
         if path is not None:
             raise JobError(
                 f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of "
-                "the state is not finite: all further ones would be, too. A step that did not "
-                "exchange the value has left it there, as with gradients that are pending or "
-                'accumulated, and with local steps. Let such a job end by `nonfinite="raise"`, and '
-                "go on from a checkpoint that was written before."
+                "the state is not finite, so all further steps would be skipped too. A step that "
+                "did not exchange the value has left it there, as with gradients that are pending "
+                'or accumulated, and with local steps. Use `nonfinite="raise"` for such a job, and '
+                "resume from an earlier checkpoint."
             )
 
 

@@ -1,10 +1,12 @@
-"""Registers the functions with exchanges that a job calls, and their step graphs.
+"""Keeps track of the functions with exchanges that a job calls, and of their step graphs.
 
-Several questions come up whenever a job calls a function: do the ranks still have to agree on this
-program, does its memory still have to be booked, is this call a step of the job? The answers must
-be the same on every rank, although shapes, and with them the compiled programs, may change on a
-single rank. So they depend only on what ranks have in common: branches, exchanges, names, and the
-order of calls.
+Whenever a job calls such a function, three questions have to be answered. Have the ranks already
+agreed on this program? Has its memory already been booked? Does the call count as a step of the
+job? An agreement and a booking are collective, so if the ranks answered differently, they would
+deadlock. One might compare the compiled program with the earlier ones, but that doesn't work: if
+the last batch is smaller on a single rank, only this rank compiles another program. So the answers
+depend only on facts that are the same on every rank: names, branches, exchanges, and the order of
+the calls.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from jaxcross.program import Compiled, Program
 
 
 def step_graph_of(program: Program, function: str = "") -> StepGraph:
-    """Returns the step graph of a program, which is all that the interleaver receives of it.
+    """Returns a program's step graph, which is all that the interleaver knows about the program.
 
     Args:
         program: The program.
@@ -38,7 +40,7 @@ def step_graph_of(program: Program, function: str = "") -> StepGraph:
 
 
 def memory_of(compiled: Compiled) -> JobMemory:
-    """Returns the memory of a job that runs these executables, according to XLA."""
+    """Returns the memory that a job needs to run these executables, according to XLA."""
     return JobMemory(
         peak_bytes=compiled.peak_live_bytes(),
         boundary_bytes=compiled.boundary_live_bytes(),
@@ -48,12 +50,12 @@ def memory_of(compiled: Compiled) -> JobMemory:
 
 @dataclass(slots=True)
 class ProgramRecord:
-    """What a plan needs about a program.
+    """What the planner needs to know about a program.
 
     Attributes:
         graph: The program's step graph.
-        memory: Its memory on this rank.
-        steps: How many of the job's steps ran it.
+        memory: The memory that the program needs on this rank.
+        steps: How many of the job's steps have run this program.
     """
 
     graph: StepGraph
@@ -66,11 +68,11 @@ class ProgramRecord:
 
 
 class StepRegistry:
-    """The functions with exchanges of one job on one rank. Used by the job's thread.
+    """The functions with exchanges that one job calls on one rank. Used by the job's thread.
 
     Attributes:
-        training: The name of the function whose calls are the job's steps, which is the first step
-            that the job called; None before that.
+        training: The name of the function whose calls count as the job's steps. That's the first
+            function with exchanges that the job has called; None before that.
     """
 
     __slots__ = ("_agreed", "_booked", "_graphs", "_numbers", "_programs", "_records", "training")
@@ -82,19 +84,21 @@ class StepRegistry:
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
         self._booked: set[tuple[object, ...]] = set()
         self._records: dict[int, ProgramRecord] = {}
-        # The number of each step with exchanges, in the order of their first runs.
+        # The number of each function with exchanges, in the order of their first calls.
         self._numbers: dict[int, tuple[int, object]] = {}
 
     @property
     def any(self) -> bool:
-        """Whether the job has called such a function."""
+        """Whether the job has called a function with exchanges."""
         return bool(self._graphs)
 
     def first_use(self, program: Program, step: object) -> bool:
         """Whether this is the job's first program of this step with these branches and exchanges.
 
-        The same on every rank. Shapes don't count, because they may change on one rank alone, and
-        then the other ranks wouldn't take part in an agreement.
+        A new program has to be agreed on by all ranks, so every rank must get the same answer here.
+        That's why a program with the same exchanges but different shapes isn't new: the shapes may
+        have changed on one rank alone, and then the other ranks wouldn't take part in the
+        agreement.
 
         Args:
             program: The program.
@@ -109,14 +113,16 @@ class StepRegistry:
         return new
 
     def first_run(self, compiled: Compiled) -> bool:
-        """Whether the job is about to run such a program for the first time.
+        """Whether the job runs a program with this name and these exchanges for the first time.
 
-        "Such" means a program of this name with these branches and exchanges. Like `first_use`, the
-        answer is the same on every rank. It's False if the ranks haven't agreed on the program: a
-        program that exchanges nothing, which ranks may run at different times, or one that calls
-        mpi4jax itself.
+        If so, its memory has to be booked, which is collective. So, as in `first_use`, programs
+        count as equal if they have the same name, branches and exchanges, and the result is the
+        same on every rank. For programs on which the ranks haven't agreed, we return False, because
+        there's no common moment for a booking. There are two kinds of them: programs without
+        exchanges, which each rank may run at a different time, and programs that call mpi4jax
+        themselves.
         """
-        if id(compiled) in self._graphs or not self._agreed:  # this runs on every call
+        if id(compiled) in self._graphs or not self._agreed:  # the fast path of every call
             return False
         program = compiled.program
         agreed = (program.traced.choices, program.exchange_signature())
@@ -127,11 +133,13 @@ class StepRegistry:
         return True
 
     def graph(self, compiled: Compiled, step: object) -> StepGraph:
-        """Returns the step graph of a step's executables, with the step's number in the job.
+        """Returns the step graph of a step's executables, including the step's number in the job.
 
-        Steps with exchanges are numbered in the order of their first calls. The numbers are the
-        same on every rank because ranks call such steps in the same order: each call is compared,
-        including its number, before it's admitted.
+        A job may use several functions with exchanges, e.g. to train and to evaluate, and two of
+        them may have the same name. To tell them apart, we number them in the order of their first
+        calls. The number is the same on every rank as long as the ranks call their functions in the
+        same order. If they don't, the vote detects it: before a call is admitted, the ranks compare
+        its name and number.
 
         Args:
             compiled: The executables.
@@ -139,17 +147,18 @@ class StepRegistry:
         """
         known = self._graphs.get(id(compiled))
         if known is None:
-            program, function = compiled.program, ""
+            program = compiled.program
+            function = ""
             if program.exchanges:
-                # The step is kept alive, as above.
+                # Keep the step alive, so that its id stays unique.
                 number, _ = self._numbers.setdefault(id(step), (len(self._numbers) + 1, step))
                 function = f"`{program.name}` (function {number} of the job)"
-            # The pair keeps `compiled` alive, so its id stays unique.
+            # Also keeps `compiled` alive, for the same reason.
             known = self._graphs[id(compiled)] = (compiled, step_graph_of(program, function))
         return known[1]
 
     def trains(self, compiled: Compiled) -> bool:
-        """Whether a committed call is a step of the job; the first such call decides that."""
+        """Whether a committed call counts as a step of the job. Counts it for `most_run`."""
         leads = self.leads(compiled)
         if leads and self.training is None:
             self.training = compiled.program.name
@@ -163,9 +172,9 @@ class StepRegistry:
         return leads
 
     def most_run(self) -> dict[str, Any] | None:
-        """Returns the record of the program that most of the job's steps ran, or None.
+        """Returns the record of the program that ran in most of the job's steps, or None.
 
-        It's plain data.
+        The record is plain data, so that it can be written as JSON.
         """
         most = max(self._records.values(), key=lambda record: record.steps, default=None)
         if most is None:
@@ -177,12 +186,15 @@ class StepRegistry:
         }
 
     def leads(self, compiled: Compiled) -> bool:
-        """Whether a call is a step of the job if all ranks commit it. Call `graph` first."""
+        """Whether a call counts as a step of the job once it's committed. Call `graph` first."""
         return self._graphs[id(compiled)][1].is_step and self.training in (
             None,
             compiled.program.name,
         )
 
     def forget(self) -> None:
-        """Drops all programs and their constants. The training function's name is kept."""
-        self._graphs, self._programs, self._agreed, self._numbers = {}, {}, {}, {}
+        """Drops all programs, to free their constants. Keeps the name of the training function."""
+        self._graphs = {}
+        self._programs = {}
+        self._agreed = {}
+        self._numbers = {}

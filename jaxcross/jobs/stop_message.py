@@ -1,4 +1,4 @@
-"""The message that a stopped run prints: what it has saved, and how to resume. Pure."""
+"""The message that a stopped run prints: what has been saved, and how to resume. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class StoppedJob:
 
     Attributes:
         name: The job's name.
-        status: How it ended; None for a job whose turn never came.
-        step: How many steps it has made.
-        begun: Whether it has restored its state, so that the run saves it.
-        saved: The step of its newest checkpoint that's complete on all ranks, or None.
+        status: How the job ended; None if it never joined the run.
+        step: How many steps the job has made.
+        begun: Whether the job has restored its state. Otherwise, there's nothing to save.
+        saved: The step of the job's newest checkpoint that's complete on all ranks, or None.
     """
 
     name: str
@@ -34,11 +34,13 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
 
     Args:
         jobs: The jobs of the run.
-        folder: Where the run keeps its checkpoints; None if it keeps none.
+        folder: The folder of the run's checkpoints; None if there are none.
     """
-    # A sweep may have many trials that have ended, so the jobs that will resume come first.
+    # We show only a few jobs, and a sweep may have many trials that have ended. So the jobs that
+    # will resume come first.
     jobs = sorted(jobs, key=_is_over)
-    shown, more = jobs[:MAX_JOBS_SHOWN], len(jobs[MAX_JOBS_SHOWN:])
+    shown = jobs[:MAX_JOBS_SHOWN]
+    more = len(jobs[MAX_JOBS_SHOWN:])
     if folder is None:
         steps = ", ".join(f"job `{job.name}` {_where(job)}" for job in shown)
         rest = f", and {more} more jobs" if more else ""
@@ -48,7 +50,7 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
         )
     lines = ["jaxcross: the run has stopped.", *(_saved(job, folder) for job in shown)]
     lines += [f"And {more} more jobs in {folder}."] if more else []
-    return "\n".join([*lines, "Start the same command again to go on."])
+    return "\n".join([*lines, "Start the same command again to resume."])
 
 
 def _is_over(job: StoppedJob) -> bool:
@@ -60,21 +62,17 @@ def _where(job: StoppedJob) -> str:
 
 
 def _ended(job: StoppedJob) -> str:
-    """Returns how the job ended, or "" if the stop ended it."""
-    return (
-        f"{job.status} "
-        if job.status in (JobStatus.ENDED, JobStatus.FAILED)
-        else "was ejected "
-        if job.status == JobStatus.EJECTED
-        else ""
-    )
+    """Returns how the job ended, or "" if it was running until the stop."""
+    if job.status in (JobStatus.ENDED, JobStatus.FAILED):
+        return f"{job.status} "
+    return "was ejected " if job.status == JobStatus.EJECTED else ""
 
 
 def _saved(job: StoppedJob, folder: str) -> str:
     if not job.begun and _is_over(job):
-        return f"Job `{job.name}`: was over before the stop."
+        return f"Job `{job.name}`: had ended before the stop."
     if not job.begun:
-        return f"Job `{job.name}`: had not begun; what earlier runs saved of it stays."
+        return f"Job `{job.name}`: had not begun. Its earlier checkpoints are kept."
     if job.saved is None:
         made = f"of its {job.step} steps" if job.step else "since it has made no step"
         return f"Job `{job.name}`: nothing is saved {made}."

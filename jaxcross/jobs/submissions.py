@@ -1,7 +1,10 @@
 """Jobs that rank 0 submits to all ranks.
 
-A submission consists of the name of a function that every rank has registered and of arguments as
-JSON. It contains no code. Rank 0 checks it thoroughly, because every rank must be able to read it.
+A submission consists of a function's name and its arguments. Every rank has registered a function
+under this name before, so no code has to be sent. The arguments are sent as JSON. A rank that can't
+parse them would break the run for all ranks, so rank 0 checks the submission before it sends it:
+the arguments must be unchanged after a conversion to JSON and back, and mustn't be too long or too
+deeply nested.
 """
 
 from __future__ import annotations
@@ -12,38 +15,35 @@ from typing import Any
 
 from jaxcross.errors import JobError, clause, quoted
 
-MOST_BYTES = 64 * 1024  # of one submission, which all ranks gather as text
-_DEEPEST = 50  # JSON that every rank can parse, whatever the depth of its stack
+MOST_BYTES = 64 * 1024  # of one submission, because all ranks gather it as text
+_DEEPEST = 50  # levels, so that every rank can parse it, however deep its stack is
 
 
 def _depth(value: Any) -> int:
-    """Returns the number of levels of lists and dicts.
+    """Returns how deeply lists and dicts are nested.
 
-    Not recursive, because the nesting may be deeper than the stack.
+    We don't use recursion, because the nesting may be too deep for the stack.
     """
-    levels, deepest = [(value, 0)], 0
+    levels = [(value, 0)]
+    deepest = 0
     while levels:
         value, depth = levels.pop()
         deepest = max(deepest, depth)
-        inside = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else ()
-        )
-        levels += [(each, depth + 1) for each in inside]
+        if isinstance(value, dict):
+            levels += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list | tuple):
+            levels += [(each, depth + 1) for each in value]
     return deepest
 
 
 class RegisteredFunctions:
-    """One rank's functions of which jobs can be made, by name."""
+    """The functions that one rank has registered, by name."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def add(self, name: str, function: Callable[..., Any]) -> None:
-        """Registers `function`, so that jobs can be made of it.
+        """Registers `function`, so that submitted jobs can run it.
 
         Raises:
             ValueError: The name is empty or already taken.
@@ -64,11 +64,11 @@ class RegisteredFunctions:
         self._functions[name] = function
 
     def request(self, name: str, job: str, arguments: Mapping[str, Any]) -> str:
-        """Returns the text of a submission.
+        """Returns a submission as text.
 
         Raises:
-            ValueError: No function is registered under that name, or the text is too long or too
-                deeply nested.
+            ValueError: No function is registered under that name, or the arguments are too long or
+                too deeply nested.
             TypeError: JSON can't represent the arguments.
         """
         if name not in self._functions:
@@ -94,19 +94,23 @@ class RegisteredFunctions:
             raise ValueError(
                 f"Job `{job}`: its arguments are nested deeper than {_DEEPEST} levels."
             )
-        if (size := len(text.encode())) > MOST_BYTES:
+        size = len(text.encode())
+        if size > MOST_BYTES:
             raise ValueError(
                 f"Job `{job}`: its submission has {size} bytes, more than {MOST_BYTES}."
             )
         return text
 
     def resolve(self, text: str, rank: int) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-        """Returns name, function and arguments of a submitted job.
+        """Returns the name, the function and the arguments of a submitted job.
 
-        If this rank hasn't registered the function, the returned one raises an error.
+        If this rank hasn't registered the function, we can't raise an error here, because the other
+        ranks will add the job. So we return a function that raises the error as soon as the job
+        starts, and the job fails on all ranks.
         """
         asked = json.loads(text)
-        name, job = asked["function"], asked["job"]
+        name = asked["function"]
+        job = asked["job"]
 
         def lacking(_: Any, **__: Any) -> None:
             raise JobError(

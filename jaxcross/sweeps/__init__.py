@@ -1,13 +1,14 @@
-"""Sweeps: many trials of one training function, a few at a time, each of them a job of a `Runner`.
+"""Sweeps: train a function with many different parameters, each trial as a job of a `Runner`.
 
-run_sweep       `sweep`: checks, runs and resumes a whole sweep
-search          where trials come from: `Grid`, `Choices`, `Draws`, `Optuna`; `study` asks Optuna
-schedule        in which order a search receives results, and when which trial begins. Pure
-coordinator     rank 0's side: asks, tells, prunes, and writes down what must survive a restart
-trial           each rank's side of a trial: the function of its job, and the clean-up after the job
-log             the trials of a sweep on disk
-sweep_settings  settings that must be the same on all ranks, and whenever a sweep is restarted
-sweep_rank      a rank of `jaxcross sweep`
+run_sweep       the `sweep` function: checks, runs and resumes a whole sweep
+search          the searches that a user can choose: `Grid`, `Choices`, `Draws`, `Optuna`
+study           asks Optuna for trials
+schedule        in which order a search receives results, and when each trial begins. Pure
+coordinator     rank 0's side: asks the search, reports results, prunes, and logs for a restart
+trial           each rank's side: the function of a trial's job, and the clean-up after it
+log             the log of the trials on disk
+sweep_settings  the settings, which must be the same on all ranks and, mostly, after a restart
+sweep_rank      the process that `jaxcross sweep` starts on each rank
 """
 
 from typing import TYPE_CHECKING

@@ -1,14 +1,18 @@
-"""`Coordinator`: rank 0's side of a sweep.
+"""The `Coordinator` class: rank 0's side of a sweep.
 
-Only rank 0 asks the search for trials, tells it their results, prunes trials, and writes down
-everything that must survive a restart. The other ranks receive its decisions through the jobs that
-it submits and through collective calls of these jobs.
+**One rank decides.** All ranks must train the same trials with the same parameters. If each rank
+had a search of its own, these searches would have to give the same answers all the time. So only
+rank 0 has a search: it asks for new trials, reports their results, prunes trials, and logs
+everything that a restart needs. The other ranks find out about new trials because rank 0 submits
+them as jobs. They find out whether a trial is pruned by a collective call in that trial's job.
 
-**Restarts.** The state of a search isn't saved. Instead, a restart makes a fresh search and replays
-into it everything that the log holds, in the order of the schedule. If the search repeats its
-answers, it ends up in the state that it had before the restart. If it proposes other parameters
-than before, we warn and replay again with the parameters from the log. If the pruner would now let
-a trial continue that it pruned before, the sweep ends with an error.
+**Restarts.** Optuna's samplers and pruners have internal state, which we don't save. Instead, the
+log contains everything that the search has proposed and received, and a restart replays this log
+into a new search, in the same order as before. If the search is deterministic, it then has the same
+state as before the restart. If it isn't, e.g. because the sampler has no seed, there are two cases.
+If it proposes different parameters for a trial than before, we log a warning, and replay the log
+into another new search to which we dictate the parameters. If the pruner would now continue a trial
+that it pruned before, the sweep ends with an error.
 """
 
 from __future__ import annotations
@@ -24,76 +28,85 @@ from jaxcross.sweeps.schedule import Decision, Parameters, Schedule, Search, Sta
 from jaxcross.sweeps.search import name_of
 
 _log = logging.getLogger("jaxcross")
-_LOOK_S = 0.1  # how often a waiting trial checks whether the run was stopped
+_LOOK_S = 0.1  # how often a waiting trial checks whether the run has been stopped
 Make = Callable[[Mapping[int, Parameters]], Search]
 Submit = Callable[[Started, str], None]
 
 
 class _DiffersError(Exception):
-    """A search doesn't repeat what it proposed before a restart."""
+    """A search proposes different parameters than before a restart."""
 
 
 @final
 class Coordinator:
-    """Called by the threads of all trials on rank 0.
+    """Decides about all trials of a sweep. Its methods are called by the trials' threads on rank 0.
 
-    The constructor replays everything that earlier starts wrote down, which brings the search into
-    the state that it had then.
+    The constructor replays the log of earlier starts, so the search has the same state as before
+    the restart.
 
     Args:
-        make: Makes a fresh search that hasn't been asked anything. The search must give the trials
-            with the numbers in the mapping the parameters in the mapping.
+        make: Creates a new search. If you pass it parameters for some trials by number, the search
+            must propose exactly these parameters for these trials.
         log: The log of the trials.
-        concurrent: Number of trials at a time.
+        concurrent: The number of trials that run at the same time.
 
     Attributes:
         search: The search in use.
-        submit: Starts a trial's job on all ranks; each run replaces it. May raise JobError if the
-            run has ended.
+        submit: A function that starts a trial's job on all ranks. Each run of the sweep sets its
+            own. It may raise a JobError if the run has ended.
 
     Raises:
-        Exception: Whatever the search raises for its first trials.
-        JobError: The pruner doesn't repeat what it decided before a restart.
+        Exception: Any error that the search raises for its first trials.
+        JobError: The pruner decides differently than before a restart.
     """
 
     def __init__(self, make: Make, log: TrialLog, *, concurrent: int) -> None:
-        self._log, self._concurrent = log, concurrent
+        self._log = log
+        self._concurrent = concurrent
         self._changed = threading.Condition(threading.RLock())
         self.submit: Submit = lambda *_: None
         self.search = make({})
         try:
-            self._schedule = self._repeated(strict=True)
+            self._schedule = self._replayed_schedule(strict=True)
         except _DiffersError as error:
             _log.warning(
-                "The sweep goes on, but not as if it had never stopped: %s. Give the sampler a "
-                "seed, as `optuna.samplers.TPESampler(seed=0)`, and keep the version of Optuna.",
+                "The sweep continues, but not as it would have without the restart: %s. Give the "
+                "sampler a seed, as in `optuna.samplers.TPESampler(seed=0)`, and do not change the "
+                "version of Optuna.",
                 error,
             )
             self.search = make({number: trial.parameters for number, trial in log.trials.items()})
-            self._schedule = self._repeated(strict=False)
+            self._schedule = self._replayed_schedule(strict=False)
         self._check_pruned()
 
-    def _repeated(self, *, strict: bool) -> Schedule:
-        """Returns a schedule into which everything in the log has been replayed."""
+    def _replayed_schedule(self, *, strict: bool) -> Schedule:
+        """Replays the log, and returns the resulting schedule."""
         schedule = Schedule(
             self.search, concurrent=self._concurrent, known_until=self._log.known_until
         )
-        new = self._taken(schedule, schedule.begin(), strict=strict)
+        # First, repeat the events that the search had received before the restart, one after the
+        # other. Each of them may begin another trial, and what the log contains about that trial
+        # has to be reported before the next event.
+        new = self._replay_trials(schedule, schedule.begin(), strict=strict)
         while (decisions := schedule.repeat()) is not None:
-            new += self._taken(schedule, decisions, strict=strict)
+            new += self._replay_trials(schedule, decisions, strict=strict)
+        # Then pass on the rest of the log, i.e. the events that were still waiting for other trials
+        # when the sweep was stopped.
         while decisions := schedule.settle():
-            new += self._taken(schedule, decisions, strict=strict)
+            new += self._replay_trials(schedule, decisions, strict=strict)
         if schedule.error is not None:
             raise schedule.error
-        for decision in new:  # only now: nothing may be written before the replay has succeeded
+        for decision in new:  # write nothing before the replay has succeeded
             self._write(decision)
         return schedule
 
-    def _taken(
+    def _replay_trials(
         self, schedule: Schedule, decisions: list[Decision], *, strict: bool
     ) -> list[Decision]:
-        """Reports everything that the log holds of the trials that begin. Returns the decisions
-        that aren't in the log yet.
+        """Replays what the log contains about the trials that begin by these decisions.
+
+        Returns:
+            The decisions that aren't in the log yet.
         """
         new: list[Decision] = []
         for decision in decisions:
@@ -102,17 +115,20 @@ class Coordinator:
                 new.append(decision)
                 continue
             if strict and known.parameters != decision.parameters:
-                was = f"trial {known.number} was asked for with {known.parameters}"
-                raise _DiffersError(f"{was}, and is now with {decision.parameters}")
+                was = f"trial {known.number} had the parameters {known.parameters}"
+                raise _DiffersError(f"{was}, and now it would have {decision.parameters}")
+            # Only a pruner needs the values before the end of a trial.
             for step, values in sorted(known.values.items()) if self.search.prunes else ():
                 new += schedule.report(known.number, step, values[0])
+            # The end of a pruned trial isn't replayed, because the search has to decide again to
+            # prune it. `_check_pruned` compares the decisions afterwards.
             if known.returned or known.status in ("finished", "failed", "stopped"):
                 status = "finished" if known.returned else known.status or "finished"
                 new += schedule.end(known.number, known.step, status, known.value)
         return new
 
     def _check_pruned(self) -> None:
-        """Checks that the pruner repeats what it decided before a restart; otherwise JobError."""
+        """Raises a JobError if the pruner decides differently than before a restart."""
         for trial in self._log.trials.values():
             if (
                 trial.status == "pruned"
@@ -120,13 +136,13 @@ class Coordinator:
             ):
                 raise JobError(
                     f"Trial `{trial.name}` was pruned at step {trial.step} before the restart, and "
-                    "the pruner would let it go on now. Start with the pruner and the version of "
-                    "Optuna that were in use, or in another folder."
+                    "the pruner would let it continue now. Use the same pruner and version of "
+                    "Optuna as before, or another folder."
                 )
 
     @property
     def error(self) -> Exception | None:
-        """The error of the search or the disk, if any. No trial begins after an error."""
+        """The error of the search or of the disk, if any. After an error, no more trials begin."""
         return self._schedule.error or self._log.error
 
     @property
@@ -137,8 +153,10 @@ class Coordinator:
 
     @property
     def running(self) -> list[TrialRecord]:
-        """The trials to run: those that have begun and have no final status in the log. That
-        includes trials whose function has returned, but whose last state isn't saved yet.
+        """The trials that have to run: those that have begun and have no final status in the log.
+
+        After a trial's function has returned, its last state still has to be saved. If the sweep
+        was killed in between, the trial has no final status, so it has to run again.
         """
         with self._changed:
             return [
@@ -148,18 +166,20 @@ class Coordinator:
             ]
 
     def is_due(self, number: int) -> bool:
-        """Whether a trial's fate is known: it may run, or it is over.
+        """Whether we know already if the trial should run or has ended.
 
-        After a restart it may be unknown for two reasons. The replay may not have asked for the
-        trial yet. Or the trial logged a value before a stop, and the search hasn't decided yet
-        whether to prune the trial by it. In the second case we must wait for that decision, because
-        the state that was saved at the stop covers the value, so the trial won't log it again.
+        After a restart, there are two reasons why we may not know it yet. Either the search hasn't
+        been asked for this trial yet, because it's waiting for results of others. Or the trial
+        logged a value just before the sweep was stopped, and the pruner hasn't decided about this
+        value yet. In the second case, the trial mustn't continue before the decision. Its
+        checkpoint was written after this value, so the trial won't log the value again, and would
+        never find out that it has been pruned.
         """
         with self._changed:
             return self._schedule.has_begun(number) and not self._schedule.waits(number)
 
     def may_begin(self, number: int, stopping: Callable[[], bool]) -> bool:
-        """Returns whether a trial is to run. Waits until it is due or the run is stopping."""
+        """Returns whether a trial should run. Waits until that's known or the run is stopping."""
         with self._changed:
             while not self.is_due(number) and self._schedule.running and not stopping():
                 self._changed.wait(_LOOK_S)
@@ -171,32 +191,38 @@ class Coordinator:
             return self._log.trials[number].status == "pruned"
 
     def advanced(self, number: int, step: int) -> None:
-        """Notes how many steps a trial has made. Calls the search with reports of other trials that
-        were only waiting for this one.
+        """Records how many steps a trial has made.
+
+        Also passes on any reports that other trials have made in the meantime: we hold these back
+        until no earlier report can follow, so that the search algorithm always receives reports in
+        the same order.
         """
         with self._changed:
             self._follow(lambda: self._schedule.advance(number, step))
 
     def value(self, number: int, step: int, nth: int, value: float) -> None:
-        """Writes down the `nth` value that a trial logged at a step. Warns if that was another
-        value before a restart.
+        """Writes the `nth` value that a trial has logged at a step to the log.
+
+        After a restart, a trial repeats some steps. If it logs a different value than before, we
+        warn and keep the earlier value.
 
         Raises:
             JobError: The disk failed.
         """
         with self._changed:
             known = self._log.trials[number].values.get(step, [])[nth : nth + 1]
+            # NaN is the only value that differs from itself. Two NaNs count as the same value.
             if known and known[0] != value and not (known[0] != known[0] and value != value):
                 text = (
-                    "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it "
-                    "does not repeat."
+                    "Trial `%s` logged %r after step %d, but %r before a restart, so it is not "
+                    "repeatable. The earlier value is used."
                 )
                 _log.warning(text, self._log.trials[number].name, value, step, known[0])
             self._log.value(number, step, nth, value)
             self._check_disk()
 
     def sync(self) -> None:
-        """Waits until all values are on disk, so that a checkpoint may cover them.
+        """Waits until all values are on disk, so that a later checkpoint may be written.
 
         Raises:
             JobError: The disk failed.
@@ -206,11 +232,11 @@ class Coordinator:
             self._check_disk()
 
     def _check_disk(self) -> None:
-        if self._log.error is not None:  # a checkpoint must not cover values that aren't on disk
+        if self._log.error is not None:  # a checkpoint after these values would lose them
             raise JobError(f"What trials logged cannot be written: {self._log.error}.")
 
     def give_up(self, error: Exception) -> bool:
-        """Ends the sweep with this error and returns True, unless a trial has logged the metric."""
+        """Ends the sweep with an error and returns True, unless a trial has logged the metric."""
         with self._changed:
             if any(trial.values for trial in self._log.trials.values()):
                 return False
@@ -224,10 +250,10 @@ class Coordinator:
             return self._log.trials[number].value
 
     def prunes(self, number: int, step: int, stopping: Callable[[], bool]) -> bool:
-        """Returns whether a trial is pruned at this step, whose value must be written down.
+        """Returns whether the trial is pruned at this step. Its value must already be in the log.
 
-        If a step was logged several times, the pruner gets the first value.
-        Waits until the other trials have come as far, or the run is stopping.
+        If the trial has logged several values at this step, the pruner receives the first one.
+        Waits until the other trials have made as many steps, or the run is stopping.
         """
         with self._changed:
             value = self._log.trials[number].values[step][0]
@@ -237,9 +263,9 @@ class Coordinator:
             return bool(self._schedule.decided(number, step))
 
     def came_to_end(self, number: int, step: int, value: float | None) -> None:
-        """Notes that a trial's function has returned on all ranks, which frees its place.
+        """Records that a trial's function has returned on all ranks, so another trial may begin.
 
-        Its state isn't saved yet.
+        The trial's state hasn't been saved yet.
         """
         with self._changed:
             self._log.returned(number, step)
@@ -248,15 +274,19 @@ class Coordinator:
     def over(
         self, number: int, step: int, status: Status, *, digest: str = "", error: str = ""
     ) -> None:
-        """Notes that a trial's job has ended on all ranks and that its results are saved."""
+        """Records that a trial's job has ended on all ranks and that its results are saved."""
         with self._changed:
             value = self._log.trials[number].value
             self._log.end(number, status, step, value, digest=digest, error=error)
+            # If the trial was finished or pruned, the schedule knows it already: from
+            # `came_to_end`, or because it has made the decision itself.
             if status in ("failed", "stopped"):
                 self._follow(lambda: self._schedule.end(number, step, status, value))
 
     def _follow(self, change: Callable[[], list[Decision]]) -> None:
-        """Carries out the decisions that a change leads to. Call with the lock held."""
+        """Makes a change, and carries out the resulting decisions. Call it with the lock held."""
+        # Write all decisions to the log before acting on any of them. If the process is killed in
+        # between, the restart then finds them there.
         decisions = change()
         for decision in decisions:
             self._write(decision)
@@ -265,6 +295,8 @@ class Coordinator:
                 try:
                     self.submit(decision, self._log.trials[decision.number].name)
                 except JobError:
+                    # The run has ended in the meantime. The trial is in the log, so the next run
+                    # begins with it.
                     _log.debug("trial %d begins in the next run", decision.number)
         self._changed.notify_all()
 
@@ -277,6 +309,6 @@ class Coordinator:
             self._log.pruned(decision)
 
     def close(self) -> None:
-        """Releases the folder. What trials do after this is not written."""
+        """Releases the folder. Nothing is written after this."""
         with self._changed:
             self._log.close()

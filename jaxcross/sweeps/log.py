@@ -1,12 +1,16 @@
-"""The trials of a sweep on disk, one line per start, value and end, written by rank 0 at once.
+"""The log of a sweep: what happened to its trials, on disk. Written by rank 0.
 
-    sweep.json      what the sweep is and its trials so far, for people and programs
-    trials.jsonl    the log that a restart continues from
-    metrics/        a JSONL and a CSV file per trial; checkpoints/ holds states
+In a sweep's folder, the log is the file `trials.jsonl`. It has one line for each trial that begins,
+each value of the metric, and each end of a trial. The file `sweep.json` is a summary of the sweep
+and its trials so far, for people and for other programs. The folder `metrics` has a JSONL and a CSV
+file per trial, and the folder `checkpoints` has the trials' states.
 
-A line is handed to the kernel before anything else acts on it. It is flushed to disk (`fsync`)
-before a checkpoint that covers it, and when a trial begins, returns, is pruned or ends. So a kill
-loses nothing that a restart needs, and neither does a power failure, if the disk honours flushes.
+A restart must find everything on which an earlier decision was based. So each line is written to
+the file before we act on it: if the process is killed after that, the kernel still has the line. A
+power failure is worse, because the kernel's buffers are lost. So we also flush the file to disk (by
+`fsync`), but not for every value, because that would be slow. It's enough to flush it when a trial
+begins, returns, is pruned or ends, and before each checkpoint. If values after the last checkpoint
+are lost, the restarted trial logs them again.
 """
 
 from __future__ import annotations
@@ -28,21 +32,23 @@ FILES = {"sweep.json", "sweep.json.new", "trials.jsonl", "sweep.png", "metrics",
 
 @dataclass(slots=True, kw_only=True)
 class TrialRecord:
-    """Everything that is known of a trial.
+    """Everything that we know about a trial.
 
     Attributes:
-        number: Number of the trial, from 0, in the order in which the search was asked for trials.
-        name: The name of its job.
-        parameters: The parameters of its function.
-        after: The trial whose place it took, if any.
-        returned: Whether its function has returned on all ranks. Its state may not be saved yet.
-        values: The metric by step: all values logged at that step, in order.
-        latest: The latest of these steps; -1 before the first one.
-        status: How it ended; None before that.
-        step: Its last step.
-        value: The last value that it logged.
+        number: The trial's number, from 0, in the order in which the search proposed the trials.
+        name: The name of the trial's job.
+        parameters: The parameters that the training function receives.
+        after: The number of the trial after whose end this trial began; None if it was among the
+            first ones.
+        returned: Whether the training function has returned on all ranks. The state may not be
+            saved yet.
+        values: For each step at which the metric was logged, all values of that step, in order.
+        latest: The latest of these steps; -1 if no value was logged.
+        status: How the trial ended; None while it hasn't.
+        step: The latest step.
+        value: The value that was logged last.
         digest: A digest of the final state on all ranks.
-        error: Why it failed.
+        error: Why the trial failed; "" if it didn't.
     """
 
     number: int
@@ -61,17 +67,17 @@ class TrialRecord:
 
 @final
 class TrialLog:
-    """The trials of one sweep, in memory and, with a folder, on disk. Not thread-safe.
+    """The trials of one sweep, in memory and, if there's a folder, on disk. Not thread-safe.
 
     Args:
-        folder: Folder of the sweep; None to keep nothing on disk.
+        folder: The sweep's folder; None to keep nothing on disk.
 
     Attributes:
         trials: The trials by number.
-        known_until: The latest event on which a decision was based, as time of the schedule and
-            number of the trial.
-        error: The error of the disk, after which nothing more is written. The file then ends early,
-            as after a kill.
+        known_until: The latest event on which a decision was based: its time on the schedule's
+            clock, and the number of its trial.
+        error: The first error of the disk, if any. After it, nothing more is written, so the file
+            looks as if the process had been killed at this moment.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -83,13 +89,15 @@ class TrialLog:
         self.error: OSError | None = None
 
     def open(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Locks the folder and reads what an earlier start left there.
+        """Locks the folder, and reads the log if there is one.
 
         Returns:
-            The settings of the earlier start, or `settings` if there was none.
+            The settings with which the sweep began: those in the folder or, if it's a new sweep,
+                `settings`.
 
         Raises:
-            ValueError: The folder holds something else, or another process sweeps in it.
+            ValueError: The folder contains something other than a sweep, or another process is
+                using it.
             OSError: The folder can't be written.
         """
         self._settings = settings
@@ -99,15 +107,15 @@ class TrialLog:
         found = {path.name for path in self._folder.iterdir()}
         if found - FILES and "sweep.json" not in found:
             raise ValueError(
-                f"`{self._folder}` is to hold a sweep, and holds other files. Name an empty folder."
+                f"`{self._folder}` contains files that are not of a sweep. Name an empty folder."
             )
         self._file = (self._folder / "trials.jsonl").open("a+")
         if not lock(self._file):
             self._file.close()
             raise ValueError(
-                f"`{self._folder}` is in use: {holder(self._folder / 'trials.jsonl')} sweeps "
-                "there. Wait until it has ended, or end it: the same command then continues that "
-                "sweep. In another folder, a sweep begins from nothing."
+                f"`{self._folder}` is in use: {holder(self._folder / 'trials.jsonl')} is running a "
+                "sweep there. Wait until it has ended, or end it: the same command then continues "
+                "that sweep. To start a new sweep, name another folder."
             )
         if "sweep.json" not in found:
             if self._read():
@@ -130,27 +138,27 @@ class TrialLog:
         return earlier
 
     def keep(self, settings: Mapping[str, Any]) -> None:
-        """Stores settings that a restart may have changed."""
+        """Stores the settings, some of which a restart may change."""
         self._settings = settings
         self.write()
 
     def begin(self, name: str, started: Started) -> None:
-        """Notes that a trial begins."""
+        """Records that a trial begins."""
         line = {"trial": started.number, "name": name, "params": started.parameters}
         self._add({**line, "after": started.after, "time": started.time}, forced=True)
 
     def value(self, number: int, step: int, nth: int, value: float) -> None:
-        """Notes the `nth` value of a step, from 0, unless the trial already has it."""
+        """Records the `nth` value of a step, from 0. A no-op if the trial already has it."""
         if nth == len(self.trials[number].values.get(step, ())):
             self._add({"trial": number, "step": step, "value": value})
 
     def returned(self, number: int, step: int) -> None:
-        """Notes that a trial's function has returned on all ranks. A no-op the second time."""
+        """Records that a trial's function has returned on all ranks. A second call is a no-op."""
         if not self.trials[number].returned:
             self._add({"trial": number, "returned": step}, forced=True)
 
     def pruned(self, pruned: Pruned) -> None:
-        """Notes that a trial is pruned. A no-op if it has ended."""
+        """Records that a trial has been pruned. A no-op if the trial has ended."""
         if self.trials[pruned.number].status is None:
             self._add(
                 {"trial": pruned.number, "pruned": pruned.step, "time": pruned.time}, forced=True
@@ -166,7 +174,7 @@ class TrialLog:
         digest: str = "",
         error: str = "",
     ) -> None:
-        """Notes the end of a trial. A no-op if it has ended."""
+        """Records the end of a trial. A no-op if the trial has ended."""
         if self.trials[number].status is None:
             facts = {"end": status, "step": step, "value": value, "digest": digest, "error": error}
             self._add({"trial": number, **facts}, forced=True)
@@ -220,7 +228,7 @@ class TrialLog:
             self.sync()
 
     def _read(self) -> bool:
-        """Reads the file and drops a torn last line. Returns whether the file has any lines."""
+        """Reads the file, and removes an incomplete last line. Returns whether it has any lines."""
         self._file.seek(0)
         text = self._file.read()
         whole = text.rpartition("\n")[0]
@@ -246,18 +254,23 @@ class TrialLog:
             return
         trial = self.trials[number]
         if "returned" in line:
-            trial.returned, trial.step = True, line["returned"]
+            trial.returned = True
+            trial.step = line["returned"]
         elif "pruned" in line:
-            trial.status, trial.step = "pruned", line["pruned"]
+            trial.status = "pruned"
+            trial.step = line["pruned"]
             trial.value = trial.values[trial.step][-1]
             self.known_until = max(self.known_until, (line["time"], number))
         elif "end" in line:
-            trial.status, trial.step, trial.value = line["end"], line["step"], line["value"]
-            trial.digest, trial.error = line["digest"], line["error"]
+            trial.status = line["end"]
+            trial.step = line["step"]
+            trial.value = line["value"]
+            trial.digest = line["digest"]
+            trial.error = line["error"]
         else:
             trial.values.setdefault(line["step"], []).append(line["value"])
             trial.latest = max(
                 trial.latest, line["step"]
-            )  # rather than `max` over all values: a file may have 100,000 lines
+            )  # not a `max` over all steps, as a file may have 100,000 lines
             trial.step = max(trial.step, line["step"])
             trial.value = trial.values[trial.latest][-1]

@@ -1,4 +1,10 @@
-"""`sweep`: checks, runs and resumes a whole sweep."""
+"""The `sweep` function: checks, runs and resumes a whole sweep.
+
+A sweep normally consists of a single run, in which each trial is a job. When a trial ends, rank 0
+submits the next one to the same run. If the last trials of a run fail, the run may end before the
+next trials have joined it. In that case, another run follows. After a restart, the first run begins
+with all trials that hadn't ended.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +51,7 @@ from jaxcross.world import World, current_world, gather
 
 _log = logging.getLogger("jaxcross")
 _FAILED = (JobStatus.FAILED, JobStatus.EJECTED)
-_TRIAL = "trial"  # the name under which rank 0 submits trials
+_TRIAL = "trial"  # the function's name under which rank 0 submits trials
 
 
 def sweep(
@@ -60,60 +66,70 @@ def sweep(
     keep: int | None = 1,
     **options: Unpack[SharedOptions],
 ) -> SweepResult:
-    """Trains with many choices of parameters, a few trials at a time, and returns which was best.
+    """Trains with many different parameters, a few trials at a time, and returns the best trial.
 
-    Waits for all ranks. Each trial is a job of a `Runner`: `train(job, **parameters)`. When a trial
-    ends, fails or is pruned, the next one takes its place while the others continue. If you pass a
-    folder, you can restart the sweep with the same call, and it resumes from where it was.
+    Each trial is a job that calls `train(job, **parameters)`, and `concurrent` of them run at the
+    same time. When a trial ends, fails or is pruned, the next one begins while the others continue.
+    If you pass a folder, you can restart the sweep by the same call, and it resumes where it was.
+    Waits for all ranks.
 
-    What is repeatable: which trials there are, which of them are pruned at which step, and, bit for
-    bit, their states. All of these depend on the arguments only. They are the same in every run of
-    this sweep, even if it was killed and restarted any number of times. This requires a `train`
-    that is repeatable itself, and with an Optuna study a sampler with a seed. If a trial logs a
-    different value after a restart than before, a warning names it.
+    **Sweeps are repeatable.** The trials and their parameters, the steps at which trials are
+    pruned, and the trials' states, bit for bit, depend only on the arguments. They're the same
+    whenever you run the sweep, no matter how often it's killed and restarted. For that, your
+    `train` function must be repeatable itself, and if you use an Optuna study, its sampler needs a
+    seed. If a trial logs a different value after a restart than before, there's a warning with the
+    trial's name.
 
-    What that costs: Optuna receives results in the order of steps rather than by the clock, as if
-    the steps of all trials took equally long. So when a trial that could be pruned logs the metric,
-    it waits until the others have made as many steps, and a trial that compiles for a long time
-    holds up the others there. With a study, the place of a trial that has ended stays empty until
-    the others have come as far. `Grid`, `Choices` and `Draws` without a pruner never wait.
+    **The cost is waiting.** If Optuna received results as soon as they're available, its answers
+    would depend on which trial happens to be faster. So we pass results on in the order of steps,
+    as if each step of every trial took equally long. Therefore, if the search has a pruner, a trial
+    that logs the metric waits until the other trials have made as many steps, so a trial that takes
+    long to compile delays the others. And if you use an Optuna study, then after the end of a
+    trial, the next one begins only when the others have made as many steps. `Grid`, `Choices` and
+    `Draws` never wait if they have no pruner.
 
     Args:
-        train: `train(job, **parameters)`, as for `Runner.add`. It logs the metric with `job.log`,
-            in the same way on every rank. The last value counts, as logged on rank 0; a pruner
-            gets the first value of each step. With a folder, it should call `job.restore`, and
-            `job.save` from time to time, since a restart repeats the steps since the last
-            checkpoint.
-        search: Where trials come from: `jaxcross.Grid(values)`, `jaxcross.Choices(dicts)`,
-            `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. Its `pruner` ends trials
-            early.
-        metric: The name under which trials log the metric; `eval/accuracy` for a metric in a dict.
-            The sweep ends with an error if no trial has logged the metric by the time a trial ends
-            without it, or an evaluation by `job.every` that could provide it first returns
-            something else.
+        train: The training function, which is called as `train(job, **parameters)`, as in
+            `Runner.add`. It must log the metric with `job.log`, in the same way on every rank.
+            Trials are compared by the last value that rank 0 has logged; a pruner receives the
+            first value of each step. If you pass a folder, the function should call `job.restore`
+            at the beginning and `job.save` from time to time, because a restart repeats all steps
+            since the last checkpoint.
+        search: Proposes the trials' parameters: `jaxcross.Grid(values)`, `jaxcross.Choices(dicts)`,
+            `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. If it has a `pruner`, the
+            pruner may end trials early.
+        metric: The name under which trials log the metric, e.g. `eval/accuracy` if it's in a dict.
+            To detect a misspelled name early, the sweep ends with an error in two cases, unless
+            some trial has already logged the metric: if a trial ends without having logged it, or
+            if an evaluation of `job.every` that should provide it returns something else the first
+            time.
         mode: Whether larger (`max`) or smaller (`min`) values of the metric are better. Required
-            unless `search` is `Optuna`, whose study has a direction.
-        trials: The number of trials, which `Draws` and `Optuna` need. You can increase it when you
-            restart a sweep. The other searches have a fixed number of trials.
-        concurrent: Number of trials at a time. Their states must fit into memory together.
-        folder: Where to keep the sweep: `sweep.json`, metrics, checkpoints. If None, nothing is
-            kept, and a killed sweep is lost.
-        keep: Number of the best finished trials whose checkpoints are kept. Those of other trials
-            are deleted once the trial has ended, unless it failed. None keeps all.
+            unless `search` is an `Optuna`, whose study has a direction.
+        trials: The number of trials. Required for `Draws` and `Optuna`, and you can increase it
+            when you restart a sweep. The other searches have a fixed number of trials.
+        concurrent: The number of trials that run at the same time. Their states must fit into
+            memory together.
+        folder: The folder in which to keep the sweep: the file `sweep.json`, metrics and
+            checkpoints. If None, nothing is kept, so if the sweep is killed, it's lost.
+        keep: How many of the best finished trials keep their checkpoints. The checkpoints of all
+            other trials are deleted once the trial has ended, unless it failed. If None, all
+            checkpoints are kept.
         **options: Options of the runs, as for `Runner`: `world`, `policy`, `instruments`, `memory`,
-            `events`, `progress`. `Weighted` is refused, because its shares belong to jobs and
-            trials come and go; so is `Sequential` with a pruner, unless `concurrent` is 1.
+            `events` and `progress`. You can't use the policy `Weighted`, because it has a fixed
+            share for each job, while trials begin and end all the time. You can't use `Sequential`
+            together with a pruner either, unless `concurrent` is 1.
 
     Returns:
-        The trials with their values, identical across ranks. Printing it shows a table.
+        The trials with their values, identical across ranks. If you print it, you get a table.
 
     Raises:
         TypeError: Before the first step, on every rank: an argument has the wrong type, or `train`
             doesn't accept the parameters.
         ValueError: Before the first step, on every rank: an argument is out of range, or the folder
-            holds something else.
-        JobError: All trials failed, no trial logs `metric`, or the arguments don't fit the sweep
-            that is being restarted. If only some trials fail, the result contains their errors.
+            contains something other than a sweep.
+        JobError: All trials have failed, no trial has logged `metric`, or the arguments don't match
+            the sweep that you're restarting. If only some of the trials fail, the result contains
+            their errors.
         KeyboardInterrupt: A rank was interrupted. The same call resumes the sweep.
 
     Example:
@@ -129,7 +145,8 @@ def sweep(
 
     def check() -> tuple[SweepSettings, list[Parameters]]:
         check_options("sweep", options, SharedOptions)
-        # `Runner` checks the values, too, but on each rank alone, and the other ranks would wait.
+        # `Runner` would check these values too. But it does so on each rank separately, so if
+        # they're wrong on just one rank, the other ranks would wait for it forever.
         check_values(options)
         arguments.check_folder("`folder`", folder)
         checks.check_numbers(concurrent=concurrent, trials=trials, keep=keep)
@@ -147,7 +164,7 @@ def sweep(
             kind="study" if isinstance(search, Optuna) else "list",
             pruner="" if pruner is None else type(pruner).__name__,
             keep=keep,
-            # A run for an estimate ends at the first step and writes nothing.
+            # `jaxcross estimate` runs only one step, and mustn't write anything.
             folder=None if folder is None or world.estimate_request else Path(folder).absolute(),
         )
         arguments.check_trial_policy(
@@ -182,7 +199,7 @@ def _mode(
 ) -> Literal["max", "min"]:
     if isinstance(search, Optuna):
         if mode not in (None, search.mode):
-            raise ValueError(f"`mode` is `{mode}`, and the study's direction says `{search.mode}`.")
+            raise ValueError(f"`mode` is `{mode}`, but the study's direction says `{search.mode}`.")
         return search.mode
     if mode is None:
         raise ValueError(
@@ -200,7 +217,7 @@ def _open(
     train: Any,
     world: World,
 ) -> Coordinator | None:
-    """Opens the folder and replays an earlier start. Returns None on ranks other than 0."""
+    """Opens the folder and replays the log in it. Returns None on ranks other than 0."""
     if world.rank != 0:
         return None
     mine = {**settings.facts(), "sweep": secrets.token_hex(8)}
@@ -250,9 +267,9 @@ def _run(
     coordinator: Coordinator | None,
     options: SharedOptions,
 ) -> SweepResult:
-    """Runs until no trials are left.
+    """Runs all trials.
 
-    That takes one run, or another one if the last trials of a run failed.
+    Usually, this takes a single run. There's another one if the last trials of a run failed.
     """
     reports: list[Report] = []
     wrong: Exception | None = None
@@ -281,8 +298,9 @@ def _run(
                 if runner.report is None or not any(job.status in _FAILED for job in runner.jobs):
                     raise
                 if coordinator is not None and coordinator.error is None:
-                    _log.warning("A trial failed, the others go on: %s", error)
-            # Errors of jobs that count as ended, e.g. of the comparison of replicas at their end.
+                    _log.warning("A trial failed, the others continue: %s", error)
+            # A job may also have an error if it has ended normally, e.g. if its replicas differ at
+            # the end.
             wrong = wrong or next(
                 (job.error for job in runner.jobs if job.error and job.status not in _FAILED), None
             )
@@ -304,7 +322,10 @@ def _submit(runner: Runner, started: Started, name: str) -> None:
 
 
 def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> list[dict[str, Any]]:
-    """Returns the trials that the next run begins with, identical across ranks. Waits for all."""
+    """Returns the trials with which the next run begins, identical across ranks.
+
+    Waits for all ranks.
+    """
     mine = None
     if coordinator is not None:
         finished = {
@@ -313,7 +334,7 @@ def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> li
             if each.status == "finished"
         }
         pruned = {each.number: each.name for each in coordinator.trials if each.status == "pruned"}
-        going = [
+        unfinished = [
             {
                 "number": each.number,
                 "name": each.name,
@@ -325,7 +346,7 @@ def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> li
         mine = {
             "finished": [*finished.items()],
             "pruned": [*pruned.items()],
-            "trials": going,
+            "trials": unfinished,
             "prunes": coordinator.search.prunes,
         }
     with world.monitor(job="", step=0, segment=-1, what="next trials"):
@@ -350,11 +371,11 @@ def _result(
     coordinator: Coordinator | None,
     reports: Sequence[Report],
 ) -> SweepResult:
-    """Returns the outcome, identical across ranks. Waits for all.
+    """Returns the result of the sweep, identical across ranks. Waits for all ranks.
 
     Raises:
-        Exception: On every rank, what the search raised.
-        JobError: On every rank, if all trials failed.
+        Exception: On every rank: the error that the search raised.
+        JobError: On every rank: all trials failed.
     """
 
     def facts() -> list[dict[str, Any]]:

@@ -1,18 +1,29 @@
-"""`Schedule`: in which order a search receives results, and when which trial begins. Pure.
+"""Decides in which order a search receives results, and when each trial begins. Pure.
 
-The answers of a search depend on the order in which it receives results. On a real machine that
-order depends on which trial happens to be faster, so it would change from run to run. To make a
-sweep repeatable, the schedule therefore has its own clock, which counts steps: a trial that began
-at time t makes its step n at time t + n. Events are handed to the search in the order of this
-clock, and events at the same time in the order of the trials' numbers, as if the steps of all
-trials took equally long.
+**The problem.** An Optuna sampler proposes parameters based on the results that it has received so
+far, and a pruner compares a trial with the values that others have reported so far. So both depend
+on the order in which results arrive. On a real machine, that's the order in which trials happen to
+finish, which depends on the load, and differs each time. Then a sweep couldn't be repeated. It also
+couldn't be restarted: after a kill, we replay the logged results into a new search (see
+`coordinator`), and that only leads to the same state if we know the order.
 
-The price is waiting. An event at time t can only be handed on once every running trial has come
-that far, because otherwise one of them could still cause an earlier event. In crossover the trials
-take turns, so the wait is a step or two.
+**The idea.** Results are passed to the search in an order that doesn't depend on real time. The
+schedule has its own clock, which counts steps: if a trial began at time t, its step n happens at
+time t + n, as if every step of every trial took equally long. Each report and each end of a trial
+is an event with a time on this clock. The search receives events sorted by time, and events at the
+same time by the trial's number. If a trial ends at time t, the next one begins at time t.
 
-As a result, the answers of the search are a function of what each trial did at which of its steps.
-They don't depend on threads or on kills.
+**The price** is waiting. When a trial reports a value at time t, we can't pass it on immediately,
+because a slower trial may still report one with an earlier time. So the event stays in a queue
+until every running trial has reached time t. That's why trials also tell us about steps without a
+report (`advance`). If the search prunes, the reporting trial has to wait for the answer. As the
+trials run in crossover, they make steps at about the same rate, so this usually takes a step or
+two. A search that ignores results, e.g. a grid without a pruner, isn't `ordered`, and then nothing
+waits.
+
+**Result.** The answers of the search depend only on the values that each trial has reported at each
+of its steps. They don't depend on the timing of threads, and the same events in the log lead to the
+same answers after a restart.
 """
 
 from __future__ import annotations
@@ -28,11 +39,11 @@ T = TypeVar("T")
 
 
 class Search(Protocol):
-    """Where trials come from. Its methods are called in the same order in every run.
+    """Proposes trials. Its methods are called in the same order in every run of a sweep.
 
     Attributes:
-        ordered: Whether its answers depend on results, so that the order of results matters.
-        prunes: Whether it ends trials early.
+        ordered: Whether its answers depend on results, so that the order of the results matters.
+        prunes: Whether it may end trials early.
     """
 
     @property
@@ -40,11 +51,13 @@ class Search(Protocol):
     @property
     def prunes(self) -> bool: ...
     def ask(self, number: int) -> Parameters | None:
-        """Returns the parameters of the next trial; None if there are no more trials."""
+        """Returns the parameters of the next trial, or None if there are no more trials."""
         ...
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Receives a value of a running trial, and returns whether to prune the trial."""
+        """Receives a value that a running trial has reported. Returns whether to prune the
+        trial.
+        """
         ...
 
     def tell(self, number: int, status: Status, value: float | None) -> None:
@@ -54,7 +67,7 @@ class Search(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A trial may begin at a time of the schedule; `after` is the trial whose place it takes."""
+    """A trial begins. If it does so because an earlier trial has ended, that's `after`."""
 
     number: int
     parameters: Parameters
@@ -64,7 +77,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """The search has ended a trial."""
+    """The search has pruned a trial."""
 
     number: int
     step: int
@@ -77,7 +90,9 @@ Decision: TypeAlias = Started | Pruned
 
 @dataclass(slots=True)
 class _Running:
-    """A trial that hasn't ended: when it began, and the step that it is known to have reached."""
+    """A trial that hasn't ended: when it began, and how many steps it has made as far as we
+    know.
+    """
 
     begin: int
     step: int = 0
@@ -97,25 +112,32 @@ class _Event:
 
 @final
 class Schedule:
-    """Call `begin` once, then the other methods as things happen. Calls of different trials may
-    come in any order, as long as each trial's own calls come in the order of its steps.
+    """Passes results to a search in an order that doesn't depend on real time.
+
+    Call `begin` once, and then the other methods whenever something happens in a trial. The calls
+    of each trial must be in the order of its steps, but calls of different trials may come in any
+    order.
 
     Args:
-        search: Where trials come from.
-        concurrent: Number of trials at a time.
-        known_until: After a restart, the time and trial of the last event that is known to have
-            been handed on. Events up to there are handed on by `repeat`, which you call once
-            everything in the log about the trials that have begun has been reported.
+        search: Proposes the trials, and receives the results.
+        concurrent: The number of trials that run at the same time.
+        known_until: After a restart, the time and the trial of the latest event that the search is
+            known to have received before. For the events up to this one, we don't have to wait for
+            other trials, because all events before it are in the log. They're passed on by
+            `repeat`, which you call after you have reported everything that the log contains about
+            the trials begun so far.
 
     Attributes:
-        error: The error that the search raised, if any. After that the search isn't called any
-            more, so no trial begins and none is pruned.
+        error: The error that the search has raised, if any. After an error, we don't call the
+            search any more, so no trials begin or are pruned.
     """
 
     def __init__(
         self, search: Search, *, concurrent: int, known_until: tuple[int, int] = (-1, -1)
     ) -> None:
-        self._search, self._concurrent, self._known_until = search, concurrent, known_until
+        self._search = search
+        self._concurrent = concurrent
+        self._known_until = known_until
         self._repeating = known_until >= (0, 0)
         self._running: dict[int, _Running] = {}
         self._queue: list[_Event] = []
@@ -127,11 +149,11 @@ class Schedule:
 
     @property
     def running(self) -> list[int]:
-        """Numbers of the trials that have begun and haven't ended."""
+        """The numbers of the trials that have begun and haven't ended."""
         return sorted(self._running)
 
     def waits(self, number: int) -> bool:
-        """Whether a report of the trial is still queued."""
+        """Whether a report of the trial hasn't been passed to the search yet."""
         return any(each.number == number and not each.is_end for each in self._queue)
 
     def has_begun(self, number: int) -> bool:
@@ -139,28 +161,32 @@ class Schedule:
         return number < self._asked
 
     def decided(self, number: int, step: int) -> bool | None:
-        """Whether the report at this step pruned the trial; None if that isn't decided yet."""
+        """Whether the report at this step has pruned the trial; None if we don't know yet."""
         if self._pruned.get(number) == step:
             return True
         return False if (number, step) in self._decided else None
 
     def begin(self) -> list[Decision]:
-        """Asks for the first trials, one per place."""
+        """Asks for the first trials, as many as may run at the same time."""
         found: list[Decision] = []
         for _ in range(self._concurrent):
             found += self._ask(0, None)
         return found
 
     def advance(self, number: int, step: int) -> list[Decision]:
-        """Notes that a trial has made `step` steps, which rules out earlier events of it."""
+        """Records that a trial has made `step` steps, so it can't cause any earlier events."""
         trial = self._running.get(number)
         if trial is not None:
             trial.step = max(trial.step, step)
         return self.settle() if self._queue else []
 
     def report(self, number: int, step: int, value: float) -> list[Decision]:
-        """Notes a value. Ignores a repeated step, as after a restart."""
+        """Records a reported value. Ignores a step that was reported before, e.g. before a
+        restart.
+        """
         trial = self._running.get(number)
+        # A trial that was pruned or has ended no longer counts. And after a restart, a trial
+        # repeats the steps since its last checkpoint, so it may report a step again.
         if trial is None or trial.ending or step <= trial.reported:
             return []
         trial.reported = trial.step = max(trial.step, step)
@@ -168,16 +194,17 @@ class Schedule:
         return self.settle()
 
     def end(self, number: int, step: int, status: Status, value: float | None) -> list[Decision]:
-        """Notes that a trial has ended. A no-op the second time."""
+        """Records that a trial has ended. A second call is a no-op."""
         trial = self._running.get(number)
         if trial is None or trial.ending:
             return []
-        trial.ending, trial.step = True, max(trial.step, step)
+        trial.ending = True
+        trial.step = max(trial.step, step)
         heapq.heappush(self._queue, _Event(trial.begin + step, number, True, step, value, status))
         return self.settle()
 
     def repeat(self) -> list[Decision] | None:
-        """Hands on one event from before a restart; returns None once there are no more."""
+        """Passes on one event from before a restart. Returns None if there are no more."""
         if (
             self._repeating
             and self._queue
@@ -188,15 +215,17 @@ class Schedule:
         return None
 
     def settle(self) -> list[Decision]:
-        """Hands on all events before which no trial can cause another one any more."""
+        """Passes on all events that can't be preceded by another one any more."""
         found: list[Decision] = []
+        # While events from before a restart are still being repeated, nothing else may be passed
+        # on, because an earlier event may still be missing.
         while not self._repeating and self._queue and self._is_next(self._queue[0]):
             found += self._hand_on(heapq.heappop(self._queue))
         return found
 
     def _hand_on(self, event: _Event) -> list[Decision]:
         if event.number not in self._running:
-            return []  # pruned by an earlier event
+            return []  # an earlier event has pruned it
         if event.is_end:
             return self._close(event, event.status)
         value = event.value
@@ -210,6 +239,9 @@ class Schedule:
 
     def _is_next(self, event: _Event) -> bool:
         here = (event.time, event.number)
+        # Another trial can still report at the step that it has reached, but not at an earlier one.
+        # So nothing can precede this event if, for each other trial, that step has a later time, or
+        # the same time and the trial has a higher number.
         return not self._search.ordered or all(
             (trial.begin + trial.step, number) > here
             for number, trial in self._running.items()
@@ -219,12 +251,15 @@ class Schedule:
     def _close(self, event: _Event, status: Status) -> list[Decision]:
         del self._running[event.number]
         self._call(lambda: self._search.tell(event.number, status, event.value))
+        # The next trial begins at the time of this event, no matter how long it really takes until
+        # its job runs.
         return self._ask(event.time, event.number)
 
     def _ask(self, time: int, after: int | None) -> list[Decision]:
         if self._exhausted:
             return []
         parameters = self._call(lambda: self._search.ask(self._asked))
+        # This is also None if the search has raised an error.
         if parameters is None:
             self._exhausted = True
             return []
@@ -234,8 +269,10 @@ class Schedule:
         return [Started(number=number, parameters=parameters, after=after, time=time)]
 
     def _call(self, call: Callable[[], T]) -> T | None:
-        """Calls the search, unless it has raised before. Keeps its errors rather than raising them,
-        since the trial whose call this is didn't cause them.
+        """Calls the search, unless it has raised an error before.
+
+        If the search raises an error, we store it in `error` rather than raise it. The call may
+        come from any trial's thread, and that trial didn't cause the error, so it shouldn't fail.
         """
         if self.error is not None:
             return None

@@ -1,4 +1,7 @@
-"""Where trials come from: `Grid`, `Choices`, `Draws`, `Optuna`. Imports neither JAX nor Optuna."""
+"""The searches that a user can choose: `Grid`, `Choices`, `Draws` and `Optuna`.
+
+Importing this module imports neither JAX nor Optuna.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,19 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Every combination of the given values, in the order of `itertools.product`.
+    """Tries every combination of the given values, in the order of `itertools.product`.
 
     Args:
-        values: The values of each parameter, such as `{"lr": [0.1, 0.2], "width": [32, 64]}`.
-        pruner: An Optuna pruner, which ends trials that fall behind. If None, every trial runs to
-            its end.
+        values: The values of each parameter, e.g. `{"lr": [0.1, 0.2], "width": [32, 64]}`.
+        pruner: An Optuna pruner, which ends trials that do worse than others. If None, every trial
+            runs to its end.
 
     Raises:
-        TypeError: `values` is not a mapping of names to iterables, a value cannot be written as
-            JSON, or `pruner` is not a pruner.
-        ValueError: There are no values, or a parameter has a value twice.
-        MissingExtraError: `pruner` needs Optuna, which the extra `sweep` installs.
+        TypeError: `values` isn't a mapping of names to iterables, a value can't be written as JSON,
+            or `pruner` isn't an Optuna pruner.
+        ValueError: There are no values, or a value occurs twice.
+        MissingExtraError: You passed a `pruner`, but Optuna isn't installed. The extra `sweep`
+            installs it.
     """
 
     values: Mapping[str, Iterable[Any]]
@@ -50,18 +54,20 @@ class Grid:
 @final
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """A list of the parameters of each trial, in the order in which the trials begin.
+    """Tries a list of parameters, one trial after the other.
 
     Args:
-        choices: The parameters of each trial, such as `[{"lr": 0.1}, {"lr": 0.2, "width": 64}]`.
-        pruner: An Optuna pruner, which ends trials that fall behind. If None, every trial runs to
-            its end.
+        choices: The parameters of each trial, e.g. `[{"lr": 0.1}, {"lr": 0.2, "width": 64}]`. The
+            trials begin in this order.
+        pruner: An Optuna pruner, which ends trials that do worse than others. If None, every trial
+            runs to its end.
 
     Raises:
-        TypeError: `choices` is not an iterable of dicts with names as keys, a value cannot be
-            written as JSON, or `pruner` is not a pruner.
-        ValueError: `choices` is empty, or contains the same trial twice.
-        MissingExtraError: `pruner` needs Optuna, which the extra `sweep` installs.
+        TypeError: `choices` isn't an iterable of dicts with strings as keys, a value can't be
+            written as JSON, or `pruner` isn't an Optuna pruner.
+        ValueError: `choices` is empty, or contains the same parameters twice.
+        MissingExtraError: You passed a `pruner`, but Optuna isn't installed. The extra `sweep`
+            installs it.
     """
 
     choices: Iterable[Mapping[str, Any]]
@@ -87,23 +93,26 @@ class Choices:
 @final
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Parameters that are drawn at random. `sweep` needs `trials=`, the number of draws.
+    """Draws parameters at random. You have to pass the number of draws as `trials=` to `sweep`.
 
-    A trial's parameters depend only on `space`, `seed` and the trial's number. So you can extend a
-    sweep: if you increase `trials`, the earlier trials stay the same and come first.
+    The parameters of a trial depend only on `space`, `seed` and the trial's number. So you can
+    extend a finished sweep: if you restart it with more `trials`, the trials it already has stay
+    the same, and the new ones are added after them.
 
     Args:
-        space: A function that takes a NumPy generator and returns a dict of parameters. Or the
-            values of each parameter as in `Grid`; then no combination is drawn twice.
-        seed: The seed of the draws, the same on every rank.
-        pruner: An Optuna pruner, which ends trials that fall behind. If None, every trial runs to
-            its end.
+        space: Either a function that takes a NumPy generator and returns a dict of parameters, or
+            the values of each parameter as in `Grid`. In the second case, no combination is drawn
+            twice.
+        seed: The seed for the random numbers, the same on every rank.
+        pruner: An Optuna pruner, which ends trials that do worse than others. If None, every trial
+            runs to its end.
 
     Raises:
-        TypeError: `space` is neither a function nor a mapping of names to iterables, a value cannot
-            be written as JSON, `seed` is not a whole number, or `pruner` is not a pruner.
-        ValueError: There are no values, a parameter has a value twice, or `seed` is below 0.
-        MissingExtraError: `pruner` needs Optuna, which the extra `sweep` installs.
+        TypeError: `space` is neither a function nor a mapping of names to iterables, a value can't
+            be written as JSON, `seed` isn't a whole number, or `pruner` isn't an Optuna pruner.
+        ValueError: There are no values, a value occurs twice, or `seed` is below 0.
+        MissingExtraError: You passed a `pruner`, but Optuna isn't installed. The extra `sweep`
+            installs it.
 
     Example:
         >>> def space(rng):
@@ -130,25 +139,26 @@ class Draws:
 @final
 @dataclass(frozen=True, slots=True)
 class Optuna:
-    """An Optuna study, whose sampler proposes parameters from the results of earlier trials.
+    """Uses an Optuna study, whose sampler proposes parameters based on the results so far.
 
-    `sweep` needs `trials=`, the number of trials. The direction of the study is the mode of the
-    sweep. Only rank 0 asks Optuna, and it asks copies of the sampler and the pruner. The trials are
-    added to the study itself at the end of the sweep. If you want a sweep to be repeatable bit for
-    bit, give the sampler a seed.
+    You have to pass the number of trials as `trials=` to `sweep`. The sweep maximizes or minimizes
+    the metric according to the study's direction. Your study isn't used directly during the sweep:
+    rank 0 works with copies of the sampler and the pruner, and adds all trials to your study when
+    the sweep ends. To make the sweep repeatable, give the sampler a seed.
 
     Args:
-        study: The study, with one objective. The sampler takes trials that it already has into
-            account.
-        space: A dict of names to Optuna distributions, or to lists of values to choose from. Or a
-            function of an Optuna trial that suggests parameters and returns them as a dict.
-        pruner: An Optuna pruner, which ends trials that fall behind. If None, the study's pruner is
-            used.
+        study: The study, which must have a single objective. If it already has trials, the sampler
+            takes these into account.
+        space: Either a dict that maps names to Optuna distributions or to lists of values; or a
+            function that receives an Optuna trial, calls its `suggest_...` methods, and returns the
+            parameters as a dict.
+        pruner: An Optuna pruner, which ends trials that do worse than others. If None, the study's
+            pruner is used.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The study has several objectives.
-        MissingExtraError: Optuna is not installed. The extra `sweep` installs it.
+        MissingExtraError: Optuna isn't installed. The extra `sweep` installs it.
     """
 
     study: Study
@@ -177,7 +187,7 @@ class Optuna:
 
     @property
     def mode(self) -> Literal["max", "min"]:
-        """Whether larger (`max`) or smaller (`min`) values are better, by the study's direction."""
+        """Whether larger (`max`) or smaller (`min`) values are better: the study's direction."""
         return "max" if self.study.direction.name == "MAXIMIZE" else "min"
 
 
@@ -186,7 +196,7 @@ AnySearch: TypeAlias = Grid | Choices | Draws | Optuna
 
 @final
 class Listed:
-    """Trials that are all known before the first one runs. Implements `Search`."""
+    """A list of trials that's known before the first one runs. Implements `Search`."""
 
     ordered = prunes = False
 
@@ -200,24 +210,24 @@ class Listed:
         return False
 
     def tell(self, number: int, status: Status, value: float | None) -> None:
-        """Does nothing, since no answer depends on it."""
+        """Does nothing, because the trials don't depend on results."""
 
 
 def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
-    """Returns the parameters of all trials, if they are known before the first trial runs.
+    """Returns the parameters of all trials, if they're known before the first trial runs.
 
-    Returns an empty list if a study will propose them. Identical across ranks, unless a function of
-    `Draws` isn't.
+    If an Optuna study will propose them, returns an empty list. The result is identical across
+    ranks, unless a user's function for `Draws` returns something different on each rank.
 
     Args:
-        search: Where trials come from.
-        trials: The number of trials, which `Draws` and `Optuna` need.
+        search: The search.
+        trials: The number of trials, which is required for `Draws` and `Optuna`.
 
     Raises:
-        TypeError: `search` has the wrong type, or a function of `Draws` returns something else than
-            a dict of parameters.
-        ValueError: `trials` is missing, or is given although the search runs all of its trials, or
-            exceeds the number of combinations.
+        TypeError: `search` has the wrong type, or the function of a `Draws` returned something
+            other than a dict of parameters.
+        ValueError: `trials` is missing; or it was passed for a search that always runs all of its
+            trials; or it exceeds the number of combinations.
     """
     match search:
         case Grid():
@@ -239,7 +249,7 @@ def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
 
 
 def pruner_of(search: AnySearch) -> BasePruner | None:
-    """Returns the pruner of the search or, if it has none, of its study."""
+    """Returns the search's pruner, or else the pruner of its study, if it has one."""
     if search.pruner is None and isinstance(search, Optuna):
         return search.study.pruner
     return search.pruner
@@ -264,7 +274,8 @@ def _needed(kind: str, trials: int | None) -> int:
 
 def _drawn(search: Draws, trials: int) -> list[Parameters]:
     if callable(search.space):
-        # One generator per trial, so that its parameters don't depend on the number of trials.
+        # Use a separate generator for each trial, so that a trial's parameters don't depend on the
+        # number of random numbers that other trials have drawn.
         return [
             checked(search.space(np.random.default_rng([search.seed, number])), number)
             for number in range(trials)
@@ -275,7 +286,8 @@ def _drawn(search: Draws, trials: int) -> list[Parameters]:
             f"`trials` is {trials}, but the number of combinations in `space` of `Draws` is "
             f"{len(found)}, and none is drawn twice."
         )
-        # Trials are a prefix of one fixed order, so that more trials extend a sweep.
+        # The order doesn't depend on `trials`. So if a sweep is restarted with more trials, it
+        # begins with the same ones as before.
     order = np.random.default_rng(search.seed).permutation(len(found))
     return [found[n] for n in order[:trials]]
 
@@ -290,7 +302,7 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
     Raises:
         TypeError: `values` isn't a mapping of names to iterables, or a value can't be written as
             JSON.
-        ValueError: There are no values, or a parameter has a value twice.
+        ValueError: There are no values, or a value occurs twice.
     """
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise TypeError(
@@ -299,7 +311,8 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
         )
     found: dict[str, tuple[Any, ...]] = {}
     for name, each in values.items():
-        # A set of texts has a different order in each process.
+        # Don't accept sets: a set of strings is iterated in a different order in each process, so
+        # the ranks would have different trials.
         if isinstance(each, str | Mapping | AbstractSet) or not isinstance(each, Iterable):
             raise TypeError(
                 f"{what} must have a list of values for `{name}`, got {shortened(repr(each), 100)}."
@@ -315,7 +328,7 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _twice(values: Iterable[Any]) -> str | None:
-    """Returns, as JSON, a value that occurs twice, if there is one."""
+    """Returns a value that occurs twice, as JSON, or None if there's no such value."""
     seen: set[str] = set()
     for value in values:
         text = json.dumps(value, sort_keys=True)
@@ -364,10 +377,10 @@ def _distributions(space: Any) -> dict[str, BaseDistribution]:
 
 
 def checked(parameters: Any, number: int) -> Parameters:
-    """Returns a trial's parameters as plain data, for other ranks and for files.
+    """Returns a trial's parameters as plain data, which can be sent to other ranks and saved.
 
     Raises:
-        TypeError: The parameters aren't a dict with names as keys, or a value isn't plain data.
+        TypeError: The parameters aren't a dict with strings as keys, or a value isn't plain data.
     """
     if not isinstance(parameters, Mapping) or not all(isinstance(name, str) for name in parameters):
         raise TypeError(
@@ -402,10 +415,10 @@ def _plain(value: Any) -> Any:
 
 
 def name_of(number: int, parameters: Parameters) -> str:
-    """Returns the name of a trial's job: its number and parameters, like `3 lr=0.1 width=32`."""
-    words = [
+    """Returns the name of a trial's job: its number and parameters, e.g. `3 lr=0.1 width=32`."""
+    shown = [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in parameters.items()
     ]
-    text = "".join(c if c.isprintable() else "?" for c in " ".join([str(number), *words]))
+    text = "".join(c if c.isprintable() else "?" for c in " ".join([str(number), *shown]))
     return shortened(text, 60)

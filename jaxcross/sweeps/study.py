@@ -1,4 +1,4 @@
-"""`StudySearch`: asks Optuna for trials, in the order of the schedule, on rank 0."""
+"""The `StudySearch` class: asks Optuna for trials on rank 0, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from jaxcross.sweeps.search import AnySearch, Optuna, checked, name_of, pruner_o
 MARK = (
     "jaxcross_sweep"  # an attribute that marks trials which a sweep has added to the user's study
 )
-# Hyperband distributes trials by the study's name, which Optuna would make up in each process.
+# Optuna's Hyperband pruner assigns trials to brackets by a hash of the study's name and the trial's
+# number. If we didn't set one, Optuna would create a random name, and a restart would prune other
+# trials.
 _NAME = "sweep"
 
 
@@ -22,18 +24,19 @@ _NAME = "sweep"
 class StudySearch:
     """Asks an in-memory study that uses the user's sampler and pruner. Implements `Search`.
 
-    The user's own study isn't changed during the sweep. `add_to` adds the trials at the end.
+    The user's own study isn't changed during the sweep. At the end, `add_to` adds the trials to it.
 
     Args:
-        search: Where trials come from. If it has a study, the sampler takes that study's trials
-            into account.
-        known: The parameters of all trials, unless a study proposes them.
+        search: The user's search. If it has a study, the sampler takes that study's trials into
+            account.
+        known: The parameters of all trials; empty if the study should propose them.
         mode: Whether larger (`max`) or smaller (`min`) values of the metric are better.
-        trials: Number of trials.
-        sweep: Identifies the sweep, so that trials that it has added to the study itself aren't
-            taken for earlier ones.
-        fixed: Parameters that trials with these numbers had before a restart.
-        check: Called with name and parameters of each trial; raises if the trial can't run.
+        trials: The number of trials.
+        sweep: A text that identifies the sweep. With it, we recognise the trials in the user's
+            study that were added by this sweep itself, e.g. before a restart.
+        fixed: The parameters that trials had before a restart, by the trial's number.
+        check: Called with the name and the parameters of each trial. Must raise an error if the
+            trial can't run.
     """
 
     ordered = True
@@ -52,7 +55,8 @@ class StudySearch:
         import optuna
 
         study = search.study if isinstance(search, Optuna) else None
-        # `Optuna.__post_init__` has turned the lists in the space into distributions.
+        # If the user's space contains lists, `Optuna.__post_init__` has replaced them by
+        # distributions.
         space: Any = search.space if isinstance(search, Optuna) else None
         self._space: Callable[[Any], Mapping[str, Any]] | dict[str, Any] | None = space
         self._known = known
@@ -115,20 +119,20 @@ class StudySearch:
             self._study.tell(trial, state=self._states.FAIL)
 
     def add_to(self, study: Any) -> None:
-        """Adds this sweep's trials to the user's study, except for those added already."""
+        """Adds this sweep's trials to the user's study, except for those that it already has."""
         own = [trial for trial in self._study.trials if trial.user_attrs.get(MARK) == self._sweep]
         there = sum(trial.user_attrs.get(MARK) == self._sweep for trial in study.trials)
         study.add_trials(own[there:])
 
 
 def earlier_trials(study: Any, sweep: str) -> list[Any]:
-    """Returns the trials of a study that this sweep hasn't added."""
+    """Returns the trials of a study that weren't added by this sweep."""
     return [trial for trial in study.trials if trial.user_attrs.get(MARK) != sweep]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Optuna from logging that the in-memory study was created, which the user didn't do."""
+    """Silences Optuna, which would log that a study was created, although the user created none."""
     import optuna
 
     level = optuna.logging.get_verbosity()

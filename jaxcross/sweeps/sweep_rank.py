@@ -15,14 +15,16 @@ from jaxcross.world import World, current_world, initialize
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the sweep that the command describes, with the script's `train`. Waits for all ranks."""
+    """Runs the sweep that the command line describes, and returns 0. Waits for all ranks."""
     from jaxcross.sweeps.run_sweep import sweep
 
-    script, task = Path(arguments[0]), json.loads(arguments[1])
+    script = Path(arguments[0])
+    task = json.loads(arguments[1])
     search = search_of(task)
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.absolute().parent))
-    # Not as `__main__`: we only need the script's `train`, not what it does when run by itself.
+    # The script may contain code that should run only if it's started directly, below `if __name__
+    # == "__main__":`. Give it another name, because we only need its `train` function.
     train = runpy.run_path(str(script), run_name=script.stem).get("train")
     if train is None:
         raise ValueError(f"`{script}` has no function `train(job, ...)`.")
@@ -44,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def search_of(task: Mapping[str, Any]) -> Grid | Draws:
-    """Returns the search that the command describes: all of a grid, or a number of random draws."""
+    """Returns the search that the command line describes: a whole grid, or random draws from it."""
     pruner = None if task["prune"] is None else _pruner(task["prune"])
     if task["trials"] is None:
         return Grid(task["grid"], pruner=pruner)
@@ -52,7 +54,7 @@ def search_of(task: Mapping[str, Any]) -> Grid | Draws:
 
 
 def _world() -> World:
-    """Returns the world that the script has started, or starts one."""
+    """Returns the world. If the script hasn't called `initialize`, calls it."""
     try:
         return current_world()
     except RuntimeError:

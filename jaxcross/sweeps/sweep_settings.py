@@ -1,4 +1,4 @@
-"""Settings of a sweep that must be the same on all ranks, and whenever the sweep is restarted."""
+"""The settings of a sweep, which must be the same on all ranks and, mostly, after a restart."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SweepSettings:
     Attributes:
         metric: The name of the metric by which trials are compared.
         mode: Whether larger (`max`) or smaller (`min`) values are better.
-        concurrent: Number of trials at a time.
-        trials: Number of trials.
+        concurrent: The number of trials that run at the same time.
+        trials: The number of trials.
         seed: The seed of `Draws`; 0 for other searches.
-        kind: `list` or `study`.
-        pruner: The name of the pruner's class; empty without a pruner.
-        keep: The number of trials whose checkpoints are kept; None for all.
-        folder: The folder of the sweep; None to keep nothing.
+        kind: `study` if an Optuna study proposes the parameters, otherwise `list`.
+        pruner: The name of the pruner's class; empty if there's no pruner.
+        keep: The number of trials whose checkpoints are kept; None to keep all.
+        folder: The sweep's folder; None to keep nothing on disk.
     """
 
     metric: str
@@ -44,21 +44,24 @@ class SweepSettings:
 
     @property
     def checkpoint_folder(self) -> Path | None:
-        """The folder of the trials' states."""
+        """The folder with the trials' checkpoints; None if nothing is kept."""
         return None if self.folder is None else self.folder / "checkpoints"
 
     def facts(self) -> dict[str, Any]:
-        """Returns the settings that ranks compare and that are written to disk."""
+        """Returns the settings that the ranks compare and that are written to disk."""
         return {
             name: getattr(self, name)
             for name in ("metric", "mode", "concurrent", "trials", "seed", "kind", "pruner", "keep")
         }
 
     def check_restart(self, earlier: Mapping[str, Any], *, ordered: bool) -> None:
-        """Checks that a sweep that began with other settings can continue with these.
+        """Checks that a sweep that was begun with the settings `earlier` can continue with these.
+
+        Only `keep`, the number of trials and, unless the search is `ordered`, `concurrent` may
+        change.
 
         Raises:
-            ValueError: A setting differs that must not, or there are fewer trials than before.
+            ValueError: Another setting differs, or there are fewer trials than before.
         """
         free = {"keep", "trials"} | (set() if ordered else {"concurrent"})
         mine = self.facts()
@@ -77,11 +80,11 @@ class SweepSettings:
 
 
 def check_numbers(*, concurrent: Any, trials: Any, keep: Any) -> None:
-    """Checks that these are whole numbers of at least 1; `trials` and `keep` may be None.
+    """Checks that these are whole numbers of at least 1. `trials` and `keep` may be None.
 
     Raises:
-        TypeError: A number isn't a whole number.
-        ValueError: A number is too small.
+        TypeError: One of them isn't a whole number.
+        ValueError: One of them is below 1.
     """
     for name, value in (("concurrent", concurrent), ("trials", trials), ("keep", keep)):
         if value is not None or name == "concurrent":
@@ -89,10 +92,10 @@ def check_numbers(*, concurrent: Any, trials: Any, keep: Any) -> None:
 
 
 def check_metric(metric: Any, mode: Any) -> None:
-    """Checks the arguments that say how trials are compared.
+    """Checks the arguments by which trials are compared.
 
     Raises:
-        TypeError: `metric` isn't a text.
+        TypeError: `metric` isn't a string.
         ValueError: `metric` is empty, or `mode` is invalid.
     """
     if not isinstance(metric, str):
@@ -106,11 +109,12 @@ def check_metric(metric: Any, mode: Any) -> None:
 
 
 def on_every_rank(world: World, what: str, work: Callable[[], T]) -> T:
-    """Runs `work` on every rank. If it raises on one rank, raises on all of them. Waits for all.
+    """Runs `work` on every rank. If it raises on any rank, every rank raises. Waits for all ranks.
 
     Raises:
-        Exception: This rank's own error, if there is one. Otherwise an error of the same kind and
-            with the text of the first rank that has one.
+        Exception: This rank's own error, if `work` raised here. Otherwise an error with the text of
+            the first rank on which it raised. It has the same type if that's TypeError or
+            ValueError; otherwise it's a JobError.
     """
     error: Exception | None = None
     result: T | None = None
@@ -134,7 +138,7 @@ def check_same(world: World, facts: Mapping[str, Any]) -> None:
     """Checks that all ranks have the same settings. Waits for all ranks.
 
     Raises:
-        JobError: On every rank, if a setting differs.
+        JobError: On every rank: a setting differs.
     """
     with world.monitor(job="", step=0, segment=-1, what="start of the sweep"):
         everyone = gather(world.control, facts)

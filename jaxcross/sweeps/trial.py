@@ -1,4 +1,13 @@
-"""Each rank's side of a trial: the function of its job, and the clean-up after the job."""
+"""Each rank's side of a trial: the function that the trial's job runs, and the clean-up after it.
+
+A trial must end on all ranks at the same step, but only rank 0 decides whether it's pruned, and
+only rank 0 knows the log. So wherever rank 0 decides something, it broadcasts the answer to all
+ranks in a slot of the exchange lane (`TrialObserver.answer`).
+
+The second concern is restarts. A checkpoint and the log of the sweep are written separately, and a
+restart continues from both of them. It won't repeat the steps before the checkpoint, so all values
+from these steps must be in the log before the checkpoint is written (`TrialObserver.saving`).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +37,14 @@ _log = logging.getLogger("jaxcross")
 
 
 class TrialPruned(BaseException):
-    """Ends the training function of a pruned trial, on all ranks at the same step."""
+    """Raised in the training function of a pruned trial, to end it on all ranks at the same
+    step.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A finished trial: its name, metric, and a digest of its state on all ranks."""
+    """A finished trial: its name, its metric, and a digest of its state on all ranks."""
 
     name: str
     value: float
@@ -42,15 +53,15 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """State shared by this rank's trial threads.
+    """The state that all trials of this rank share.
 
-    `finished` is the same on every rank once the trials' jobs have ended.
+    Once the trials' jobs have ended, `finished` is the same on every rank.
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
     pruned: dict[int, str] = field(default_factory=dict)
     cleaned: set[str] = field(default_factory=set)
-    jobs: dict[int, JobContext] = field(default_factory=dict)  # jobs whose state is kept in memory
+    jobs: dict[int, JobContext] = field(default_factory=dict)  # jobs whose state we keep in memory
     metric_logged: bool = False
     closed: dict[int, JobDone] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -58,16 +69,16 @@ class _Shared:
 
 @final
 class Trials:
-    """The trials of one sweep on one rank, across all runs. `run` is the function of their jobs.
+    """The trials of one sweep on one rank, over all runs. Their jobs call the method `run`.
 
     Args:
-        train: The user's function.
+        train: The user's training function.
         settings: The settings of the sweep.
         world: All ranks.
         coordinator: The coordinator on rank 0; None on other ranks.
 
     Attributes:
-        prunes: Whether the search ends trials early. Identical across ranks.
+        prunes: Whether the search may end trials early. Identical across ranks.
     """
 
     def __init__(
@@ -78,8 +89,11 @@ class Trials:
         world: World,
         coordinator: Coordinator | None,
     ) -> None:
-        self._train, self._world = train, world
-        self.settings, self.coordinator, self.prunes = settings, coordinator, False
+        self._train = train
+        self._world = world
+        self.settings = settings
+        self.coordinator = coordinator
+        self.prunes = False
         self._shared = _Shared()
 
     def take_over(
@@ -89,7 +103,7 @@ class Trials:
         begins: Sequence[int],
         prunes: bool,
     ) -> None:
-        """Notes which trials have ended, and which ones the next run begins with."""
+        """Records which trials have ended, and with which trials the next run begins."""
         self.prunes = prunes
         with self._shared.lock:
             self._shared.finished |= finished
@@ -99,7 +113,7 @@ class Trials:
     def run(
         self, job: JobContext, number: int, params: Mapping[str, Any], after: int | None
     ) -> PyTree:
-        """Runs one trial. Called on every rank."""
+        """Runs one trial. This is the function of the trial's job, so it's called on every rank."""
         shared = self._shared
         with shared.lock:
             before = None if after is None else shared.closed.get(after)
@@ -110,18 +124,19 @@ class Trials:
         observer = TrialObserver(self, job, engine, number)
         engine.metrics.observer = observer
         if before is not None:
-            # The previous trial in this place must first free its memory on this rank.
+            # Rank 0 may start this trial while the previous one is still ending on this rank. Wait
+            # until that trial has freed its memory here, because there may not be enough for both.
             with job.measure("host", "waits for a place"):
                 before.wait()
         begins = observer.answer("start of the trial", lambda: self._begins(engine, number))
-        if begins != "begins":  # a restart also submits trials that turn out to have ended
+        if begins != "begins":  # a restart may submit trials that turn out to have ended
             observer.pruned = begins == "pruned"
             return None
         try:
             state = self._train(job, **params)
             if state is not None:
                 job.state = state
-            engine.finish_step()  # a due evaluation may log the metric, too
+            engine.finish_step()  # an evaluation that is due may log the metric
         except TrialPruned:
             engine.latest.adopt_results()
             observer.pruned = True
@@ -131,19 +146,19 @@ class Trials:
     def _begins(self, engine: JobEngine, number: int) -> str:
         assert self.coordinator is not None
         if not self.coordinator.is_due(number):
-            engine.excuse_start()  # it waits for other jobs, so a joint start must not wait for it
+            engine.excuse_start()  # others mustn't wait for it, because it waits for them
         if self.coordinator.may_begin(number, lambda: engine.stopping):
             return "begins"
         return "pruned" if self.coordinator.is_pruned(number) else "over"
 
     def note_metric(self) -> None:
-        """Notes that a trial has logged the metric."""
+        """Records that a trial has logged the metric."""
         self._shared.metric_logged = True
 
     def give_up(self, observer: TrialObserver, error: JobError) -> None:
-        """Ends the sweep and its other trials, unless a trial has logged the metric.
+        """Ends the sweep, including its other trials, unless some trial has logged the metric.
 
-        Rank 0 decides. Does not wait.
+        Only rank 0 does anything here. Doesn't wait.
         """
         if (
             self.coordinator is None
@@ -157,12 +172,14 @@ class Trials:
             job.stop()
 
     def best(self) -> int | None:
-        """Returns the number of the best finished trial; the lowest number if several are equal."""
+        """Returns the number of the best finished trial, or the lowest number if several are
+        best.
+        """
         ranked = self._ranked(1)
         return ranked[0] if ranked else None
 
     def state_of(self, number: int) -> PyTree:
-        """Returns the final state of a trial, if this process holds it."""
+        """Returns the final state of a trial, or None if this process doesn't have it."""
         job = self._shared.jobs.get(number)
         return None if job is None else job.state
 
@@ -180,11 +197,13 @@ class Trials:
         ]
 
     def over(self, observer: TrialObserver, *, asked: bool) -> None:
-        """Notes that a trial's job has ended. Called once on every rank.
+        """Records that a trial's job has ended, and frees the states that we don't need any more.
 
-        Frees the states that need not be kept.
+        Called once on every rank.
         """
-        job, number, shared = observer.job, observer.number, self._shared
+        job = observer.job
+        number = observer.number
+        shared = self._shared
         with shared.lock:
             failed = job.status in (JobStatus.FAILED, JobStatus.EJECTED, JobStatus.LEFT_OUT)
             stopped = job.status == JobStatus.STOPPED
@@ -192,7 +211,7 @@ class Trials:
             if finished is not None:
                 shared.finished[number] = finished
             elif observer.pruned and not failed and not stopped:
-                shared.pruned[number] = job.name  # from now on nothing writes its checkpoints
+                shared.pruned[number] = job.name  # no more checkpoints are written after this
             if self.coordinator is not None:
                 if failed:
                     self.coordinator.over(number, job.step, "failed", error=str(job.error))
@@ -200,7 +219,7 @@ class Trials:
                     self.coordinator.over(number, job.step, "finished", digest=finished.digest)
                 elif asked:
                     self.coordinator.over(number, job.step, "stopped")
-            if not stopped or asked:  # otherwise the run was stopped, and still saves this state
+            if not stopped or asked:  # otherwise the whole run stops, and will save this state
                 best = self.best()
                 for other, each in [*shared.jobs.items()]:
                     if other != best and (
@@ -213,8 +232,10 @@ class Trials:
             shared.closed[number].set()
 
     def clean(self) -> None:
-        """Deletes this rank's checkpoints of trials that aren't kept. Waits for the disk."""
-        folder, keep, shared = self.settings.checkpoint_folder, self.settings.keep, self._shared
+        """Deletes this rank's checkpoints of the trials that we don't keep. Waits for the disk."""
+        folder = self.settings.checkpoint_folder
+        keep = self.settings.keep
+        shared = self._shared
         if folder is None or keep is None:
             return
         with shared.lock:
@@ -227,39 +248,42 @@ class Trials:
                 folders.delete(folders.names())
                 if (
                     not folders.names()
-                ):  # otherwise another rank's part is still there, or deleting failed: try again
+                ):  # otherwise another rank's part is still there, or it failed: try later
                     shared.cleaned.add(name)
 
 
 @final
 class TrialObserver:
-    """Follows one trial's job on one rank.
+    """Follows one trial's job on one rank, and passes its progress and its metric to the sweep.
 
-    The job calls it in its own thread, on every rank at the same step of the job. `logged` and
-    `saving` may raise, which ends the job like an error in its function.
+    The job calls these methods in its own thread, at the same step on every rank. So they may
+    communicate. If `logged` or `saving` raises, the job ends as if its function had raised.
 
     Attributes:
         job: The job.
         number: The trial's number.
-        finished: The outcome, once the function has returned on all ranks.
+        finished: The result; None until the function has returned on all ranks.
         pruned: Whether the trial was pruned.
-        metric: The metric by which trials are compared.
+        metric: The name of the metric by which trials are compared.
     """
 
     def __init__(self, trials: Trials, job: JobContext, engine: JobEngine, number: int) -> None:
-        self._trials, self.job, self._engine, self.number = trials, job, engine, number
+        self._trials = trials
+        self.job = job
+        self._engine = engine
+        self.number = number
         self.finished: Finished | None = None
         self.pruned = False
         self.metric = trials.settings.metric
         self._coordinator = trials.coordinator
-        self._seen = 0  # number of entries of the job's history that were written down
-        self._times: Counter[int] = Counter()  # how often each step's metric was written down
-        self._saved = -1  # the step of the latest checkpoint that this process saved
+        self._seen = 0  # number of the job's history entries that are in the log
+        self._times: Counter[int] = Counter()  # number of logged values by step
+        self._saved = -1  # the step of the latest checkpoint in this process
         self._has_metric = False
         self._late: int | None = None  # a step that was saved before its metric was logged
 
     def answer(self, label: str, ask: Callable[[], str]) -> str:
-        """Returns, on all ranks, what `ask` returns on rank 0. Waits for all ranks."""
+        """Calls `ask` on rank 0, and returns its result on all ranks. Waits for all ranks."""
         text = ""
         if self._coordinator is not None:
             with self.job.measure("host", label):
@@ -267,26 +291,27 @@ class TrialObserver:
         return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
 
     def restored(self, entries: int) -> None:
-        """Called when entries of earlier runs were added to the job's history.
+        """Called when the metrics of earlier runs have been added to the job's history.
 
-        A negative number means that they were removed again.
+        If they have been removed again, `entries` is negative.
         """
-        self._seen += entries  # the run that logged them has written them down
+        self._seen += entries  # they're in the log already, from the earlier run
         known = self.job.history[: self._seen]
         self._times = Counter(
             step for step, metrics in known if self.metric in dict(flatten_metrics(metrics))
         )
 
     def stepped(self, step: int) -> None:
-        """Called when all ranks have committed the job's step of this number. Doesn't wait."""
+        """Called when all ranks have committed a step of the job. Doesn't wait."""
         if self._coordinator is not None:
             self._coordinator.advanced(self.number, step)
 
     def logged(self, step: int, metrics: PyTree) -> None:
-        """Called with what the job logs, before it's read back. May wait."""
+        """Called with the metrics that the job logs, before they're read back. May wait."""
         if self.pruned:
-            return  # a last evaluation as the job ends, which no longer counts
-        # Compare only names. The values aren't there yet, and waiting for them every step is slow.
+            return  # from an evaluation at the job's end, which is too late
+        # Look only at the names. The values may not have been computed yet, and if we waited for
+        # them in every step, training would be slow.
         names = dict(flatten_metrics(jax.tree.map(lambda _: 0.0, metrics)))
         if self.metric not in names:
             self._check_evaluation(list(names))
@@ -298,23 +323,23 @@ class TrialObserver:
             return
         self._engine.read_back()
         self._write_values()
-        coordinator, stopping = self._coordinator, lambda: self._engine.stopping
+        coordinator = self._coordinator
 
         def ask() -> str:
             assert coordinator is not None
-            return str(int(coordinator.prunes(self.number, step, stopping)))
+            return str(int(coordinator.prunes(self.number, step, lambda: self._engine.stopping)))
 
         if self.answer("whether to prune", ask) == "1":
             raise TrialPruned
 
     def _check_evaluation(self, names: list[str]) -> None:
-        """Checks that the first evaluation that could provide the metric returns it.
+        """Checks that the evaluation that should provide the metric returns it the first time.
 
-        Decides the same on every rank.
+        The decision is the same on every rank.
 
         Raises:
-            JobError: The evaluation returned something else. If no trial has logged the metric, the
-                whole sweep ends.
+            JobError: The evaluation has returned something else. Unless some trial has logged the
+                metric, this ends the whole sweep.
         """
         evaluation = self.metric.partition("/")[0]
         returned = {name.partition("/")[0] for name in names} == {evaluation}
@@ -331,14 +356,17 @@ class TrialObserver:
             raise error
 
     def _check_order(self, step: int) -> None:
-        """Checks that the metric is logged before the checkpoint that covers it.
+        """Checks that the metric of a step is logged before the state of that step is saved.
 
-        Decides the same on every rank. A value that is logged after its step was saved would be
-        lost by a restart in between. That doesn't matter at a trial's last step, so this raises
-        only when the trial logs at a later step.
+        Suppose that the function saves the state of a step, and then logs the metric of this step.
+        If the process is killed in between, the restarted trial continues after the step and never
+        logs the metric, so the sweep would have other results than without the kill. After a
+        trial's last step, the order doesn't matter. We don't know which step is the last one, so we
+        raise the error only when the trial logs the metric at a later step. The decision is the
+        same on every rank.
 
         Raises:
-            JobError: An earlier value was logged after its step had been saved.
+            JobError: At an earlier step, the metric was logged after the state had been saved.
         """
         if self._late is not None and step > self._late:
             raise JobError(
@@ -350,14 +378,14 @@ class TrialObserver:
             self._late = step
 
     def saving(self, step: int) -> None:
-        """Called before a checkpoint begins, once everything that was logged has been read back."""
+        """Called before a checkpoint begins, after all logged metrics have been read back."""
         self._saved = step
         self._write_values()
         if self._coordinator is not None:
             self._coordinator.sync()
 
     def _write_values(self) -> None:
-        """Writes down the values of the metric that have been read back since the last call."""
+        """Writes the metric's values to the log that have been read back since the last call."""
         new = self.job.history[self._seen :]
         self._seen += len(new)
         if self._coordinator is None:
@@ -375,8 +403,9 @@ class TrialObserver:
             self._times[step] += 1
 
     def finish(self, state: PyTree) -> PyTree:
-        """Notes on all ranks that the function has returned. Waits for ranks and state."""
-        job, coordinator = self.job, self._coordinator
+        """Records that the function has returned. Waits for all ranks and for the state."""
+        job = self.job
+        coordinator = self._coordinator
         self._engine.read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)
@@ -409,18 +438,19 @@ class TrialObserver:
         """Called once the job has ended on all ranks and its results are final.
 
         Args:
-            asked: Whether someone asked to stop this job alone.
+            asked: Whether the user has stopped this job in particular.
 
         Returns:
-            Whether the run should save what is left of a job that didn't come to its end.
+            Whether the run should save the job's state, because the trial will continue after a
+            restart.
         """
         stopped = self.job.status == JobStatus.STOPPED
-        # The state that is saved next covers everything that was logged since `job.save`, so a
-        # restart won't log it again. Write it down now.
+        # The run is about to save this job's state. A restart will resume from that state and won't
+        # repeat the steps since the last `job.save`, so write their values to the log now.
         if stopped:
             try:
                 self._write_values()
-            except JobError as error:  # don't raise: the other ranks save, so this one must too
+            except JobError as error:  # don't raise, because saving is collective
                 _log.warning(
                     "Values of trial `%s` are missing from the sweep: %s", self.job.name, error
                 )
@@ -429,7 +459,7 @@ class TrialObserver:
 
 
 def _digest(state: PyTree) -> str:
-    """Returns a digest of a state's bytes; empty without a state or if a leaf isn't numeric."""
+    """Returns a digest of a state; empty if there's no state or if a leaf isn't numeric."""
     try:
         leaves = snapshot(state)
     except TypeError:

@@ -128,7 +128,7 @@ def test_deleted_best_state_is_reported(tmp_path, caplog):
     train(2, tmp_path, best="max", keep=1, after=7, save_every=1)
     shutil.rmtree(next((tmp_path / "a").glob("*06-*")))
     train(2, tmp_path, best="max", keep=1, save_every=1)
-    assert "its best state, that of step 6, is lost" in caplog.text
+    assert "its best state, of step 6, is lost" in caplog.text
     assert best_of(tmp_path)[1] == 10
 
 

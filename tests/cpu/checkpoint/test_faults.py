@@ -92,7 +92,7 @@ def test_what_was_half_written_is_not_used(saved, whole, tmp_path, caplog):
     for mine, theirs in zip(train(2, folder, own=True), whole, strict=True):
         same(mine["a"][0], theirs["a"][0])
         assert min(mine["a"][2]) == 7
-    assert "it was not written to its end" in "".join(resumes(caplog))
+    assert "it was not written completely" in "".join(resumes(caplog))
 
 
 @pytest.mark.mostly_integration(
@@ -115,7 +115,7 @@ def test_no_intact_checkpoint_prevents_a_fresh_start(file, damage, saved, tmp_pa
         rf"`{name}`: on rank {file[8]}, `.*{file[10:14]}" for name in reversed(names(saved))
     )
     refused(
-        2, tmp_path, rf"none of them is whole any more.*move `{tmp_path}/a` away.*{said}", own=True
+        2, tmp_path, rf"none of them is intact any more.*move `{tmp_path}/a` away.*{said}", own=True
     )
     assert names(tmp_path) == names(saved)
 
@@ -137,7 +137,8 @@ def test_rank_with_an_empty_disk_does_not_start_over(tmp_path):
     before = names(tmp_path / "1")
     shutil.rmtree(tmp_path / "0")
     with pytest.raises(
-        JobError, match=rf"none of them is whole.*`{before[-1]}`: on rank 0, nothing of it is there"
+        JobError,
+        match=rf"none of them is intact.*`{before[-1]}`: on rank 0, nothing of it is there",
     ):
         train(2, lambda rank: tmp_path / str(rank), own=True)
     assert names(tmp_path / "1") == before
@@ -150,9 +151,7 @@ def test_what_was_never_whole_lets_the_job_begin_anew(whole, tmp_path, caplog):
     mine = train(2, tmp_path, own=True, names="a")
     same(mine[1]["a"][0], whole[1]["a"][0])
     assert min(mine[0]["a"][2]) == 1
-    assert "was ever written to its end: the job starts from its beginning" in "".join(
-        resumes(caplog)
-    )
+    assert "was ever complete: the job starts from scratch" in "".join(resumes(caplog))
     assert [int(name[:12]) for name in names(tmp_path)] == [9, 12]
 
 

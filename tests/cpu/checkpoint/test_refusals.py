@@ -57,7 +57,7 @@ def test_another_version_is_refused(tmp_path):
 def test_checkpoints_of_another_job_are_refused(tmp_path):
     train(1, tmp_path, names="b", steps=3)
     (tmp_path / "b").rename(tmp_path / "a")
-    refused(1, tmp_path, "none of them is whole any more.*is of a job `b`")
+    refused(1, tmp_path, "none of them is intact any more.*is of a job `b`")
 
 
 def test_a_job_restores_once_and_before_it_saves(tmp_path):

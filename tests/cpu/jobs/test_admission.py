@@ -160,7 +160,7 @@ def test_admission_gives_back_an_array_with_the_last_job_that_reads_it() -> None
     with pytest.raises(JobError, match="20 B are missing"):
         admission.admit(control, "d", own)
     admission.give_back("c", lambda: None)
-    with pytest.raises(JobError, match="10 B are missing.* over hold 100 B"):
+    with pytest.raises(JobError, match="10 B are missing.* have ended hold 100 B"):
         admission.admit(control, "d", own)
     admission.give_back("b", lambda: None)
     admission.admit(control, "d", own)

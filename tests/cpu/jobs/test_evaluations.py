@@ -259,10 +259,10 @@ def communicates_alone(job, world):
         (in_the_loop, "call `job.every` before the loop", 0),
         (
             without_batches,
-            "makes its next step and has not made the evaluation `eval` of step 2",
+            "makes its next step but has not run the evaluation `eval` of step 2",
             2,
         ),
-        (trains_on, "trains on after step 2, where it stopped early", 2),
+        (trains_on, "continues after step 2, where it stopped early", 2),
         (communicates_alone, "different", 2),
     ],
 )

@@ -268,7 +268,7 @@ def test_invalid_submission_is_rejected_at_the_call():
 
     (refused,) = run_ranks(1, work)
     beginnings = [
-        "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
+        "Job `x` cannot be submitted now. Submit jobs while `runner.run()` runs.",
         "Job `x`: no function is registered as `g`; there are: `f`.",
         "Job `x`: its arguments cannot be sent as JSON: Object of type bytes",
         "Job `x`: its arguments do not survive JSON: {'data': nan}.",
@@ -277,7 +277,7 @@ def test_invalid_submission_is_rejected_at_the_call():
         "`kwargs` of job `x` must be a mapping whose keys are texts, such as `{'lr': 0.1}`, got [(",
         "the name of a job must be a text that is not empty, got ''",
         "There is a job `a` already.",
-        "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
+        "Job `x` cannot be submitted now. Submit jobs while `runner.run()` runs.",
     ]
     assert len(refused) == len(beginnings)
     for text, beginning in zip(refused, beginnings, strict=True):

@@ -325,7 +325,7 @@ def test_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
 
     def work(world):
-        with pytest.raises(ValueError, match="is to hold a sweep, and holds other files"):
+        with pytest.raises(ValueError, match="contains files that are not of a sweep"):
             sweep(
                 training(world),
                 Grid({"lr": [1]}),

@@ -133,7 +133,7 @@ def the_last_of_equal_jobs_is_refused():
     with pytest.raises(JobError) as raised:
         runner.run()
     refused(str(raised.value), "c", 0)
-    assert "It fits next to 1 of them: alone it needs " in str(raised.value)
+    assert "It fits together with 1 of them: alone, it needs " in str(raised.value)
     assert one < runner.booked_bytes < three
 
 
@@ -185,7 +185,7 @@ def a_job_that_leaves_makes_room():
     runner.add("a", parent)
     big = runner.add("big", train, {"width": BIG})
     with pytest.raises(
-        JobError, match=r"States of jobs that are over hold 1\.2 MB: set their `job\.state` to None"
+        JobError, match=r"jobs that have ended hold 1\.2 MB: set their `job\.state` to None"
     ) as e:
         runner.run()
     refused(str(e.value), "too early", 0)
@@ -197,7 +197,7 @@ def ranks_with_other_limits_agree():
     fits = run(SMALL, BIG)[0].booked_bytes
     runner, text = run(SMALL, BIG, memory=fits - (WORLD.rank == LAST))
     refused(text, "job1", LAST)
-    assert "It fits alone only: " in text and "1 B is missing" in text
+    assert "It fits only alone: " in text and "1 B is missing" in text
     assert [job.status for job in runner.jobs] == ["ended", "failed"]
 
 

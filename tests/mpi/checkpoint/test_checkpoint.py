@@ -87,11 +87,11 @@ print(f"rank {world.rank}: {job.state['mask'].tolist()}, {report.jobs[0].replica
 def test_a_ranks_own_mask_survives_two_kills(mpirun, tmp_path, quick_compiler):
     for n, killed_after in enumerate((4, 7)):
         killed = mpirun(2, MASKED, str(tmp_path), str(killed_after), env=quick_compiler)
-        assert killed.returncode != 0 and ("goes on after step" in killed.stderr) == (n > 0), (
+        assert killed.returncode != 0 and ("resumes after step" in killed.stderr) == (n > 0), (
             killed.stderr
         )
     done = mpirun(2, MASKED, str(tmp_path), "-1", env=quick_compiler).check()
-    assert "goes on after step" in done.stderr
+    assert "resumes after step" in done.stderr
     for rank, own in enumerate(("[9.0, 9.0]", "[1009.0, 1009.0]")):
         assert f"rank {rank}: {own}, equal in 1 of 2 leaves" in done.stdout, done.stdout
 

@@ -55,13 +55,13 @@ def test_stop_says_what_was_saved_and_a_restart_resumes(mpirun, tmp_path, name, 
     assert lines(done) == [
         f"Job `a`: saved at step {a} in {folder}.",
         f"Job `b`: saved at step {b} in {folder}.",
-        "Start the same command again to go on.",
+        "Start the same command again to resume.",
     ]
     assert done.stderr.count("jaxcross: the run has stopped.") == 1
     steps = max(a, b) + 5
     again = mpirun(2, SCRIPT, "none", str(folder), str(steps)).check()
     assert sorted(lines(again)) == [
-        f"jaxcross: job `{n}` goes on after step {step}."
+        f"jaxcross: job `{n}` resumes after step {step}."
         for n, step in zip("ab", (a, b), strict=True)
     ]
     assert again.stdout.splitlines()[-1] == f"[{steps}, {steps}]"

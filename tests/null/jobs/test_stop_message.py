@@ -21,12 +21,12 @@ def test_each_job_is_named_with_its_step_and_folder():
         "Job `a`: saved at step 120 in runs/ck.",
         "Job `c`: saved at step 100, 20 before its last in runs/ck.",
         "Job `d`: nothing is saved since it has made no step.",
-        "Job `f`: had not begun; what earlier runs saved of it stays.",
+        "Job `f`: had not begun. Its earlier checkpoints are kept.",
         "Job `b`: ended, and saved at step 40 in runs/ck.",
-        "Job `i`: was over before the stop.",
+        "Job `i`: had ended before the stop.",
         "Job `e`: nothing is saved of its 7 steps.",
         "Job `g`: failed, and saved at step 6, 1 before its last in runs/ck.",
-        "Start the same command again to go on.",
+        "Start the same command again to resume.",
     ]
 
 

@@ -179,7 +179,7 @@ def test_search_that_does_not_repeat_continues_with_a_warning(tmp_path, caplog):
     machine = Machine(random.Random(1), tmp_path, Moody, 2)
     found = machine.run(kills=2)
     assert len(found.trials) == 6
-    assert "not as if it had never stopped: trial 0 was asked for with" in caplog.text
+    assert "not as it would have without the restart: trial 0 had the parameters" in caplog.text
     assert "Give the sampler a seed" in caplog.text
 
 
@@ -235,7 +235,7 @@ def test_a_folder_in_use_names_who_has_it(tmp_path):
     holder = rf"process {os.getpid()} on host `{os.uname().nodename}` \(started 2[\d: -]+\)"
     with pytest.raises(
         ValueError,
-        match=rf"^`{tmp_path}` is in use: {holder} sweeps there\. Wait until it has ended",
+        match=rf"^`{tmp_path}` is in use: {holder} is running a sweep there\. Wait until",
     ):
         second.open({})
     first.close()
