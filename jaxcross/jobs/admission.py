@@ -6,11 +6,13 @@ together. The ranks compute the minimum over all ranks of the memory that would 
 all of them admit the job or all of them raise the same error.
 
 Jobs often share arrays. For example, ten jobs that train adapters on one base model pass the same
-base parameters to their steps. To count such an array only once, a booking contains more than a
-number of bytes: it also lists the buffers that other jobs may hold too.
+base parameters to their steps. If each job counted these arrays as its own, we'd reject jobs that
+do fit. So a booking isn't just a number of bytes: it also lists the arrays that other jobs may hold
+too, and each of these is counted only once.
 
-When a job ends, its booking is removed. Its final state may still occupy memory, because
-`job.state` keeps those arrays alive for the user, so we count them until they have been freed.
+When a job ends, we remove its booking, so that other jobs can have its memory. However, the user
+can still read the job's final state from `job.state`, which keeps these arrays in memory. So we
+count them until they have been freed.
 """
 
 from __future__ import annotations
@@ -136,10 +138,13 @@ def needed_by(bookings: Sequence[Booking]) -> int:
 class MemoryAdmission:
     """The memory that the jobs of a run have booked on one rank.
 
-    A job books memory in a slot of the exchange lane, and its booking is removed when a vote ends
-    the job. Both happen in the same order on all ranks. So whenever a new job asks for memory, the
-    same jobs have bookings on every rank, and because the minimum decides, all ranks admit the same
-    jobs even if their memory limits differ.
+    Whenever a new job books memory, the same jobs must have bookings on every rank. That's the case
+    because bookings are made and removed in the same order everywhere: a booking is made in the
+    exchange lane, i.e. the thread that runs all operations in which the ranks take part together,
+    and it's removed when the ranks vote that the job has ended.
+
+    The ranks' memory limits may differ. They still admit the same jobs, because the rank with the
+    least free memory decides.
 
     Args:
         limit_bytes: The bytes that this rank may use; None if unknown.

@@ -1,8 +1,9 @@
 """Checks the arguments of runners and jobs when the user passes them.
 
-A wrong argument would otherwise cause an error much later, e.g. in a job's thread, and its
-traceback wouldn't contain the user's call. This module also defines the options of a run, because
-`Runner`, `run` and `sweep` share them.
+If we didn't check arguments immediately, a wrong one would cause an error much later, e.g. in a
+job's thread, with a traceback that doesn't contain the line where the user passed it. This module
+also defines the options of a run (`policy`, `memory` and so on), which `Runner`, `run` and `sweep`
+have in common.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The loops over batches in a job's function.
 
-The `Prefetcher` class only delivers batches. Between two batches, a job also has other work to do,
-and this module does it: it runs the evaluations that are due, checks the replicas, measures how
-long the job waited for data, counts the examples in the batch, and ends the loop if the job stops
-early.
+The `Prefetcher` class only delivers batches. This module does everything else that a job needs
+between two batches of a loop: it runs the evaluations that are due, compares the state with that of
+the other ranks, measures how long the job waited for data, and counts the examples in the batch. It
+also ends the loop if the job stops early.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ class BatchLoops:
         check_batches(engine.name, data, steps)
         if engine.ends_stray_loop():
             return iter(())
-        # We remove closed loops from the list here rather than at the end of each loop. If a user
-        # abandons a loop, its generator is finished by the garbage collector, possibly in another
-        # thread, and that thread would then modify the list while the job's thread is using it.
+        # Remove closed loops from the list now, when another loop begins. We can't remove each loop
+        # when it ends: if a user abandons a loop, its generator is finished by the garbage
+        # collector, possibly in another thread, and that thread would then modify the list while
+        # the job's thread is using it.
         loops = engine.loops = [loop for loop in engine.loops if not loop.closed]
         resumption = engine.resumption
         # After a restart, an evaluation may be due before the first training step, and the
-        # evaluation function may have its own loop over batches. That loop starts at the beginning
-        # of its data. We must not give it the position in the checkpoint, because that belongs to
-        # the training loop, which begins later.
+        # evaluation function may loop over batches of its own. That loop should begin with its
+        # first batch. The position that was saved in the checkpoint isn't meant for it but for the
+        # training loop, which begins later.
         evaluates = engine.evaluations.running
         start = START if resumption is None or evaluates else resumption.next_position()
         if not loops and not evaluates:  # a second open loop may belong to an evaluation
@@ -91,9 +92,10 @@ class BatchLoops:
         used = False
         try:
             while not engine.ends_stray_loop():
-                # Check the replicas only once the job has used a batch of this loop. At the first
-                # request, it may not have used any batch: a job that reads two loops in parallel
-                # requests a batch from each of them before it trains on either.
+                # Compare the ranks' copies of the state only once the job has trained on a batch of
+                # this loop. When it requests the first batch, that's not certain yet: a job that
+                # reads two loops in parallel requests a batch from each of them before it trains on
+                # either.
                 if used:
                     engine.replicas.next_batch(engine.run_on_all_ranks)
                 engine.finish_step()
@@ -161,8 +163,9 @@ def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
     shape = shapes[0]
     images = False
     if len(shape) == 4:
-        # Images are either channels-last, as in Flax, or channels-first. An image has more rows
-        # than channels, so we take the layout in which the channel dimension is the smaller one.
+        # These may be images, either channels-last, as in Flax, or channels-first. We find out
+        # which by comparing the two dimensions that could be the channels. An image has more rows
+        # than channels, so the smaller one is the channels.
         size, channels = (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
         images = min(size) > 4 and channels in (1, 3, 4)
     return float(shape[0] * ranks), "images" if images else "examples"

@@ -168,13 +168,15 @@ class JobContext:
     def log(self, metrics: PyTree) -> None:
         """Records a pytree of scalars under the current step.
 
-        Logging doesn't wait for the values. It copies the arrays on the device, so that the next
-        step may donate them, and reads the copies back once they have been computed. If you log a
-        random key, its raw data are recorded (`jax.random.key_data`).
+        You can log in every step, because this doesn't wait until the values have been computed. It
+        makes a copy of them on the device, since the next step may donate the original arrays, and
+        reads the copy back once it has been computed. If you log a random key, its raw data are
+        recorded (`jax.random.key_data`).
 
-        Logging does wait in one case: in a sweep with a pruner, a call that logs the sweep's metric
-            waits for the other trials and for all ranks. If the trial is pruned, it ends in this
-            call. In such a sweep, log the metric on every rank.
+        There's one exception: in a sweep with a pruner, a call that logs the sweep's metric waits
+        for the other trials and for all ranks, because the pruner compares this trial with the
+        others. If the pruner decides to end this trial early, the call raises an exception that
+        ends the job's function. In such a sweep, log the metric on every rank.
         """
         self._engine.metrics.add(self.step, metrics)
 
@@ -289,8 +291,9 @@ class JobContext:
     ) -> T:
         """Returns the state to start from: `state`, or the newest checkpoint. Waits for all ranks.
 
-        The returned state never shares an array with the one that you pass. So the job's step may
-        donate it, and you can pass the same initial state to several jobs.
+        The arrays of the returned state are never those that you passed. So the job's step may
+        donate them without invalidating yours, and you can pass the same initial state to several
+        jobs.
 
         If the runner has a complete checkpoint of this job, you get the saved state instead, in a
         tree with the structure of `state`. The attribute `step` and the first `batches` call then
@@ -360,10 +363,13 @@ class JobContext:
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane. Waits for all ranks.
 
-        Your function runs between the same two exchanges on every rank, because its place in the
-        order of exchanges is agreed on like that of a step. So it may communicate safely, using the
-        methods of `control` (`allreduce_min` and `allgather_text`), as long as all ranks make the
-        same calls in the same order.
+        Use this if your job has to communicate outside of its steps, e.g. to compare a setting
+        between ranks. Several jobs share one connection between ranks, so their communication needs
+        the same order on every rank. The ranks agree on when `work` runs, just as they do for a
+        step.
+
+        In `work`, communicate through `control.allreduce_min` and `control.allgather_text`. All
+        ranks must make the same calls in the same order.
 
         Raises:
             JobError: This thread isn't the job's own. Also, on every rank: `work` failed on another
@@ -375,9 +381,9 @@ class JobContext:
     def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
         """Returns a context manager whose duration appears in the report.
 
-        Use `kind="host"` for long work on a single rank, e.g. an evaluation, while the other ranks
-        wait for it. The watchdog then knows that this rank is busy, so no error is raised even if
-        the work takes longer than `stall_timeout_s`.
+        Use `kind="host"` if a single rank works for a long time, e.g. on an evaluation, while the
+        other ranks wait for it. The watchdog, which otherwise raises an error if a rank doesn't
+        respond for `stall_timeout_s`, then knows that this rank is busy rather than stuck.
 
         Raises:
             ValueError: On entering the context: `kind` isn't a kind of span.
@@ -389,9 +395,9 @@ class JobContext:
     def stop(self) -> None:
         """Ends this job on all ranks, between the same two steps. Doesn't wait.
 
-        The other jobs continue. The job's function doesn't continue: an exception ends it where it
-        next waits for a step or a batch. Afterwards, `state` is the state after the job's last
-        committed step.
+        Only this job ends, and the other jobs continue. The next time the job's function waits for
+        a step or a batch, an exception is raised there, which ends the function. Afterwards,
+        `state` is the state after the last step that all ranks committed.
 
         Raises:
             JobError: `runner.run()` hasn't begun.
@@ -402,9 +408,9 @@ class JobContext:
         """Pauses this job on all ranks, between the same two steps. Doesn't wait.
 
         A paused job keeps its state, but none of its steps are scheduled until you call `resume`.
-        If one rank calls `pause` and another rank calls `resume` at the same time, the job is
-        paused. Jobs that train with a `ParameterServer` can't be paused, because their steps aren't
-        scheduled by the runner.
+        If different ranks request a pause and a resumption at the same time, the job is paused. A
+        job that trains with a `ParameterServer` can't be paused, because the runner doesn't
+        schedule its steps.
 
         Raises:
             JobError: `runner.run()` hasn't begun.

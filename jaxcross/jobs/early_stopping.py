@@ -1,8 +1,9 @@
 """Tracks the best value of an evaluation's metric, and decides when to stop early. Pure.
 
-Why we don't use Flax's early stopping (`flax.training.early_stopping`): it can only minimise a
-metric, and its patience is a number of evaluations, never of steps. Also, if the first value is
-NaN, it keeps NaN as the best value forever, because no number compares as better than NaN.
+We don't use Flax's early stopping (`flax.training.early_stopping`) because it can only minimise a
+metric, and counts its patience in evaluations, never in steps. Also, if the first value is NaN, it
+keeps NaN as the best value forever: a comparison with NaN is always false, so no later value counts
+as better.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class Best:
     def key(self) -> str:
         """The key of the value in a checkpoint's notes.
 
-        The key contains both metric and mode, so if you restart with a different metric or mode,
-        the old value is ignored.
+        If you restart a job with a different metric or mode, its best value so far means nothing
+        for the new one. So the key under which a checkpoint stores the value contains both metric
+        and mode. With another metric, the restart looks for another key and doesn't find the old
+        value.
         """
         return f"{self.mode} {self.metric}"
 

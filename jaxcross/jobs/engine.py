@@ -1,8 +1,9 @@
 """`JobEngine`: one job of a runner, behind the `JobContext` that users see.
 
-For each job, the engine creates a thread and calls the job's function in it. It also runs the steps
-that the function calls, in the order that all ranks have agreed on, counts them, and stores the
-state, metrics and status that remain after the job has ended.
+The engine calls the job's function in a thread of its own. When the function calls a step, the
+engine waits until it's this step's turn in the order on which all ranks have agreed, runs it, and
+counts it. The engine also stores the job's state, metrics and status, so that the user can still
+read them after the job has ended.
 
 **Running a step.** If the job's function called a step directly, two jobs could start their
 exchanges in a different order on each rank, and deadlock. So `JobEngine.run` submits the call to
@@ -18,9 +19,12 @@ the job has ended on all ranks. Until then, the job's status isn't known: even i
 returned here, another rank may still fail. Then the thread reads back the logged metrics, sets the
 final status, and drops all references except to the state.
 
-**Saving the last state.** If the function has returned, its last state is saved while the job is
-still running, as the last work of its thread. After a stop or a failure, that's impossible, because
-the job no longer has slots in the exchange lane. Such a job is saved by the runner after the run
+**Saving the last state.** A checkpoint requires communication, which a running job does in the
+exchange lane, i.e. the thread that runs everything in which the ranks take part together. If the
+function has returned, the last state is saved that way, as the last work of the job's thread.
+
+After a stop or a failure, the job can no longer communicate during the run, so its last state can't
+be saved then. Instead, the runner saves it after the run, when the ranks communicate directly
 (`JobEngine.save_after_run`).
 """
 
@@ -241,9 +245,10 @@ class JobEngine:
         self.record = record
         self.resumption = resumption
         record.abandon = self._abandon
-        # Another job may wait for this job's end and then save a state that depends on it. So the
-        # driver calls `on_end` before the other job can notice the end, and the mark for this job
-        # is on disk before the other job's checkpoint.
+        # Another job may wait for this job's end, and then save a state that depends on it. If the
+        # process is killed after that, a restart must be able to see that this job had ended. So
+        # the driver calls `on_end` before any other job can notice the end. The file that says that
+        # this job has ended is then on disk before the other job's checkpoint.
         record.on_end = self._on_end
         if resumption is not None:
             record.on_pause = resumption.mark_paused
@@ -261,8 +266,9 @@ class JobEngine:
     def main(self) -> None:
         """Runs the job's function. This is the body of the job's thread.
 
-        If the function raises an error, the job fails on all ranks. After the function has returned
-        or raised, waits until the job has ended on every rank.
+        An error in the function makes the job fail on all ranks. So even if the function has
+        returned on this rank, the job may still fail because of another rank. That's why this
+        method waits until the job has ended everywhere.
         """
         driver, record = self.running()
         try:
@@ -272,9 +278,10 @@ class JobEngine:
             self._unwound = True
             forget_locals(stopped)
             driver.job_returned(record)
-        # Catch even `SystemExit` and the like: whatever ends this thread, the other ranks have to
-        # find out, because otherwise they would wait for the job. If another thread has misused the
-        # job's loops, report that, because this error is probably a consequence of it.
+        # Catch every exception, even `SystemExit`: whatever ends this thread, the other ranks need
+        # to know, because otherwise they would wait for the job forever. If another thread has
+        # iterated over the job's batches, which isn't allowed, report that instead, because this
+        # error is probably a consequence of it.
         except BaseException as error:
             driver.job_raised(record, self.misuse or error, f"after step {self.step}")
             forget_locals(error)
@@ -293,8 +300,9 @@ class JobEngine:
             self.latest.set(result, self.step)
         del result
         self.finish_step()
-        # Read back the metrics before the last save. A restart resumes after that save, so if the
-        # process died in between, metrics that were still on the device would be lost.
+        # Copy the logged metrics from the device to the host before the job's last save. A restart
+        # continues after that save and doesn't log them again, so if the process died after the
+        # save, metrics that were still on the device would be lost.
         if self.resumption is not None:
             self.read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
@@ -302,9 +310,10 @@ class JobEngine:
     def _abandon(self) -> NoReturn:
         """Abandons the job's thread, which then sleeps forever.
 
-        The driver calls this if the job has ended, but its function has caught the exception that
-        should have ended it, and continues to call steps. Python can't end a thread from outside,
-        so all we can do is to let it sleep.
+        A job is stopped by an exception that's raised in its function. If the function catches this
+        exception and calls another step, although the job has ended, the driver calls this method.
+        Python can't terminate a thread from outside, so all we can do is to put the thread to
+        sleep.
         """
         driver, record = self.running()
         _log.warning(
@@ -324,8 +333,8 @@ class JobEngine:
             threading.Event().wait()
 
     def _end_thread(self, driver: Driver, record: JobRecord) -> None:
-        # Close the loops before we wait for the other ranks, because that may take long, and until
-        # then the threads of the loops would keep batches in memory.
+        # Close the job's loops over batches before we wait for the other ranks. The wait may take
+        # long, and as long as a loop is open, its prefetching thread keeps batches in memory.
         self._close_loops()
         record.done.wait()
         self.close()
@@ -335,8 +344,9 @@ class JobEngine:
         self._give_back_memory()
         status = self._final_status(status)
         self._stop_requested = asked
-        # If the whole run was stopped, the job should resume in the next run, so it isn't marked as
-        # done. That's different if the user stopped only this job.
+        # If the whole run was stopped, e.g. by Ctrl-C, the next run should resume this job, so we
+        # don't mark it as done. If the user has stopped only this job, we do mark it, because then
+        # it should stay stopped.
         if self.resumption is not None and (status != JobStatus.STOPPED or asked):
             self.resumption.mark_done(status)
 
@@ -367,8 +377,8 @@ class JobEngine:
         if record is not None:
             status = (record.status and self._final_status(record.status)) or JobStatus.LEFT_OUT
             stopped_early = status == JobStatus.ENDED and self.evaluations.stop_reason
-            # Other threads may read these attributes at any time. A thread that finds a status may
-            # conclude that the job has ended and read its error, so the error has to be set first.
+            # Set the error before the status. Another thread may read both at any time: if it finds
+            # a status, it concludes that the job has ended, and expects the error to be there too.
             self.error = record.error
             self.status = JobStatus.STOPPED_EARLY if stopped_early else status
             self.skipped = self.skipped_steps.before + record.skipped
@@ -394,9 +404,9 @@ class JobEngine:
                 step=self.step,
                 value=self.status,
             )
-        # The user may keep the job for its final state, so drop everything else that uses memory:
-        # the function's arguments contain data and steps, the steps contain constants, and a loop
-        # may still have a batch.
+        # The user may keep this job for a long time, just to read its final state. So drop
+        # everything else that uses memory: the function's arguments (which contain data and steps),
+        # the steps' constants, and the batches of the loops.
         self.driver = None
         if record is not None:
             record.detach()
@@ -431,13 +441,15 @@ class JobEngine:
     def save_after_run(self) -> None:
         """Saves the state of a job that was stopped or has failed. Waits for all ranks.
 
-        Called after the run. If saving fails, we only log that error, because raising it would hide
-        the reason why the job ended.
+        Called after the run. By then, the job has already been stopped or has failed. If saving
+        fails too, we only log that error: if we raised it, the user would no longer see why the job
+        ended.
         """
         record = self.record
-        # Saving communicates, so all ranks must take the same branch here. The status in the
-        # driver's record comes from a vote and is the same on all ranks, whereas `self.status` may
-        # differ (see `_final_status`).
+        # Saving requires communication, so either all ranks must save this job or none of them.
+        # That's why the decision is based on the status in the driver's record: the ranks have
+        # voted on it, so it's the same on all of them. The engine's own `self.status` may differ
+        # between ranks (see `_final_status`).
         if record is None or record.status in (None, JobStatus.ENDED):
             return
 
@@ -494,8 +506,9 @@ class JobEngine:
     def _stray_error(self, what: str, done: str) -> JobError | None:
         """Returns the error for a call outside of the job's own thread; None in that thread.
 
-        A job can only make one call at a time. If two of its threads waited for the other ranks at
-        the same time, one thread could receive the answer to the other thread's call.
+        A job waits for the other ranks in one thread only, its own. If two of its threads waited at
+        the same time, e.g. one for a step and one for a batch, one of them could receive the
+        other's answer.
         """
         if self._in_own_thread:
             return None
@@ -510,9 +523,10 @@ class JobEngine:
     def ends_stray_loop(self) -> bool:
         """Whether a loop over batches must end immediately because it runs in the wrong thread.
 
-        This makes the job fail, but if possible, the error is raised in the job's own thread. In
-        the user's thread there may be no code that catches it, and an uncaught exception in an
-        arbitrary thread would end the whole run, including the other jobs.
+        It's an error to iterate over a job's batches in another thread, and it makes the job fail.
+        If possible, we raise the error in the job's own thread, where we can handle it. In the
+        other thread there may be no code that catches it, and an uncaught exception in an arbitrary
+        thread would end the whole run, including the other jobs.
 
         Raises:
             JobError: The job's own thread can't raise the error, because the job has ended or
@@ -627,8 +641,9 @@ class JobEngine:
     def preparing(self) -> Iterator[None]:
         """Returns a context for tracing or compiling a step.
 
-        By default, no job makes its first step before all jobs have compiled theirs, so the other
-        jobs wait as long as this context is open.
+        By default, the jobs of a run begin together: none of them makes its first step before all
+        of them have compiled theirs. So while one job is inside of this context, the others don't
+        begin.
         """
         _, record = self.running()
         record.preparing += 1
@@ -707,8 +722,9 @@ class JobEngine:
         outputs = driver.call(record, graph, execution, in_step=leads)
         if self.evaluations.running:
             return outputs  # an evaluation doesn't count as a step, and doesn't change the state
-        # The driver returns only once all ranks have committed the call. If the call had failed on
-        # some rank, `driver.call` would have raised. So from here on, it may be counted as a step.
+        # Once `driver.call` has returned, all ranks have agreed to keep the results of this call
+        # (to commit it). If the call had failed on some rank, an error would have been raised on
+        # all of them instead. So from here on, the call counts as a step.
         trains = self.registry.trains(compiled)
         if trains:
             self.step += 1
@@ -741,8 +757,9 @@ class JobEngine:
             JobError: On every rank: some rank doesn't have enough memory left.
         """
         driver, record = self.running()
-        # The arguments of the step are included in the program's memory. In addition, the job holds
-        # its state, unless that is an argument, and the batches that are read ahead.
+        # The memory of the program already includes the step's arguments. Besides these, the job
+        # holds the batches that are read ahead, and its state unless that's one of the arguments.
+        # So we add the bytes of both.
         given = arrays_by_buffer(leaves)
         state, _ = self.latest.newest()
         resting = [
@@ -751,9 +768,10 @@ class JobEngine:
         memory = memory_of(compiled).with_resting(
             sum(nbytes for _, nbytes in resting) + sum(loop.ahead_bytes for loop in self.loops)
         )
-        # Arrays that several jobs hold are counted only once, which would be wrong for batches.
-        # Several jobs may start with the same array as their first batch, but after a few steps,
-        # each of them will use a different batch, and all of these are in memory at the same time.
+        # Normally, an array that several jobs hold is counted only once. For batches, that would be
+        # wrong. Several jobs may start with the same array as their first batch, but after a few
+        # steps, each of them uses a different batch, and all of these are in memory at the same
+        # time.
         batches = frozenset[Hashable]().union(*(loop.first_batch for loop in self.loops))
         need = Need.of(memory, [*compiled.lasting_inputs(leaves), *resting], without=batches)
         remedy = remedies(compiled.program)
@@ -787,9 +805,10 @@ class JobEngine:
             options.append(f"rank_local={sorted(rank_local)}")
         if check_replicas is not None:
             options.append(f"check_replicas={check_replicas}")
-        # All calls of `run_on_all_ranks` compare their labels, so we put the options into the
-        # label. This has to happen before we read any files, because the options affect what is
-        # read.
+        # Check that all ranks have passed the same options. Every `run_on_all_ranks` call compares
+        # its label between ranks and fails if the labels differ, so it's enough to put the options
+        # into a label. We do this before we read any files, because what we read depends on the
+        # options.
         if options:
             self.run_on_all_ranks(f"restore, {', '.join(options)}", lambda _: None)
         self.rank_local = rank_local
@@ -838,8 +857,9 @@ class JobEngine:
             self.request(JobRequest.STOP)
             while True:  # the next vote ends the job, which raises an exception here
                 self.run_on_all_ranks("it was stopped", lambda _: None)
-        # A request from one rank is enough. If every rank requested a pause, a late request could
-        # arrive after the user has called `resume`, and would undo it.
+        # If one rank requests a pause, the job is paused on all ranks, so only rank 0 does it. If
+        # every rank did, one of the requests could arrive late, after the user has already called
+        # `resume`, and would pause the job again.
         if paused and self.world.rank == 0:
             self.request(JobRequest.PAUSE)
         return self.latest.state
@@ -856,8 +876,9 @@ class JobEngine:
     def _save(self, state: PyTree) -> None:
         resumption = self.resumption
         if resumption is not None:
-            # A restart resumes after this step and won't log the earlier metrics again. So read
-            # them back and write them to the files before the checkpoint exists.
+            # Read back the metrics and write them to their files before the checkpoint exists. A
+            # restart from this checkpoint doesn't repeat the earlier steps, so it would never log
+            # their metrics again.
             self.read_back()
             if self.metrics.observer is not None:
                 self.metrics.observer.saving(self.step)
@@ -876,15 +897,18 @@ class JobEngine:
             Whether the current state is the best one so far.
         """
         improved = self.evaluations.run(self, self._log_evaluation)
-        # An evaluation may contain loops over batches itself, in which this method is called again.
-        # Those loops mustn't end just because an earlier evaluation has decided to stop training.
+        # Early stopping ends the job's open loops over batches, but not while an evaluation is
+        # running. An evaluation may loop over batches itself, and this method is called in its loop
+        # too. That loop must not end just because an earlier evaluation has decided that training
+        # should stop.
         if self.evaluations.stop_reason and not self.evaluations.running:
             self.batch_loops.end_early()
         return improved
 
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
-        # After a restart, the metrics file may already contain this evaluation: the earlier run may
-        # have logged it just before it was killed.
+        # If the job hasn't made a step since a restart, the metrics file may already contain this
+        # evaluation, because the earlier run was killed after it had logged it and before it saved
+        # that it was done. So remove the old entry.
         if self.steps_made == 0:
             self.metrics.drop(self.step, name)
         self.metrics.add(self.step, {name: metrics})
@@ -917,8 +941,9 @@ class JobEngine:
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
         """Counts a step that used a parameter server, and adds two spans for it to the report.
 
-        The first span is the computation before the push; the second one is from the push to the
-        end of the step.
+        The first span is the computation, until this rank starts to send its update to the
+        parameter server. The second one is the communication with the server, until the end of the
+        step.
 
         Raises:
             JobError: The job has evaluations. They require that all ranks make the same number of
@@ -940,8 +965,9 @@ class JobEngine:
             ("collective", pushed_ns, end_ns, nbytes),
         )
         for segment, (kind, begin_ns, finish_ns, size) in enumerate(parts):
-            # Such a job's thread computes and exchanges on its own rather than through the two
-            # lanes, so the report shows it in an extra lane.
+            # With a parameter server, the job's own thread computes and communicates, instead of
+            # the compute lane and the exchange lane (the threads in which other jobs' steps run).
+            # So the report shows the job in a lane of its own.
             self._listeners.span(
                 Span(
                     rank=self.world.rank,

@@ -6,9 +6,11 @@ evaluation may run on a single rank only. So before the first step, the ranks ch
 the same evaluations. And if a metric is used for a decision, all ranks use one rank's value: the
 value of the rank that ran the evaluation or, if all ranks ran it, rank 0's.
 
-A restarted run must make the same decisions as an uninterrupted one. So each checkpoint contains
-notes about the evaluations: the step at which each of them last ran, so that it isn't repeated, and
-the best metric values so far.
+A restarted run must make the same decisions as one that wasn't interrupted. So each checkpoint also
+contains notes about the evaluations:
+
+- for each evaluation, the step at which it last ran, so that it isn't repeated;
+- the best metric values so far, with which early stopping compares new values.
 """
 
 from __future__ import annotations
@@ -139,9 +141,9 @@ class Evaluations:
     def resume(self, notes: Mapping[str, str], *, has_best: bool) -> None:
         """Resumes from a checkpoint's notes.
 
-        Pass `has_best=False` if the checkpoint with the best state so far is no longer on disk. Its
-        metric is then ignored too. Otherwise, no new state would be kept as the best one until it
-        beats a state that no longer exists.
+        Pass `has_best=False` if the checkpoint with the best state so far is no longer on disk. We
+        then forget the best value of the metric too. Otherwise, a new state would have to beat a
+        state that no longer exists before we keep it as the best one.
 
         Raises:
             ValueError: The notes weren't made by `to_notes`.
@@ -264,8 +266,9 @@ class Evaluations:
     def run(self, job: EvaluatedJob, log: Callable[[str, PyTree], None]) -> bool:
         """Runs the evaluations that are due after the latest step.
 
-        Waits for all ranks if the evaluation runs on a single rank, or if one of its metrics is
-        used for a decision.
+        Waits for all ranks in two cases: if an evaluation runs on a single rank, because that rank
+        sends its metrics to the others; and if a metric decides when to stop or which state is the
+        best, because all ranks must use the same value.
 
         Args:
             job: The job.
@@ -290,9 +293,9 @@ class Evaluations:
                 values = self._make(each, job)
             finally:
                 self.running = False
-            # In a sweep with a pruner, `log` waits for the other trials, and may end the job while
-            # it's waiting. In that case, this evaluation isn't recorded as done, so a restart runs
-            # it again.
+            # Record the evaluation as done only after it has been logged. In a sweep with a pruner,
+            # `log` waits for the other trials, and may end the job by an exception. In that case,
+            # the evaluation isn't recorded, so a restart runs it again.
             if values is not None:
                 log(each.name, values)
             self._done[each.name] = step

@@ -7,10 +7,10 @@ batch from every member, until at least one member leaves, e.g. because its data
 round trains the remaining members, with a smaller program. Since all ranks must run the same
 program, they agree between two rounds on which members leave.
 
-We only find out that a member's data has ended when we ask for its next batch and there is none. At
-that point, the prefetching thread has already taken batches from the other members, and they must
-not be lost. So a member's batches can be returned to their source, and the next round starts with
-those.
+We only notice that the data of one of the fused jobs (the members) has ended when we request its
+next batch. By then, the prefetching thread has already taken batches of the other members for the
+same step, and these must not be lost. So they're put back, and the remaining members continue with
+them in the next round.
 """
 
 from __future__ import annotations
@@ -376,8 +376,9 @@ class MemberBatches:
         """Closes the user's iterator, unless it's exhausted. Doesn't wait.
 
         If a step fails, the prefetching thread may be reading the next batch at this moment, so the
-        user's iterator is running in that thread. Python doesn't allow us to close a generator
-        while it's running. So that thread will close the iterator itself, once it has its batch.
+        user's iterator is running in that thread. If it's a generator, Python doesn't allow us to
+        close it while it's running. In this case, that thread closes the iterator itself as soon as
+        it has its batch.
         """
         self._closing = True
         self._close_unless_taking()
@@ -407,8 +408,8 @@ class FusedBatches(Iterator[tuple[Any, ...]]):
         self._left = threading.Event()  # set once the prefetching thread has ended
 
     def __next__(self) -> tuple[Any, ...]:
-        # Take a batch from every source even if one of them has none. Several sources may end at
-        # the same step, and their members should leave together.
+        # Take a batch of every fused job, even if the data of an earlier one in the list has ended.
+        # This way we notice all jobs whose data end at this step, so that they can leave together.
         batches = tuple(source.take() for source in self._sources)
         if any(batch is _END for batch in batches):
             self._give_back(batches)
@@ -427,10 +428,12 @@ class FusedBatches(Iterator[tuple[Any, ...]]):
     def ends(self) -> list[str | None]:
         """Returns, for each source, None if it has more batches, and otherwise how it ended.
 
-        If a source has ended because its data raised an error, the result is a description of that
-        error; if its data was merely exhausted, it's an empty string. Call this once, after the
-        loop has ended. It waits until the prefetching thread has ended too, and returns the batches
-        that this thread has read ahead to their sources.
+        A source delivers the batches of one fused job. If its data raised an error, the result is a
+        text that describes the error. If its data merely came to an end, the text is empty.
+
+        Call this once, after the loop has ended. It waits until the prefetching thread has ended
+        too. That thread may have read batches ahead that the loop never received, and these are put
+        back into their sources.
         """
         self._left.wait()
         while self._undelivered:

@@ -33,9 +33,11 @@ class JobState:
     the results are stored in a single attribute that `newest` reads only once, and `release` is
     called only after the state has been set.
 
-    We hold references to the results rather than copies. So once the next step donates an array,
-    it's gone here too. We store the results as a flat list of leaves, because the job's function
-    may modify the dicts and NNX states that contain them.
+    We hold references to the step's results rather than copies, so once the next step donates one
+    of these arrays, we can no longer use it either.
+
+    The results are stored as a flat list of leaves rather than as a tree. Otherwise, we'd be
+    affected if the job's function modifies the dicts and NNX states in the tree.
 
     Attributes:
         state: The state that the job restored, saved or returned.
@@ -107,9 +109,10 @@ class JobState:
 
     def note_results(self, results: PyTree, step: int) -> None:
         """Records the results of a call that all ranks have committed, after `step` steps."""
-        # If a function other than the training step was called, e.g. to evaluate, its results don't
-        # contain the state. It's different if the training step's results were donated to it: then
-        # the state can only be in the new results.
+        # Usually, we keep only the results of the training step, because the results of other
+        # functions, e.g. one that evaluates, don't contain the state. It's different if the
+        # training step's results have been donated to the other function. Then only that function's
+        # results can contain the state.
         if step > self._results_step or has_deleted(self._results[0]):
             self._results = jax.tree.flatten(results)
             self._results_step = step
@@ -144,9 +147,9 @@ class JobState:
 def select_state(state: PyTree, results: PyTree) -> PyTree:
     """Returns the part of a step's results that corresponds to `state`.
 
-    If a step returns a tuple such as `(state, metrics)`, we return the element that has the same
-    structure, shapes and element types as `state`. If none of the elements or more than one has
-    these, or if the results aren't a tuple, we return all of `results`.
+    A step usually returns a tuple such as `(state, metrics)`. We recognise the state as the element
+    that has the same structure, shapes and element types as `state`. If no element matches or
+    several do, or if the results aren't such a tuple, we can't tell, and return all of `results`.
     """
     if (
         state is not None

@@ -154,9 +154,9 @@ def memory_limit(memory: int | str | None) -> int | None:
 def device_limit_bytes(device: Any, ranks: int) -> int | None:
     """Returns how many bytes of arrays a rank may hold; None if unknown. Doesn't communicate.
 
-    An accelerator reports its own limit. On CPUs, the ranks of a host share its memory, so the
-    limit is this rank's share of it. In a container, the control group's limit may be lower than
-    the machine's memory; then it's this rank's share of that limit.
+    An accelerator reports its own limit. On CPUs, the ranks of a host share its memory, so each of
+    them may use an equal part of it. In a container, the process's control group may have a lower
+    limit than the machine; then the ranks share that amount instead.
 
     Args:
         device: The rank's JAX device.
@@ -190,9 +190,10 @@ def group_limits(groups: str, root: Path) -> list[int]:
             (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         )
         folder = top / path.lstrip("/")
-        # In a container, `/proc/self/cgroup` may contain a path of the host that doesn't exist
-        # inside the container. So we don't stop at folders that are missing: the loop continues up
-        # to the root of the mount, and there it finds the container's limit.
+        # We look for a limit in the group's own folder and in all parent folders. A missing folder
+        # isn't the end of the search: in a container, `/proc/self/cgroup` may contain a path of the
+        # host that doesn't exist inside of the container. The loop then still reaches the root of
+        # the mount, where it finds the container's limit.
         for place in (folder, *folder.parents):
             if place.is_relative_to(top):
                 with suppress(OSError, ValueError):  # there's no such file, or it says "max"

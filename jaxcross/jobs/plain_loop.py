@@ -89,10 +89,11 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
 class Job:
     """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
 
-    A `Job` has the same attributes and methods as `JobContext`, and they have the same meaning. The
-    exceptions are the methods that make sense only inside of a job's function, which `Job` doesn't
-    have: `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and `measure`. Where the
-    documentation of `JobContext` says what the job's function does, the plain loop does the same.
+    A `Job` can be used like the `JobContext` of a training loop that you write yourself: its
+    attributes and methods have the same names and meanings. The methods that only a job's own
+    function can call are missing, i.e. `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and
+    `measure`. Where the documentation of `JobContext` says what the job's function does, the plain
+    loop does that.
 
     Attributes:
         name: The job's name, unique among the jobs.
@@ -176,12 +177,13 @@ class Job:
         self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
         self._shown: dict[str, Any] = {}  # `examples_per_step` and `unit`, if the user has set them
-        # This object has the job's status, error and settings, and receives requests. It's a
-        # `JobStandIn` until just before the run, then the context of the run.
+        # The object that knows the job's status, error and settings, and that receives requests
+        # such as `stop`. Until just before the run, that's a stand-in (`JobStandIn`). After that,
+        # it's the object that represents the job in the run (`JobContext`).
         self._face: JobStandIn | JobContext = JobStandIn(name, state, nonfinite=nonfinite)
-        # This object has the job's state, steps and history. It's replaced by the context later
-        # than `_face`: when a run begins, the context has no state until one is restored, and until
-        # then, users should still see the initial state.
+        # The object that has the job's state, steps and history. It's replaced by the job's context
+        # a bit later than `_face`: when a run begins, the context has no state until the job has
+        # restored one. Until then, users should still see the initial state.
         self._results: JobStandIn | JobContext = self._face
 
     def __repr__(self) -> str:

@@ -7,8 +7,8 @@ or the data has ended, the prefetcher reports this to the driver, and the ranks 
 in their votes. A call of `next` waits until the ranks have agreed either that every rank has
 another batch, or that the loop ends.
 
-The prefetcher also keeps track of the position in the data after each batch. A restart can then
-bring a new iterator to the same position.
+The prefetcher also records the position in the data after each batch. Checkpoints contain this
+position, so that after a restart, a new iterator can continue with the batch that comes next.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class _Storage:
 class Prefetcher(Iterator[Any]):
     """An iterator over `data` that ends after the same number of batches on all ranks.
 
-    A call of `next` waits until every rank has its next batch. It rarely blocks for long, because
-    the ranks vote on this while earlier steps are still running.
+    A call of `next` returns a batch only once every rank has its next batch, or ends the loop on
+    all ranks if one rank has none. To find out, the ranks exchange messages. They do this while
+    earlier steps are still running, so `next` rarely blocks for long.
 
     Args:
         driver: Takes part in the votes with the other ranks.
@@ -349,9 +350,9 @@ def to_device(batch: PyTree) -> PyTree:
 def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
     """Returns a copy of `array`, or the array itself if it's read-only.
 
-    A copy is needed because `device_put` may return before the array has been read, and on CPUs,
-    JAX may use the array's memory without copying it. If the user's iterator then reused the buffer
-    for the next batch, it would overwrite the batch in use.
+    We need a copy because `device_put` may return before it has read the array. On CPUs, JAX may
+    even use the array's memory directly. If the user's iterator reuses its array for the next
+    batch, it would therefore overwrite a batch that's still in use.
     """
     if not isinstance(array, np.ndarray) or array.dtype.hasobject or read_only(array):
         return array

@@ -1,8 +1,8 @@
 """Shows the progress of a run's jobs, as lines on standard error and as a file for other processes.
 
-A thread on rank 0 collects the progress of all jobs once per second. It reads counters that the
-jobs and the flight recorder maintain in any case, so the steps don't have to report anything, and
-don't become slower.
+A thread on rank 0 collects the progress of all jobs once per second. It only reads counters that
+the jobs and the flight recorder maintain anyway. So a training step doesn't have to report its
+progress, and showing progress doesn't make it slower.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ leaves should be equal, when to compare them, and whether a difference is normal
 example, it's normal between two exchanges of local SGD. It also warns if a job never exchanges
 anything.
 
-Sending the states to one another would be slow, so each rank computes a digest of each leaf. First,
-the ranks compare a single hash of all digests, in one small all-reduce. Only if the hashes differ
-do they gather the digests, to find out which leaf differs.
+It would be slow to send whole states between ranks. So each rank computes a digest of each leaf of
+its state, and a single hash of all these digests. The ranks compare this hash in one small
+all-reduce. Only if it differs do they exchange the digests, to find out which leaf differs.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _log = logging.getLogger("jaxcross")
 class ReplicaChecks:
     """The replica checks of one job on one rank.
 
-    The job's thread uses this object and, after that thread has ended, the runner. A comparison is
-    a collective operation, so all ranks must make it at the same point. That's why it depends only
-    on the number of steps or batches, which is the same on every rank, and never on the state
-    itself.
+    Not thread-safe: it's used by the job's thread and, after that thread has ended, by the runner.
+
+    A comparison is a collective operation, so all ranks must make it at the same point. Whether one
+    is due therefore depends only on the number of steps or batches, which is the same on every
+    rank. It never depends on the state itself, which might differ.
 
     Args:
         job: The job's name.
@@ -161,9 +162,10 @@ class ReplicaChecks:
     def next_batch(self, run_on_all_ranks: RunOnAllRanks) -> None:
         """Warns if the job has used its first batch and hasn't exchanged anything. Warns only once.
 
-        We can only count steps that exchange something. In a job that hasn't exchanged anything, we
-        count batches instead. If a comparison is due after this number of batches, this method
-        makes it, which waits for all ranks.
+        In a job that hasn't exchanged anything, we can't count steps, because only functions with
+        exchanges count as steps. So the interval of `check_replicas` is counted in batches instead.
+        If a comparison is due after this number of batches, this method makes it, and waits for all
+        ranks.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -286,9 +288,9 @@ class ReplicaChecks:
     def _trains(self) -> bool | None:
         """Whether the job trains, i.e. changes its state. None if we can't tell.
 
-        A job may restore a state and then never set or return a new one. Then the state we have is
-        still the restored one, and we can only be sure that the job trains if that state was
-        donated.
+        To find out, we compare the restored state with the newest one. If the job never sets or
+        returns a new state, there's nothing to compare. Then we only know that it trains if the
+        restored state was donated to a step, and otherwise we can't tell.
         """
         state = self._latest.newest()[0]
         start = self._start

@@ -6,9 +6,9 @@ use the current position of the job's iterator, because the job may already have
 which it hasn't trained. So after each committed step, we record the positions of all open loops,
 and a checkpoint contains the latest of these.
 
-There are jobs for which this isn't enough, e.g. if a job trains in several loops one after the
-other: after a restart, we couldn't tell in which of the loops it was. For such jobs, saving raises
-an error, because a wrong position would change the results without anyone noticing.
+For some jobs, a restart couldn't find the right position. For example, if a job trains in several
+loops one after the other, we couldn't tell which of the loops it was in. When such a job tries to
+save, it gets an error, because a wrong position would change the results without anyone noticing.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ class Resumption:
         """
         reading = [(each, each.position.n_batches) for each in prefetchers if not each.closed]
         if trains:
-            # If a loop in which the job trained has been closed since, the job now trains in
-            # another loop, and a restart couldn't tell the two apart.
+            # Detect whether the job trains in several loops: if a loop in which it trained before
+            # has been closed, it now trains in another one. A restart couldn't tell which of them a
+            # saved position belongs to.
             self._trains_in_several_loops |= any(each.closed for each, _ in self._trained)
             self._trained = reading
             self._positions = tuple(each.position for each, _ in reading)
@@ -153,12 +154,13 @@ class Resumption:
         if trains:
             self._uncounted_reason = self._uncounted_reason if not counted_trains else ""
             return
-        # Only the calls of one function are counted as steps: the first one with exchanges.
-        # Usually, all other functions only evaluate. If another function trains too, the recorded
-        # positions would be wrong, so we have to detect that. We assume that it trains if it
-        # returns something like the state, and if one of two things is true: it uses batches that
-        # the latest step didn't use, or the counted function itself doesn't return a state, so that
-        # it's the one that only evaluates.
+        # Only one function's calls are counted as steps, namely those of the first function with
+        # exchanges. Usually, all other functions only evaluate. If another one trains too, the
+        # recorded positions would be wrong, so we have to detect that.
+        #
+        # We assume that the other function trains if it returns something like the state, and if
+        # one of two things is true: it uses batches that the latest step didn't use, or the counted
+        # function doesn't return a state, so that it's the one that only evaluates.
         took_others = any(each.position.n_batches != n for each, n in self._trained) or (
             reading and not self._trained
         )
@@ -199,9 +201,9 @@ class Resumption:
 
         Waits for all ranks and their disks.
         """
-        # Saving is collective, so all ranks must take the same branch. `begun` is the same on all
-        # ranks. We couldn't check whether the job has made a step, because one rank may have made
-        # its first step when another one hasn't.
+        # Saving is collective, so either all ranks must save or none. `begun` says whether the job
+        # has restored its state, which is the same on all ranks. We can't check instead whether the
+        # job has made a step: one rank may have made its first step when another one hasn't yet.
         if self._checkpointer.begun:
             self._checkpointer.save(
                 state,

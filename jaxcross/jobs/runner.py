@@ -1,13 +1,14 @@
 """`Runner`: several jobs, each an ordinary training loop, share this rank's device.
 
 A `Runner` calls each job's function in a separate thread, with a `JobContext` as its argument. It
-owns everything that the jobs of a run share: the driver with its two lanes, the memory bookings,
-the checkpoints, the metrics files, and the report. A runner can be used for one run only.
+also owns everything that the jobs share: the driver, which runs their steps in an order that all
+ranks agree on, the memory bookings, the checkpoints, the metrics files, and the report. A runner
+can be used for one run only.
 
-**The problem** is that most of a run's work is collective. If one rank skipped a collective
-operation, e.g. because a disk failed there, the other ranks would wait for it forever. So outside
-of the jobs, a run is a fixed sequence of collective operations that every rank goes through,
-whatever has happened to its own jobs:
+**The problem** is that most of what a run does is collective, i.e. all ranks have to do it
+together. If one rank skipped a collective operation, e.g. because a disk failed there, the other
+ranks would wait for it forever. So apart from the jobs themselves, a run is a fixed sequence of
+collective operations. Every rank goes through all of them, even if some of its jobs have failed:
 
 1. *Begin.* The ranks compare their jobs and settings, because with different jobs, their lanes
    would never match up. Then they open the metrics files and the checkpoints. If one of these fails
@@ -207,9 +208,9 @@ class Runner:
         but not in the same order. A job starts as soon as every rank has added it, between two
         steps of the other jobs. `add` itself doesn't wait for that.
 
-        If you restart a run from its checkpoints, a job that was added during the earlier run is
-        already part of the new run when it begins. If your code then adds the job again, `add`
-        returns the existing job.
+        If you restart a run from its checkpoints, jobs that were added during the earlier run are
+        part of the new run from its beginning. When your code then calls `add` for such a job
+        again, it just returns the job that already exists.
 
         Returns:
             The object that `fn` will receive as `job`.
@@ -231,9 +232,10 @@ class Runner:
             self._check_name(name)
             engine = self._make_engine(name, fn, kwargs)
             if self._used:
-                # The job can be attached only if the run hasn't ended, and its thread may start as
-                # soon as the other ranks have added it. So the driver calls `attach` itself, under
-                # its lock, and returns None if it's too late.
+                # There are two races here: the run may just be ending, and the job's thread may
+                # start as soon as the last rank has added the job. So the driver itself calls
+                # `attach`, which connects the job to the run, while it holds the lock, i.e. before
+                # it starts the thread. If the run has ended, it returns None.
                 driver = self._driver
                 attach = partial(engine.attach, session=self._session)
                 record = None if driver is None else driver.join(name, engine.make_thread, attach)
@@ -262,8 +264,10 @@ class Runner:
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn` under a name, so that rank 0 can submit jobs that run it.
 
-        During the run, rank 0 can then call `submit(name, job=..., kwargs={...})`, which adds such
-        a job on all ranks. Call `register` with the same arguments on every rank.
+        Use this for jobs that only rank 0 decides to start. During the run, rank 0 can call
+        `submit(name, job=..., kwargs={...})`, which adds a job that runs `fn` on all ranks. Every
+        rank must therefore know the function: call `register` with the same arguments on every
+        rank, before the job is submitted.
 
         Raises:
             ValueError: The name is empty or already taken.
@@ -275,9 +279,10 @@ class Runner:
         """Adds a job on all ranks, although only rank 0 calls this.
 
         The job calls `fn(job, **kwargs)`, where `fn` is the function that every rank has registered
-        under the name `function`. You can submit jobs during the run from any thread, and this
-        doesn't wait. No code is sent to the other ranks: they receive the two names, and the
-        arguments as JSON.
+        as `function`. You can submit jobs during the run from any thread, and this doesn't wait.
+
+        No code is sent to the other ranks. They only receive the names of the function and the job,
+        and the arguments as JSON.
 
         Raises:
             ValueError: No function is registered as `function`, `job` is empty or already taken, or
@@ -327,8 +332,9 @@ class Runner:
     def _add_submitted(self, text: str) -> None:
         """Adds a submitted job. The driver calls this on every rank."""
         name, fn, arguments = self._functions.resolve(text, self.world.rank)
-        # The user's code may have added a job of the same name on this rank in the meantime, which
-        # raises an error here. Then that job joins the run, rather than the submitted one.
+        # If the user's code has meanwhile added a job of this name on this rank, adding the
+        # submitted one raises a ValueError. We ignore it, and then the user's job joins the run
+        # instead.
         with (
             self._lock,
             suppress(ValueError),
@@ -370,10 +376,10 @@ class Runner:
         link = current_link()
         driver = self._begin(link)
         start_ns = time.monotonic_ns()
-        # From here on, a signal doesn't raise its exception immediately. If the signal arrives
-        # while the jobs run, the driver stops them. If it arrives later, the run is about to end
-        # anyway, and an exception would keep this rank from taking part in the operations below,
-        # for which the other ranks wait. So we raise it at the end.
+        # From here on, a signal such as Ctrl-C no longer raises its exception immediately. If it
+        # arrives while the jobs run, the driver stops them. If it arrives later, the run is about
+        # to end anyway. An exception would then keep this rank from taking part in the collective
+        # operations below, and the other ranks would wait for it. So we raise it at the end.
         with (
             self._progress,
             defer_signals() as held,
@@ -384,16 +390,16 @@ class Runner:
                 self._close_after_failure()
                 raise
             end_ns = time.monotonic_ns()
-            # A thread may be adding a job right now. Wait until the job is in the list, so that
-            # it's closed too.
+            # Another thread may be adding a job right now, while it holds this lock. Wait until
+            # that job is in the list, so that we close it too.
             with self._lock:
                 for engine in self._engines:
                     engine.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
-                # Sort the jobs, because other ranks may have added them in a different order. Don't
-                # use `list.sort` for that: CPython empties a list while it's being sorted, and
-                # another thread that reads `jobs` at that moment would find none.
+                # Other ranks may have added the jobs in a different order, so sort them. Don't sort
+                # the list in place by `list.sort`: CPython empties a list while it's being sorted,
+                # so if another thread reads `jobs` at that moment, it would find no jobs.
                 self._engines = sorted(self._engines, key=lambda engine: engine.order)
             jobs = tuple(self._engines)
             if self._session is not None:
@@ -427,8 +433,9 @@ class Runner:
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
-            # If all jobs had ended when the signal arrived, the other ranks don't know about it.
-            # Then we can't agree on anything with them, and only this rank raises.
+            # If the signal arrived after all jobs had ended, the other ranks haven't been informed
+            # of it and continue normally. So we can't agree with them on what to raise, and only
+            # this rank raises.
             own = driver.interrupt or (held[0] if held else None)
             ending = (
                 _agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
@@ -617,9 +624,9 @@ def _resubmitted_jobs(
 def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
     """Compares the final states of all jobs between ranks. Waits for all ranks.
 
-    All jobs are compared in one small all-reduce, and if the replicas of every job are equal,
-    that's all. If they differ in a job with `check_replicas`, the job gets an error on every rank;
-    in other jobs, that's only a warning.
+    One small all-reduce compares a hash of every job's state. In most runs, all hashes are equal,
+    and nothing else is sent. If the states of a job with `check_replicas` differ, the job gets an
+    error on every rank. For other jobs, a difference only causes a warning.
     """
     joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
     # Every rank must pass the same number of reports, so a job that has nothing to compare passes
@@ -637,8 +644,9 @@ def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
 def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> JobError | None:
     """Returns the error for jobs that never joined the run, or None. Waits for all ranks.
 
-    The result is the same on every rank. Pass the `names` of the jobs that this rank has added but
-    that never joined.
+    A job joins the run only once every rank has added it. In `names`, pass the jobs that this rank
+    has added and that never joined. The ranks exchange these names, so the result is the same on
+    every rank.
     """
     ranks: dict[str, list[str]] = {}
     for rank, theirs in enumerate(gather(world.control, names)):
@@ -758,8 +766,8 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
         some = any_rank(world.control, terminated)
         kind = ExitKind.TERMINATED if some else ExitKind.INTERRUPTED
         world.flight.record_exit(kind, "SIGTERM" if some else "Ctrl-C")
-        # As soon as one rank exits with a nonzero code, all other ranks are terminated. So wait
-        # here until every rank has written its output.
+        # As soon as one rank exits with a nonzero code, all other ranks are terminated, even if
+        # they're still writing their output. So wait here until all of them have finished writing.
         world.control.allreduce_min(np.zeros(1, np.int64))
     if own is not None and not isinstance(own, KeyboardInterrupt):
         return own  # raised by the user's own handler, so on purpose
@@ -768,8 +776,9 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
 
 def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
     """Raises the first failed job's error, or else `missing`, with notes about the other errors."""
-    # A job that was ejected isn't an error, because the user has asked for that by
-    # `nonfinite="eject"`. All jobs that were left out have the same error, which is `missing`.
+    # Leave out the errors of ejected jobs, because by `nonfinite="eject"` the user has asked us
+    # only to report them. Also leave out the errors of jobs that some rank never added: they all
+    # have the same error, which we get as `missing`.
     errors = [
         job.error
         for job in jobs

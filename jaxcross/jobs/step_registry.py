@@ -95,10 +95,13 @@ class StepRegistry:
     def first_use(self, program: Program, step: object) -> bool:
         """Whether this is the job's first program of this step with these branches and exchanges.
 
-        A new program has to be agreed on by all ranks, so every rank must get the same answer here.
-        That's why a program with the same exchanges but different shapes isn't new: the shapes may
-        have changed on one rank alone, and then the other ranks wouldn't take part in the
-        agreement.
+        Before a job runs a new program, all ranks check together that their exchanges match. So all
+        ranks must agree on whether a program is new. Otherwise, some of them would wait for a check
+        that the others skip.
+
+        Programs that differ only in their shapes count as the same program. For example, the last
+        batch may be smaller on a single rank. Only this rank then compiles another program, and if
+        that counted as new, it would wait for the other ranks forever.
 
         Args:
             program: The program.

@@ -36,8 +36,8 @@ def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
         jobs: The jobs of the run.
         folder: The folder of the run's checkpoints; None if there are none.
     """
-    # We show only a few jobs, and a sweep may have many trials that have ended. So the jobs that
-    # will resume come first.
+    # We show only the first few jobs. In a sweep, most jobs may be trials that have already ended,
+    # which aren't of interest here. So sort the jobs that will resume to the front.
     jobs = sorted(jobs, key=_is_over)
     shown = jobs[:MAX_JOBS_SHOWN]
     more = len(jobs[MAX_JOBS_SHOWN:])

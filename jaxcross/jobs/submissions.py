@@ -105,8 +105,8 @@ class RegisteredFunctions:
         """Returns the name, the function and the arguments of a submitted job.
 
         If this rank hasn't registered the function, we can't raise an error here, because the other
-        ranks will add the job. So we return a function that raises the error as soon as the job
-        starts, and the job fails on all ranks.
+        ranks will add the job anyway and would wait for this rank. So we return a function that
+        raises the error when the job runs it. The job then fails on all ranks.
         """
         asked = json.loads(text)
         name = asked["function"]
