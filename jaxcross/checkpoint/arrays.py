@@ -1,8 +1,8 @@
 """Reads and writes named arrays in orbax's format. This is the only file that uses orbax.
 
-Orbax can coordinate the processes of one distributed JAX program. Our ranks are separate JAX
-processes, so each of them uses orbax as if it were alone, and the `checkpointer` module combines
-the parts of all ranks into one checkpoint.
+Orbax can coordinate several processes of one distributed JAX program. Our ranks are different: each
+of them is a JAX process on its own. So each rank uses orbax as if there were no other ranks, and
+the `checkpointer` module combines what they have written into one checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from jaxcross._pytree import Form
 from jaxcross.checkpoint.part import UnusableError
 
-# The one-byte types that tensorstore supports. Arrays of any other one-byte type, e.g. a newer kind
-# of float8, are stored as `uint8`, with the same bytes.
+# Orbax stores arrays with tensorstore, which supports only these one-byte element types. If an
+# array has another one, e.g. a newer kind of float8, we store its bytes unchanged as `uint8`.
 _NAMED = frozenset(
     {
         "bool",

@@ -7,13 +7,13 @@ can't see the other ranks' disks. So in the next call of `save`, or in `wait_unt
 ranks tell one another whether writing has succeeded. Only then does the checkpoint count as
 complete.
 
-**Deleting.** The run may be killed at any moment, even while a checkpoint is being written. So we
-never delete the newest complete checkpoint. An old one is deleted only once newer ones are complete
-on all ranks, so there's always one from which a restart can resume.
+**Deleting.** A run may be killed at any moment, even while it's writing a checkpoint. To make sure
+that there's always a checkpoint from which a restart can resume, we never delete the newest
+complete one. An old checkpoint is deleted only once newer ones are complete on all ranks.
 
-**Who writes what.** In data-parallel training, most leaves are identical on all ranks, and writing
-them once is enough. So rank 0 writes the leaves that are identical on all ranks, except for those
-that the job names as rank-local. All other leaves are written by every rank.
+**Who writes what.** In data-parallel training, most leaves of a job's state are identical on all
+ranks, so it's enough if rank 0 writes them. All other leaves are written by every rank: those whose
+values differ, and those that the job names as rank-local, even if their values happen to be equal.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ class Writer:
     ) -> None:
         """Waits until the task `written` is done, and raises its error, if any.
 
-        If the disk hangs, the watchdog reports that the disk hasn't taken what `missing` describes.
-        But a slow disk may need a long time for the tasks before this one. So whenever one of these
-        is finished, we restart the watchdog's timer.
+        If the disk hangs, the watchdog reports it, with `missing` as a description of what hasn't
+        been written. A slow disk isn't an error, though, and it may need a long time just for the
+        tasks before this one. So whenever one of these is finished, we restart the watchdog's
+        timer.
         """
         late = {world.rank: f"its disk has not taken {missing}"}
         watch = world.monitor(
@@ -113,9 +114,10 @@ class Writer:
 class JobCheckpointer:
     """One job's checkpoints. All ranks must call its methods in the same order, one at a time.
 
-    The methods that communicate have an argument `run_on_all_ranks`, because they're used in two
-    situations. During a run, communication must happen in a slot of the exchange lane; after the
-    run, there are no lanes any more, so the ranks communicate directly.
+    Each method that communicates has an argument `run_on_all_ranks`, a function that runs its
+    communication. How this works depends on when the method is called. During a run, communication
+    has to wait for its turn in the exchange lane, the thread that runs everything in which the
+    ranks take part together. After the run, the ranks communicate directly.
 
     Args:
         log: For warnings and errors about the job.
@@ -145,9 +147,9 @@ class JobCheckpointer:
         self._forms: dict[str, Form] | None = None  # shapes and types of the restored state
         self._named: Collection[str] = ()  # paths of leaves named as rank-local
         self._complete: list[str] = []  # complete on all ranks, oldest first
-        # Checkpoints that existed at the start or were begun in this run. We never delete any
-        # others. So if another run uses the same directory by mistake, it doesn't lose the
-        # checkpoints that it writes.
+        # The checkpoints that we may delete: those that existed when this run started, and those
+        # that it has begun itself. If another run uses the same directory by mistake, it writes
+        # checkpoints that aren't in this set, so it doesn't lose them.
         self._known: set[str] = set()
         self._writing: tuple[str, Future[None]] | None = None
         # Step, notes and digests of the newest checkpoint.
@@ -211,8 +213,9 @@ class JobCheckpointer:
             named=named,
         )
         self._named = named
-        # Set this before we access the disk, which may fail on this rank alone. Whether the state
-        # can be saved must be the same on all ranks.
+        # From here on, the job counts as restored, so its state can be saved. Record this before we
+        # access the disk: it must be the same on all ranks, whereas an error of the disk may occur
+        # on this rank alone.
         self._forms = wanted
         self._known = set(self._folders.names())
         if found is None:
@@ -258,8 +261,9 @@ class JobCheckpointer:
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
         """Returns whether the job was stopped or paused in an earlier run. Waits for all ranks.
 
-        The result is the same on every rank. There's also a mark if the job has ended or failed,
-        but such a job is simply resumed, so we delete the mark.
+        Each rank keeps small files on its disk, called marks, that say how a job ended and whether
+        it was paused. Only the marks of stopped and paused jobs matter here. A job that has ended
+        or failed is simply resumed, so its mark is deleted. The result is the same on every rank.
 
         Raises:
             JobError: Raised on every rank if one of them can't read its disk.
@@ -278,13 +282,15 @@ class JobCheckpointer:
                 self._mark("left", None)
 
         ranks = RankGather(self._log, run_on_all_ranks)
-        # Delete the old mark in the exchange lane (`then=forget`) rather than here. If the next
-        # vote decides to stop the job, the lane writes a new mark. If this thread deleted the old
-        # mark only after that, it would delete the new one.
+        # Let the exchange lane delete the old mark (`then=forget`), rather than this thread. A mark
+        # is the file that says how the job ended. If the next vote stops the job, the exchange lane
+        # writes a new one, and if this thread was late, it would delete the new mark instead of the
+        # old one.
         gathered = ranks.gather("its job markers", [done, paused, error_text], then=forget)
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
-        # It's enough if one rank has the mark: the run may have been killed after one rank had
-        # written its mark and before another one had.
+        # When a job is stopped or paused, every rank writes a file that says so. But the earlier
+        # run may have been killed when only some ranks had written theirs, so it's enough if one
+        # rank has the file.
         is_stopped = any(status == JobStatus.STOPPED for status, *_ in gathered)
         is_paused = any(mark for _, mark, _ in gathered) and not is_stopped
         if is_stopped:
@@ -334,8 +340,9 @@ class JobCheckpointer:
     ) -> list[dict[str, str]] | None:
         """Starts a checkpoint. Once this returns, the state may be donated.
 
-        Waits until the state has been computed, until the previous checkpoint is on disk, and for
-        all ranks. Doesn't wait until the new checkpoint is on disk.
+        Waits for three things: until the state has been computed, until the job's previous
+        checkpoint is on disk, and until all ranks have called this method. The new checkpoint is
+        written by another thread, and this method doesn't wait for that.
 
         Args:
             state: The job's state.
@@ -375,10 +382,10 @@ class JobCheckpointer:
             "unsavable": unsavable_reason,
         }
         ranks = RankGather(self._log, run_on_all_ranks)
-        # A run may be killed while it writes the checkpoint of a step, and its restart will write
-        # one of the same step again. The new one mustn't be mixed up with the remains of the first
-        # one. So the name of a checkpoint contains a token besides the step, and all ranks use rank
-        # 0's token.
+        # Suppose that a run is killed while it's writing the checkpoint of step 100. Its restart
+        # will write a checkpoint of step 100 again, which must not be mixed up with the remains of
+        # the first one. So besides the step, a checkpoint's name contains a token that's different
+        # for each attempt. All ranks use the token that rank 0 has created.
         gathered = ranks.gather(
             "save", {**mine, "digests": digests, "token": f"{time.time_ns():016x}"}
         )
@@ -396,17 +403,20 @@ class JobCheckpointer:
                 f"cannot be saved: its ranks have made {steps} steps, and could not resume together"
             )
         if not all(rank["same"] for rank in gathered):
-            # Leaves that are identical on all ranks, bit for bit, are written only by rank 0. The
-            # exception are leaves that the job names as rank-local, because even if they happen to
-            # be equal now, a run with a different number of ranks mustn't use them.
+            # Leaves that are identical on all ranks, bit for bit, are written only by rank 0.
+            # There's one exception: a leaf that the job names as rank-local is written by every
+            # rank, even if its values happen to be equal now. A run with a different number of
+            # ranks mustn't use such a leaf.
             equal = {
                 path
                 for path, d in digests.items()
                 if all(rank["digests"].get(path) == d for rank in gathered)
             }
             common = equal.difference(self._named)
-            # If there's just one rank, all leaves count as identical. So also check the leaves'
-            # types, which tell us that some of them are rank-local.
+            # A checkpoint whose leaves are all identical on all ranks can be restored on any number
+            # of ranks. But if there's just one rank, it can't compare its leaves with another
+            # rank's, so all of them look identical. That's why we also check the types of the
+            # objects in the state, which may declare leaves as rank-local.
             any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
             self._begin(
                 checkpoint_name(progress.step, gathered[0]["token"]),
@@ -531,9 +541,9 @@ class JobCheckpointer:
     def _superfluous(self) -> set[str]:
         """Returns the checkpoints that can be deleted, including damaged ones.
 
-        These are all checkpoints that are older than the newest complete one, except for those that
-            we keep: the `keep` newest complete ones, and the one with the best state so far. The
-            latter is kept until a checkpoint with a better state is complete on all ranks.
+        A checkpoint can be deleted if it's older than the newest complete one, unless we want to
+        keep it. We keep the `keep` newest complete checkpoints, and the one with the best state so
+        far. The latter is kept until a checkpoint with a better state is complete on all ranks.
         """
         kept = self._complete[-self._keep :]
         best = [name for name in self._bests if name in self._complete][-1:]

@@ -5,13 +5,16 @@ Each rank writes its part of a checkpoint into a separate folder, e.g. rank 0 in
 the file `part.json` describes them. We write `part.json` last, so if a folder doesn't contain this
 file, the part is incomplete and we ignore it.
 
-A run may be killed while it's writing the checkpoint of a step, and then its restart writes that
-step's checkpoint again. The token in the folder's name distinguishes the two, so that no rank
-writes into a folder that contains files of an earlier attempt.
+If a run is killed while it's writing the checkpoint of a step, its restart will write a checkpoint
+of the same step again. The files of the two attempts must not get mixed up. So the folder's name
+contains a token that's different for each attempt.
 
-Besides the checkpoints, a job's folder may contain three small files per rank, which we call marks.
-The file `left-0000` says how the job ended, `paused-0000` that it's paused, and `whole-0000` that
-it once had a checkpoint that was complete on all ranks.
+Besides the checkpoints, a job's folder may contain up to three small files per rank, which we call
+marks. They tell a restart what has happened to the job:
+
+- `left-0000` says how the job ended;
+- `paused-0000` says that the job is paused;
+- `whole-0000` says that the job once had a checkpoint that was complete on all ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError
 
 SET_FILE = "jobs.json"  # beside the jobs' folders
 Mark = Literal["left", "paused", "whole"]
-# These errors mean that a file doesn't exist. Any other error means that the disk can't be read
-# now, which doesn't tell us anything about the checkpoint.
+# These errors mean that a file doesn't exist. Any other error only means that the disk can't be
+# read at the moment, and the checkpoint may be intact.
 ABSENT = (FileNotFoundError, NotADirectoryError)
 _NAME = re.compile(r"\d{12}-[0-9a-f]{16}")
 _CHUNK_BYTES = 2**22
@@ -42,8 +45,9 @@ _CHUNK_BYTES = 2**22
 def folder_name(job: str) -> str:
     """Returns a folder name for a job. Different jobs have different folder names.
 
-    The name contains no slash, doesn't start with a dot, has a limited length, and can't collide
-    with the file that lists the jobs.
+    A job's name may contain characters that a file name can't, e.g. slashes, and these are escaped.
+    The folder's name doesn't start with a dot either, has a limited length, and differs from the
+    name of the file that lists the jobs.
     """
     name = quote(job, safe=" =,+")
     name = f"%{ord(name[0]):02X}{name[1:]}" if name.startswith((".", SET_FILE)) else name
@@ -215,9 +219,9 @@ class Folders:
     def delete(self, names: Iterable[str]) -> None:
         """Deletes this rank's parts of these checkpoints.
 
-        If an earlier run had more ranks than this one, rank 0 also deletes the parts of the
-        additional ranks. Parts of other ranks in this run aren't deleted, because these ranks do
-        that themselves. Files that can't be deleted are ignored.
+        The other ranks of this run delete their own parts. If an earlier run had more ranks than
+        this one, nobody would delete the parts of the additional ranks, so rank 0 does. Files that
+        can't be deleted are ignored.
         """
         for name in names:
             folder = self.path / name
@@ -242,9 +246,9 @@ class Folders:
     def _of_lost_ranks(self, folder: Path, what: str) -> list[Path]:
         """Returns the entries `<what>-<rank>` of ranks that don't exist in this run.
 
-        There's a race with other ranks, which may delete the folder at any time. We don't use
-        `Path.glob`, because it would raise if the folder disappeared between glob's check that it
-        exists and the listing.
+        Another rank may delete the folder at any time, so we have to expect that it's suddenly
+        missing. That's why we don't use `Path.glob`: it would raise if the folder disappeared after
+        glob has checked that it exists and before it lists the files.
         """
         try:
             found = [

@@ -66,8 +66,9 @@ def load_checkpoint(
     if not 0 <= rank < first.ranks:
         raise log.error(f"was saved on {first.ranks} ranks: there is no rank {rank}")
     arrays = {}
-    # Rank 0's part contains all leaves as rank 0 had them. If some differ between ranks, read the
-    # requested rank's part after it, whose values then replace those of rank 0.
+    # Rank 0's part contains all leaves, with the values that they had on rank 0. If some leaves
+    # differ between ranks, the requested rank's part contains that rank's values of them. So read
+    # this part second, so that its values replace those of rank 0.
     for each in sorted({0, rank} if first.rank_local else {0}):
         folders = Folders(path, rank=each, ranks=first.ranks)
         try:
@@ -87,8 +88,8 @@ def load_checkpoint(
 def _complete(log: JobLog, path: Path) -> dict[str, Part]:
     """Returns rank 0's part of each complete checkpoint, by the checkpoint's name."""
     found = {}
-    # We know the number of ranks only after we have read a part, so look at the parts of rank 0,
-    # which always exists.
+    # How many ranks have written a checkpoint is recorded in each of its parts. So begin with the
+    # part of rank 0, which is always there.
     folders = Folders(path, rank=0, ranks=1)
     for name in folders.names():
         try:
@@ -99,8 +100,9 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
             ) from None
         except UnusableError:
             continue
-        # If all leaves are common, rank 0 has stored everything. Otherwise, every rank that took
-        # part in the checkpoint must have completed its part.
+        # Include only complete checkpoints. If all leaves are identical on all ranks, rank 0 has
+        # stored all of them, so its part is enough. Otherwise, every rank that took part in the
+        # checkpoint must have completed its part.
         holders = Folders(path, rank=0, ranks=part.ranks).holders().get(name, [])
         if not part.rank_local or len(holders) == part.ranks:
             found[name] = part

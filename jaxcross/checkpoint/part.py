@@ -1,8 +1,8 @@
 """One rank's description of one checkpoint, as JSON.
 
-The file may be damaged, or may come from somebody else, so it's parsed as untrusted data: every
-field is checked before we use it. A digest tells us whether the text has changed since it was
-written.
+Each part of a checkpoint has such a file. The file may be damaged or come from somebody else, so we
+don't trust it, and check every field before we use it. A digest in the file tells us whether its
+text has changed since it was written.
 """
 
 from __future__ import annotations

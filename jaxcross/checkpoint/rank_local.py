@@ -26,8 +26,9 @@ from jaxcross.errors import quoted
 class RankLocal:
     """Declares which fields of a strategy's state are rank-local.
 
-    The state's class is a `NamedTuple`, and the declaration is its class attribute `rank_local`. It
-    has no type annotation, because otherwise it would be one of the tuple's fields:
+    The class of a strategy's state is a `NamedTuple`, and its class attribute `rank_local` contains
+    the declaration. Don't give this attribute a type annotation, because an annotated attribute
+    would become one of the tuple's fields:
 
         class MyState(NamedTuple):
             step: jax.Array
@@ -108,15 +109,15 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
 def common_leaves(state: Any) -> list[str]:
     """Returns the paths of the leaves that stay identical across ranks during training.
 
-    This assumes that they're identical at the start. The following leaves may differ between ranks
-    even if training is correct, so they aren't included:
+    We assume that all leaves are identical when training starts. Some of them may differ between
+    ranks later, even if training is correct, so they aren't part of the result:
 
     - leaves that an exchange strategy declares rank-local;
-    - if a strategy trains a separate model on each rank, all floating-point leaves outside of the
-      strategy's state, i.e. the model's parameters;
-    - gradients that are accumulated by `accumulate` or `optax.MultiSteps`;
-    - statistics of normalisation layers (Flax's `batch_stats` and `nnx.BatchStat`), because a step
-      doesn't have to synchronise them.
+    - the model's parameters, if a strategy trains a separate model on each rank: we take all
+      floating-point leaves outside of the strategy's own state for parameters;
+    - gradients that are accumulated over several steps by `accumulate` or `optax.MultiSteps`;
+    - statistics of normalisation layers (Flax's `batch_stats` and `nnx.BatchStat`), which a step
+      doesn't have to average over ranks.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])

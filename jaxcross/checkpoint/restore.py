@@ -6,8 +6,9 @@ parts of the newest checkpoint and before the others had, or the part on one ran
 damaged. If each rank took the newest checkpoint on its own disk, the ranks would resume from
 different steps.
 
-**The idea.** A rank never decides anything on its own. It gathers the findings of all ranks, and
-then every rank applies the same pure function to the gathered values:
+**The idea.** A rank never decides on its own which checkpoint to use. Each rank sends what it has
+found on its disk to all others, and then every rank applies the same pure function to these
+findings. So all ranks come to the same decision:
 
 1. Each rank looks at the parts on its disk, but doesn't read any arrays yet (`_survey`). From the
 lists of all ranks, `_select` determines the checkpoints that are complete on all of them.
@@ -135,9 +136,11 @@ def find(
 ) -> Found | None:
     """Returns the newest checkpoint that is complete on all ranks. Waits for all ranks.
 
-    Returns None if there has never been a complete checkpoint. The files are read in the caller's
-    thread rather than in the exchange lane, so other jobs continue meanwhile. Only the
-    communication between ranks goes through the lane, by `ranks`.
+    Returns None if there has never been a complete checkpoint.
+
+    The files are read in the job's own thread, rather than in the exchange lane, i.e. the thread in
+    which all jobs' communication takes place. So the other jobs continue, even if reading takes
+    long. Only the communication between ranks goes through the exchange lane.
 
     Args:
         state: The state with which the job would start from scratch.
@@ -157,20 +160,21 @@ def find(
     parts = seen.parts
     candidates = _select(ranks.gather("what is there", _to_offer(parts)))
     for name, fault in seen.faults.items():
-        # Warn about each part that isn't usable. But don't warn if a part is merely missing and
-        # nobody needs it: either because rank 0 has stored all leaves, or because the checkpoint
-        # was written by a different number of ranks, so it can't be used anyway.
+        # Warn about each part that can't be used, unless the part is merely missing and nobody
+        # needs it. That's the case if rank 0 has stored all leaves, or if the checkpoint can't be
+        # used anyway because it was written by a different number of ranks.
         if name not in seen.absent or name not in {*candidates.complete, *candidates.foreign}:
             ranks.log.warn(f"checkpoint `{name}` cannot be used: {fault}")
     damaged: dict[str, str] = {}
     complete = candidates.complete
-    # Try the checkpoints from the newest to the oldest until one isn't damaged. The loop contains
-    # collective operations, so all ranks must leave it in the same iteration. That's why all
-    # conditions here depend only on values that were gathered from all ranks.
+    # Try the checkpoints, starting with the newest, until one isn't damaged. The loop contains
+    # collective operations, so if one rank left it earlier than the others, they would deadlock.
+    # That's why all conditions here depend only on values that were gathered from all ranks.
     while complete and candidates.refused is None:
         name = complete[-1]
-        # All ranks need rank 0's description. If all leaves are identical on all ranks, a rank may
-        # have no part of its own, e.g. because this run has more ranks than the one before.
+        # Rank 0 sends its description of the checkpoint to all ranks. A rank may have no part of
+        # its own, e.g. because this run has more ranks than the one before and all leaves are
+        # identical on all ranks. Such a rank uses rank 0's description.
         first = parse(
             ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0]
         )
@@ -180,8 +184,8 @@ def find(
         )
         held, damage, error = read_arrays(folders, name, part, all_leaves=world.rank == 0)
         gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
-        # If a rank couldn't read its disk, raise an error rather than try an older checkpoint,
-        # because this one may be intact.
+        # If a rank couldn't read its disk, raise an error on all ranks. Don't try an older
+        # checkpoint, because this one may be intact and readable later.
         ranks.check(UNREADABLE, [error_text for _, error_text in gathered], error)
         if not any(damage for damage, _ in gathered):
             return Found(name, part, held | _common(part, held, world, ranks), complete)
@@ -220,9 +224,10 @@ def _to_offer(parts: Mapping[str, Part]) -> _Offer:
 def _select(offers: Sequence[_Offer]) -> _Candidates:
     """Selects the checkpoints that can be used, given the result of `_to_offer` on every rank.
 
-    There are two cases. If all leaves are identical on all ranks, rank 0 has stored all of them, so
-    its part is enough, even for a different number of ranks. If there are rank-local leaves, every
-    rank must have its part, and the number of ranks must be the same as when it was saved.
+    Which parts a checkpoint needs depends on its leaves. If all of them are identical on all ranks,
+    rank 0 has stored them all, so its part is enough, even for a different number of ranks. If some
+    leaves are rank-local, every rank needs its own part, and there must be as many ranks as when
+    the checkpoint was saved.
     """
     complete: list[str] = []
     foreign: dict[str, int] = {}
@@ -256,15 +261,17 @@ def _check_fit(
     )
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
-        # The user has named these leaves only since the checkpoint was saved. At that time they
-        # were equal on all ranks, so the checkpoint doesn't say that they're rank-local.
+        # The user names these leaves as rank-local now, but didn't when the checkpoint was saved.
+        # At that time, they were equal on all ranks, so nothing in the checkpoint says that they're
+        # rank-local. Rank-local values can't be restored on a different number of ranks, so refuse.
         raise _refusal(
             ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size
         )
     if first.ranks == 1 < world.size:
-        # The checkpoint was saved by a single rank, which couldn't compare its leaves with another
-        # rank's. So all of them count as common, and we have to find out here whether some of them
-        # shouldn't be copied to all ranks.
+        # A single rank can't compare its leaves with another rank's, so a checkpoint that it has
+        # saved doesn't say which leaves may differ between ranks. Several ranks are about to
+        # restore it, so we have to find out here whether some leaves mustn't be copied to all of
+        # them.
         _refuse_copies(
             ranks.log, ranks.gather("whose they are", _initial(state, local=local)), f"{path}"
         )
@@ -301,9 +308,10 @@ def _refuse_lost(
 ) -> None:
     """Raises an error if there was a complete checkpoint once.
 
-    If the run was killed while it was writing its first checkpoint, no rank has written the mark
-    yet, and no checkpoint has parts of all ranks. In that case, no complete checkpoint has been
-    lost, and the job may start from scratch.
+    There's no error if the run was killed while it was writing its first checkpoint. We recognise
+    this case because there's no checkpoint of which all ranks have their parts, and no rank has the
+    mark that's written after the first complete checkpoint. Then nothing has been lost, and the job
+    may start from scratch.
     """
     holders = [each["holders"] for each in found]
     names = sorted({name for each in holders for name in each}, reverse=True)
@@ -312,8 +320,9 @@ def _refuse_lost(
     )
     if not names or not (damaged or complete or any(each["marked"] for each in found)):
         return
-    # Show only one reason per checkpoint. A later one replaces an earlier one in the dict, so go
-    # through the ranks in reverse to get the reason of the lowest rank.
+    # Show only one reason per checkpoint, namely that of the lowest rank that has one. In a dict
+    # comprehension, a later item replaces an earlier one with the same key, so go through the ranks
+    # in reverse.
     reasons = {
         name: f"on rank {rank}, {each['faults'].get(name, 'nothing of it is there')}"
         for name in names
@@ -355,8 +364,8 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
                 seen.absent.update([name] if isinstance(error, AbsentError) else ())
     except (OSError, MemoryError) as error:
         failure = error
-    # Don't raise this rank's error before we have gathered the errors of all ranks. Otherwise, the
-    # other ranks would wait here forever.
+    # Don't raise this rank's error immediately. The other ranks are about to gather the errors of
+    # all ranks, and would wait for this one forever.
     gathered = ranks.gather("versions", [unknown, _error_text(failure, path)])
     ranks.check(UNREADABLE, [text for _, text in gathered], failure)
     ranks.check(
@@ -376,11 +385,13 @@ def _error_text(error: Exception | None, path: Path) -> str:
 def _part_here(first: Part, own: Part | None, world: World) -> Part:
     """Returns the part from which this rank resumes.
 
-    That's its own part, if it has one. Otherwise it's rank 0's part, except for the states of the
-    data iterators, which are only valid for rank 0's data.
+    If this rank has written a part of the checkpoint, in a run with the same number of ranks, it
+    resumes from that part. Otherwise, the leaves are the same on all ranks, so it uses rank 0's
+    part, except for the states of rank 0's data iterators, which are only valid for rank 0's data.
     """
-    # Take the notes from rank 0, because they must be the same on all ranks. If ranks have failed
-    # separately, their own notes may differ.
+    # Take the notes (on evaluations and skipped steps) from rank 0, because they must be the same
+    # on all ranks. In the parts, they may differ: if ranks failed at different times, each of them
+    # has saved its own.
     if own is not None and own.ranks == world.size:
         return replace(own, notes=first.notes, best_step=first.best_step)
     return replace(
@@ -413,8 +424,8 @@ def read_arrays(
     # A missing file counts as damage too, because all files existed when the part was completed.
     except (UnusableError, *ABSENT) as error:
         return {}, str(error), None
-    # This includes errors of orbax. By now we have checked that the files are the same as when they
-    # were written, so such an error doesn't mean that the checkpoint is damaged.
+    # Any other error, even one of orbax, means that the part can't be read now, rather than that
+    # it's damaged: we have already checked that the files are the same as when they were written.
     except Exception as error:
         return {}, "", error
     return values, "", None

@@ -35,9 +35,10 @@ _log = logging.getLogger("jaxcross")
 class Checkpoints:
     """Where and how often a `Runner` saves its jobs. Must be the same on every rank.
 
-    If a run finds checkpoints in `directory`, it resumes each job from the newest one that is
-    intact. Checkpoints are written by a separate thread while training continues, and a checkpoint
-    is used only if every rank has written its part. Creating this object doesn't access the disk.
+    If there are already checkpoints in `directory`, each job resumes from its newest one that's
+    intact. Checkpoints are written by a separate thread while training continues. A checkpoint is
+    used only if every rank has written its part of it. Creating this object doesn't access the
+    disk.
 
     Args:
         directory: A folder on a POSIX file system, either shared by all nodes or local to each.
@@ -176,9 +177,10 @@ class Session:
             before = JobList(submitted={})
         owner = before.process
         me = this_process()
-        # If the process was on another host, we can't check whether it's still running. We assume
-        # that it isn't. Otherwise, after the host of a run has crashed, nobody could ever use the
-        # folder again.
+        # The folder's list of jobs names the process that uses the folder. As long as that process
+        # is running, no other run may use it. If it was on another host, we can't check that, and
+        # assume that it has ended. Otherwise, after the host of a run has crashed, the folder could
+        # never be used again.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
                 f"process {owner.pid} on this host is training with it now: wait until it has "
