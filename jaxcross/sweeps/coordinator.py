@@ -84,14 +84,14 @@ class Coordinator:
         schedule = Schedule(
             self.search, concurrent=self._concurrent, known_until=self._log.known_until
         )
-        # First, repeat the events that the search had received before the restart, one after the
-        # other. Each of them may begin another trial, and what the log contains about that trial
-        # has to be reported before the next event.
+        # First, repeat what the search was informed of before the restart, i.e. reports and ends of
+        # trials, one event after the other. Each event may begin another trial. What the log
+        # contains about that trial has to be reported before the next event.
         new = self._replay_trials(schedule, schedule.begin(), strict=strict)
         while (decisions := schedule.repeat()) is not None:
             new += self._replay_trials(schedule, decisions, strict=strict)
-        # Then pass on the rest of the log, i.e. the events that were still waiting for other trials
-        # when the sweep was stopped.
+        # Then pass on the rest of the log. These are events that the search hadn't received yet
+        # when the sweep was stopped, because they had to wait for other trials.
         while decisions := schedule.settle():
             new += self._replay_trials(schedule, decisions, strict=strict)
         if schedule.error is not None:
@@ -120,8 +120,9 @@ class Coordinator:
             # Only a pruner needs the values before the end of a trial.
             for step, values in sorted(known.values.items()) if self.search.prunes else ():
                 new += schedule.report(known.number, step, values[0])
-            # The end of a pruned trial isn't replayed, because the search has to decide again to
-            # prune it. `_check_pruned` compares the decisions afterwards.
+            # If the pruner has ended a trial, don't replay that end. The pruner receives the same
+            # values as before the restart, so it should decide again to end the trial.
+            # `_check_pruned` checks afterwards that it has done so.
             if known.returned or known.status in ("finished", "failed", "stopped"):
                 status = "finished" if known.returned else known.status or "finished"
                 new += schedule.end(known.number, known.step, status, known.value)
@@ -155,8 +156,8 @@ class Coordinator:
     def running(self) -> list[TrialRecord]:
         """The trials that have to run: those that have begun and have no final status in the log.
 
-        After a trial's function has returned, its last state still has to be saved. If the sweep
-        was killed in between, the trial has no final status, so it has to run again.
+        A trial whose function has returned counts as running until its last state has been saved.
+        So if the sweep was killed before that, the trial runs again after a restart.
         """
         with self._changed:
             return [
@@ -193,9 +194,10 @@ class Coordinator:
     def advanced(self, number: int, step: int) -> None:
         """Records how many steps a trial has made.
 
-        Also passes on any reports that other trials have made in the meantime: we hold these back
-        until no earlier report can follow, so that the search algorithm always receives reports in
-        the same order.
+        Now that this trial has come further, it may be possible to pass results of other trials to
+        the search algorithm. We hold back each result until no trial can report an earlier one any
+        more. So the algorithm always receives them in the same order, no matter which trial is
+        faster.
         """
         with self._changed:
             self._follow(lambda: self._schedule.advance(number, step))
@@ -203,8 +205,9 @@ class Coordinator:
     def value(self, number: int, step: int, nth: int, value: float) -> None:
         """Writes the `nth` value that a trial has logged at a step to the log.
 
-        After a restart, a trial repeats some steps. If it logs a different value than before, we
-        warn and keep the earlier value.
+        After a restart, a trial repeats the steps since its last checkpoint, and logs their values
+        again. They should be the same as before. If a value differs, we log a warning and keep the
+        earlier one, because the search may already have based decisions on it.
 
         Raises:
             JobError: The disk failed.
@@ -252,8 +255,9 @@ class Coordinator:
     def prunes(self, number: int, step: int, stopping: Callable[[], bool]) -> bool:
         """Returns whether the trial is pruned at this step. Its value must already be in the log.
 
-        If the trial has logged several values at this step, the pruner receives the first one.
-        Waits until the other trials have made as many steps, or the run is stopping.
+        The pruner compares this trial with the others at the same step, so this waits until they
+        have made as many steps, or until the run is stopping. If the trial has logged several
+        values at this step, the pruner receives the first one.
         """
         with self._changed:
             value = self._log.trials[number].values[step][0]
@@ -278,15 +282,18 @@ class Coordinator:
         with self._changed:
             value = self._log.trials[number].value
             self._log.end(number, status, step, value, digest=digest, error=error)
-            # If the trial was finished or pruned, the schedule knows it already: from
-            # `came_to_end`, or because it has made the decision itself.
+            # The schedule, which decides when trials begin, also has to know when they end. Report
+            # that here only for trials that failed or were stopped. If the trial has finished,
+            # `came_to_end` has already reported it; if it was pruned, that was the schedule's own
+            # decision.
             if status in ("failed", "stopped"):
                 self._follow(lambda: self._schedule.end(number, step, status, value))
 
     def _follow(self, change: Callable[[], list[Decision]]) -> None:
         """Makes a change, and carries out the resulting decisions. Call it with the lock held."""
-        # Write all decisions to the log before acting on any of them. If the process is killed in
-        # between, the restart then finds them there.
+        # Write all decisions (which trials begin or are pruned) to the log before acting on any of
+        # them. If the process is killed in between, the restart finds them in the log and acts on
+        # them.
         decisions = change()
         for decision in decisions:
             self._write(decision)

@@ -93,7 +93,7 @@ class TrialLog:
 
         Returns:
             The settings with which the sweep began: those in the folder or, if it's a new sweep,
-                `settings`.
+            `settings`.
 
         Raises:
             ValueError: The folder contains something other than a sweep, or another process is

@@ -69,8 +69,10 @@ def sweep(
     """Trains with many different parameters, a few trials at a time, and returns the best trial.
 
     Each trial is a job that calls `train(job, **parameters)`, and `concurrent` of them run at the
-    same time. When a trial ends, fails or is pruned, the next one begins while the others continue.
-    If you pass a folder, you can restart the sweep by the same call, and it resumes where it was.
+    same time. When a trial ends, fails or is pruned, i.e. ended early because it does worse than
+    others, the next one begins while the others continue.
+
+    If you pass a folder, a sweep that was interrupted can be continued: make the same call again.
     Waits for all ranks.
 
     **Sweeps are repeatable.** The trials and their parameters, the steps at which trials are
@@ -145,8 +147,9 @@ def sweep(
 
     def check() -> tuple[SweepSettings, list[Parameters]]:
         check_options("sweep", options, SharedOptions)
-        # `Runner` would check these values too. But it does so on each rank separately, so if
-        # they're wrong on just one rank, the other ranks would wait for it forever.
+        # `Runner` would check these values too, but on each rank separately. If a value was wrong
+        # on just one rank, only that rank would raise, and the others would wait for it forever. So
+        # we check the values here, where all ranks raise together.
         check_values(options)
         arguments.check_folder("`folder`", folder)
         checks.check_numbers(concurrent=concurrent, trials=trials, keep=keep)

@@ -21,9 +21,9 @@ trials run in crossover, they make steps at about the same rate, so this usually
 two. A search that ignores results, e.g. a grid without a pruner, isn't `ordered`, and then nothing
 waits.
 
-**Result.** The answers of the search depend only on the values that each trial has reported at each
-of its steps. They don't depend on the timing of threads, and the same events in the log lead to the
-same answers after a restart.
+**Result.** What the search proposes and prunes depends only on the values that each trial has
+reported at each of its steps. It doesn't depend on how fast the trials happen to run. And if the
+events in the log are replayed after a restart, they lead to the same decisions as before.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class _Event:
 class Schedule:
     """Passes results to a search in an order that doesn't depend on real time.
 
-    Call `begin` once, and then the other methods whenever something happens in a trial. The calls
-    of each trial must be in the order of its steps, but calls of different trials may come in any
-    order.
+    Call `begin` once. After that, call the other methods whenever something happens in a trial: it
+    has made a step, reported a value, or ended. The calls about one trial must be in the order of
+    its steps, but calls about different trials may come in any order.
 
     Args:
         search: Proposes the trials, and receives the results.
@@ -185,8 +185,9 @@ class Schedule:
         restart.
         """
         trial = self._running.get(number)
-        # A trial that was pruned or has ended no longer counts. And after a restart, a trial
-        # repeats the steps since its last checkpoint, so it may report a step again.
+        # Ignore reports of trials that have been pruned or have ended. Also ignore a step that was
+        # already reported: after a restart, a trial repeats the steps since its last checkpoint,
+        # and reports their values again.
         if trial is None or trial.ending or step <= trial.reported:
             return []
         trial.reported = trial.step = max(trial.step, step)
@@ -217,8 +218,9 @@ class Schedule:
     def settle(self) -> list[Decision]:
         """Passes on all events that can't be preceded by another one any more."""
         found: list[Decision] = []
-        # While events from before a restart are still being repeated, nothing else may be passed
-        # on, because an earlier event may still be missing.
+        # After a restart, the events of the earlier run have to be repeated first. While that's in
+        # progress, don't pass any other event to the search, because an event that should come
+        # first may not have been reported yet.
         while not self._repeating and self._queue and self._is_next(self._queue[0]):
             found += self._hand_on(heapq.heappop(self._queue))
         return found
@@ -239,9 +241,10 @@ class Schedule:
 
     def _is_next(self, event: _Event) -> bool:
         here = (event.time, event.number)
-        # Another trial can still report at the step that it has reached, but not at an earlier one.
-        # So nothing can precede this event if, for each other trial, that step has a later time, or
-        # the same time and the trial has a higher number.
+        # We can pass this event to the search if no other trial can still cause an earlier one.
+        # Each of the others can report at the step that it has reached, or later. So compare the
+        # time of that step with the event's time. If the times are equal, the trial with the lower
+        # number comes first.
         return not self._search.ordered or all(
             (trial.begin + trial.step, number) > here
             for number, trial in self._running.items()
@@ -271,8 +274,9 @@ class Schedule:
     def _call(self, call: Callable[[], T]) -> T | None:
         """Calls the search, unless it has raised an error before.
 
-        If the search raises an error, we store it in `error` rather than raise it. The call may
-        come from any trial's thread, and that trial didn't cause the error, so it shouldn't fail.
+        If the search raises an error, we store it in `error` rather than raise it here. Any trial's
+        thread may happen to make this call, so raising the error would make a trial fail that has
+        nothing to do with it.
         """
         if self.error is not None:
             return None

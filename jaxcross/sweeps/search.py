@@ -95,9 +95,9 @@ class Choices:
 class Draws:
     """Draws parameters at random. You have to pass the number of draws as `trials=` to `sweep`.
 
-    The parameters of a trial depend only on `space`, `seed` and the trial's number. So you can
-    extend a finished sweep: if you restart it with more `trials`, the trials it already has stay
-    the same, and the new ones are added after them.
+    You can extend a finished sweep: if you restart it with more `trials`, the trials that it
+    already has keep their parameters, and the new ones are added after them. That's possible
+    because the parameters of a trial depend only on `space`, `seed` and the trial's number.
 
     Args:
         space: Either a function that takes a NumPy generator and returns a dict of parameters, or
@@ -216,8 +216,9 @@ class Listed:
 def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
     """Returns the parameters of all trials, if they're known before the first trial runs.
 
-    If an Optuna study will propose them, returns an empty list. The result is identical across
-    ranks, unless a user's function for `Draws` returns something different on each rank.
+    Returns an empty list for `Optuna`, because the study proposes the parameters while the sweep is
+    running. The result is identical across ranks, unless a user's function for `Draws` returns
+    something different on each rank.
 
     Args:
         search: The search.
@@ -274,8 +275,8 @@ def _needed(kind: str, trials: int | None) -> int:
 
 def _drawn(search: Draws, trials: int) -> list[Parameters]:
     if callable(search.space):
-        # Use a separate generator for each trial, so that a trial's parameters don't depend on the
-        # number of random numbers that other trials have drawn.
+        # Use a separate random generator for each trial. With a shared generator, a trial's
+        # parameters would depend on how many random numbers the earlier trials have drawn.
         return [
             checked(search.space(np.random.default_rng([search.seed, number])), number)
             for number in range(trials)
@@ -286,8 +287,8 @@ def _drawn(search: Draws, trials: int) -> list[Parameters]:
             f"`trials` is {trials}, but the number of combinations in `space` of `Draws` is "
             f"{len(found)}, and none is drawn twice."
         )
-        # The order doesn't depend on `trials`. So if a sweep is restarted with more trials, it
-        # begins with the same ones as before.
+    # Shuffle all combinations and take the first ones, so that the order doesn't depend on
+    # `trials`. If a sweep is restarted with more trials, it begins with the same ones as before.
     order = np.random.default_rng(search.seed).permutation(len(found))
     return [found[n] for n in order[:trials]]
 
@@ -311,8 +312,8 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
         )
     found: dict[str, tuple[Any, ...]] = {}
     for name, each in values.items():
-        # Don't accept sets: a set of strings is iterated in a different order in each process, so
-        # the ranks would have different trials.
+        # Don't accept sets. Each Python process iterates over a set of strings in its own order, so
+        # the ranks would try the values in different orders, and train different trials.
         if isinstance(each, str | Mapping | AbstractSet) or not isinstance(each, Iterable):
             raise TypeError(
                 f"{what} must have a list of values for `{name}`, got {shortened(repr(each), 100)}."

@@ -14,9 +14,10 @@ from jaxcross.sweeps.search import AnySearch, Optuna, checked, name_of, pruner_o
 MARK = (
     "jaxcross_sweep"  # an attribute that marks trials which a sweep has added to the user's study
 )
-# Optuna's Hyperband pruner assigns trials to brackets by a hash of the study's name and the trial's
-# number. If we didn't set one, Optuna would create a random name, and a restart would prune other
-# trials.
+# The name of our Optuna study. It has to be the same after a restart, because the Hyperband pruner
+# decides by a hash of this name and the trial's number with which other trials it compares a trial.
+# If we didn't set a name, Optuna would create a random one, and a restart would prune other trials
+# than before.
 _NAME = "sweep"
 
 

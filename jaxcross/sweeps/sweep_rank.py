@@ -23,8 +23,9 @@ def main(arguments: list[str]) -> int:
     search = search_of(task)
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.absolute().parent))
-    # The script may contain code that should run only if it's started directly, below `if __name__
-    # == "__main__":`. Give it another name, because we only need its `train` function.
+    # Run the script under another name than `__main__`. We only need its `train` function, so the
+    # code below `if __name__ == "__main__":`, which is meant for starting the script directly,
+    # shouldn't run.
     train = runpy.run_path(str(script), run_name=script.stem).get("train")
     if train is None:
         raise ValueError(f"`{script}` has no function `train(job, ...)`.")

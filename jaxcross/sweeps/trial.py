@@ -1,12 +1,13 @@
 """Each rank's side of a trial: the function that the trial's job runs, and the clean-up after it.
 
-A trial must end on all ranks at the same step, but only rank 0 decides whether it's pruned, and
-only rank 0 knows the log. So wherever rank 0 decides something, it broadcasts the answer to all
-ranks in a slot of the exchange lane (`TrialObserver.answer`).
+A trial must end on all ranks at the same step, but only rank 0 knows the log of the sweep and
+decides whether the trial is pruned, i.e. ended early. So for each such decision, there's a
+collective call in which rank 0 sends its answer to all ranks (`TrialObserver.answer`).
 
-The second concern is restarts. A checkpoint and the log of the sweep are written separately, and a
-restart continues from both of them. It won't repeat the steps before the checkpoint, so all values
-from these steps must be in the log before the checkpoint is written (`TrialObserver.saving`).
+The second concern is restarts. A restart resumes each trial from its checkpoint and continues the
+log of the sweep, but the two are written separately. Since it doesn't repeat the steps before the
+checkpoint, the metric's values of these steps must be in the log before the checkpoint is written
+(`TrialObserver.saving`).
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ class Trials:
         observer = TrialObserver(self, job, engine, number)
         engine.metrics.observer = observer
         if before is not None:
-            # Rank 0 may start this trial while the previous one is still ending on this rank. Wait
-            # until that trial has freed its memory here, because there may not be enough for both.
+            # This trial takes the place of one that has ended. On this rank, that one may still be
+            # about to end, so wait until it has freed its memory here. There may not be enough for
+            # both.
             with job.measure("host", "waits for a place"):
                 before.wait()
         begins = observer.answer("start of the trial", lambda: self._begins(engine, number))
@@ -256,8 +258,9 @@ class Trials:
 class TrialObserver:
     """Follows one trial's job on one rank, and passes its progress and its metric to the sweep.
 
-    The job calls these methods in its own thread, at the same step on every rank. So they may
-    communicate. If `logged` or `saving` raises, the job ends as if its function had raised.
+    The job's thread calls these methods, at the same step on every rank, so they may communicate.
+    If `logged` or `saving` raises an error, the job ends in the same way as if the user's training
+    function had raised it.
 
     Attributes:
         job: The job.
@@ -310,8 +313,8 @@ class TrialObserver:
         """Called with the metrics that the job logs, before they're read back. May wait."""
         if self.pruned:
             return  # from an evaluation at the job's end, which is too late
-        # Look only at the names. The values may not have been computed yet, and if we waited for
-        # them in every step, training would be slow.
+        # Look only at the metrics' names. Their values may not have been computed yet, and training
+        # would be slow if we waited for them in every step.
         names = dict(flatten_metrics(jax.tree.map(lambda _: 0.0, metrics)))
         if self.metric not in names:
             self._check_evaluation(list(names))
@@ -445,8 +448,9 @@ class TrialObserver:
             restart.
         """
         stopped = self.job.status == JobStatus.STOPPED
-        # The run is about to save this job's state. A restart will resume from that state and won't
-        # repeat the steps since the last `job.save`, so write their values to the log now.
+        # The run was stopped, and is about to save this job's state. A restart will resume from
+        # that state, so it won't repeat the steps since the last `job.save`. So write the values
+        # that were logged in these steps to the sweep's log now.
         if stopped:
             try:
                 self._write_values()
