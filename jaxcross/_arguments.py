@@ -1,9 +1,9 @@
 """Checks arguments, and resolves which of a step's arguments are donated or static.
 
-Users select donated and static arguments with the options of `jax.jit`: `donate_argnums`,
-`donate_argnames`, `static_argnums` and `static_argnames`. We follow its rules, with one exception:
-if you pass a negative number in `donate_argnums`, `jax.jit` ignores it, whereas we count it from
-the last positional argument of a call.
+Users select a step's donated and static arguments with the same options as in `jax.jit`:
+`donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames`. They work as in
+`jax.jit`, with one exception: `jax.jit` ignores negative numbers in `donate_argnums`, whereas we
+count them from the last positional argument of a call.
 """
 
 from __future__ import annotations
@@ -138,9 +138,10 @@ def select(
 ) -> Selection:
     """Returns the arguments that are selected by these numbers and names, as `jax.jit` would.
 
-    A call may pass the same argument either by position or by name. So if you pass only numbers, we
-    look up the corresponding names in the function's signature, and vice versa. As in `jax.jit`, if
-    you pass both numbers and names, we use them as they are.
+    A caller may pass the same argument by position or by name, and the selection should apply
+    either way. So if you pass only numbers, we look up the corresponding names in the function's
+    signature, and vice versa. If you pass both numbers and names, we use them as they are, as
+    `jax.jit` does.
 
     Args:
         function: The function.

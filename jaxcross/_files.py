@@ -88,8 +88,8 @@ def sync(path: Path) -> None:
 def lock(file: IO[Any]) -> bool:
     """Locks an open file until it's closed. Returns False if another process has the lock.
 
-    Some file systems don't support locks, so we can't find out whether another process is using the
-    file. In this case, it returns True.
+    On a file system that doesn't support locks, we can't find out whether another process is using
+    the file, so this returns True there.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

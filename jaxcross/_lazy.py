@@ -1,8 +1,9 @@
 """Imports a package's public names on first use, so that `jaxcross --help` needn't wait for JAX.
 
-Type checkers and editors need to find a package's public names as ordinary imports, which the
-package has below `if TYPE_CHECKING:`, where they're never run. To avoid a second list of the same
-names, this module parses the package's source and reads the names from these imports.
+Type checkers and editors find a package's public names only if they're ordinary imports. So each
+package imports them below `if TYPE_CHECKING:`, where the imports are never executed. This module
+parses the package's source code and reads the names from these imports, so that we don't need a
+second list of them.
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ _MBPS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 class Link:
     """An emulated network link: each exchange takes as long as its bytes would take on the link.
 
-    With an emulated link, you can check on a single machine whether the exchanges overlap with
-    computation. It isn't a model of a real network: for example, while an exchange waits, it
-    doesn't use a core, whereas a real one does. So don't quote speed-ups that you measured with it.
-    Use the same link on every rank.
+    With an emulated link, you can check on a single machine whether exchanges overlap with
+    computation. Use the same link on every rank.
+
+    Don't quote speed-ups that you have measured with an emulated link, because it isn't a model of
+    a real network. For example, an exchange that's waiting for the emulated link doesn't use a
+    core, whereas a real one does.
 
     Args:
         mbps: The rate in Mbit/s.

@@ -98,8 +98,8 @@ def snapshot(state: Any) -> dict[str, Leaf]:
     taken = {}
     for path, leaf, form in pairs:
         values = jax.random.key_data(leaf) if form.kind == "key" else leaf
-        # Copy the array explicitly. On CPUs, NumPy would otherwise share its memory with the JAX
-        # array, and the next step may overwrite that memory.
+        # Copy the array explicitly. On CPUs, NumPy would otherwise use the memory of the JAX array
+        # directly, and the next step may overwrite that memory if the array is donated to it.
         array = np.array(values, dtype=np.dtype(form.dtype), order="C", copy=True)
         taken[path] = Leaf(form, array, digest(form, array))
     return taken
@@ -240,8 +240,9 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
         return _NUMBERS[form.kind][0](array[()])
     if form.kind in ("numpy", "generic"):
         return np.array(array) if form.kind == "numpy" else array[()]
-    # JAX may move an uncommitted array to another device, e.g. if the other operand of an addition
-    # is there. So an array should be committed to a device only if the target's array is.
+    # An array in JAX may be committed to a device or not. If it isn't, JAX may move it, e.g. to the
+    # device of the other operand of an addition. Restore that property too: commit the new array to
+    # a device only if the target's array is committed.
     place = like.sharding if isinstance(like, jax.Array) and like.committed else None
     if form.kind == "key":
         # Take the generator from the target. We couldn't look up a user-defined one by its name.

@@ -1,8 +1,9 @@
 """Converts records to and from plain data, using a record's type annotations as its schema.
 
-By plain data we mean everything that JSON and TOML can represent. Most of it comes from files,
-which people may have edited by hand, so we don't trust it: msgspec checks the type of every field.
-A record can make further checks in its `__post_init__` method, e.g. whether a number is in range.
+Plain data is everything that JSON and TOML can represent, e.g. dicts, lists and strings. We don't
+trust it, because most of it comes from files that people may have edited by hand. So msgspec checks
+the type of every field. In addition, a record can check values in its `__post_init__` method, e.g.
+whether a number is in range.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 def record(data: Any, kind: type[T]) -> T:
     """Converts plain data to an instance of a dataclass, or of any other type msgspec supports.
 
-    A field of type float accepts whole numbers, but no numeric field accepts a boolean. A field
-    that has a default may be missing. Additional keys are ignored.
+    A field with type `float` also accepts whole numbers, but booleans aren't accepted as numbers.
+    Fields with a default value may be missing in `data`. Entries of `data` for which there's no
+    field are ignored.
 
     Raises:
         ValueError: `data` doesn't match the annotations, or the constructor raised a TypeError or

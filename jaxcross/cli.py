@@ -16,8 +16,8 @@ INTERRUPTED = 130
 def parser() -> argparse.ArgumentParser:
     """Returns the command line's parser.
 
-    Each command's module adds its own options. These modules mustn't import anything slow, such as
-    JAX, because they're all imported for `jaxcross --help`.
+    Each command has a module that defines its options. All of these modules are imported even for
+    `jaxcross --help`, so they mustn't import anything slow, such as JAX.
     """
     top = argparse.ArgumentParser(
         prog="jaxcross",

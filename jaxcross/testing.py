@@ -6,10 +6,10 @@ cut program on all ranks (`run_program`), and compare the results with those of 
 `jax.vmap`, so that JAX itself computes the exchanges. The `LocalRanks` class can be used wherever a
 `Wire` is expected.
 
-If XLA compiles several equations together, it may round differently, depending on which equations
-these are. So `run_program` and `run_jaxpr` evaluate every equation on its own. If two programs
-contain the same equations in a different order, you can therefore compare their results bit for
-bit. Nothing in this module waits or communicates.
+XLA may round differently if it compiles several equations together, depending on which equations
+these are. So `run_program` and `run_jaxpr` evaluate every equation of the jaxpr on its own. That's
+why you can compare the results of two programs bit for bit if they contain the same equations, even
+in a different order. Nothing in this module waits or communicates.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def __dir__() -> list[str]:
 class LocalRanks:
     """A `Wire` whose ranks are all in this process.
 
-    The method `lower` returns a function for a single rank, which has no other ranks to communicate
-    with. It computes what this rank would receive if every other rank sent the same values.
+    A wire is the component that implements exchanges. With this one, a single rank can run without
+    the others: the method `lower` returns a function that replaces each exchange by a local
+    computation. Its result is what this rank would receive if every other rank sent the same values
+    as this one.
 
     Args:
         rank: The rank whose results `lower` computes.
@@ -173,8 +175,9 @@ def run_program(
 ) -> list[list[Any]]:
     """Runs one step of a program on all ranks, in lock step.
 
-    This also checks when values are freed: after its last use according to the program, a value is
-        deleted here, so if another segment still reads it, there's an error.
+    This also checks whether the program frees values too early. The program declares after which
+    segment a value is no longer needed, and we delete it there. If a later segment still reads it,
+    there's an error.
 
     Args:
         program: The program of a traced and cut step.
@@ -225,8 +228,9 @@ class ComputeUnderVmap:
     """
 
     def __init__(self) -> None:
-        # By the id of the segment's jaxpr. Each entry also contains the jaxpr, to keep it alive,
-        # because otherwise another jaxpr could get the same id.
+        # The compiled functions, by the `id` of the segment's jaxpr. Each entry also contains the
+        # jaxpr itself and thereby keeps it alive, because Python could otherwise give the same id
+        # to another jaxpr.
         self._calls: dict[int, Any] = {}
 
     def __call__(
@@ -364,8 +368,8 @@ def _while(
     body_consts = [v[n_cond : n_cond + n_body] for v in values]
     carry = [v[n_cond + n_body :] for v in values]
     places = list(range(len(values)))
-    # A rank leaves the loop when its condition is false. If the other ranks then still need it for
-    # an exchange in the loop, that exchange raises an error.
+    # Each rank leaves the loop when its own condition is false. If other ranks continue and still
+    # need that rank for an exchange in the loop, the exchange raises an error.
     while True:
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
@@ -379,8 +383,9 @@ def _while(
             return carry
         here = [meshes[p] for p in places]
         outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
-        # If the user's step contains a `vmap` around the loop, the condition is an array. Elements
-        # whose condition is false keep their values while the loop continues for the others.
+        # If the user's step applies `vmap` to the loop, the condition is an array with one element
+        # per item of the batch. The loop then runs until all elements are false, and items whose
+        # own condition is already false keep their values.
         for p, new in zip(places, outs, strict=True):
             masks = [
                 jnp.reshape(active[p], active[p].shape + (1,) * (jnp.ndim(x) - active[p].ndim))
