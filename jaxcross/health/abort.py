@@ -1,9 +1,9 @@
 """Terminates all ranks when one of them fails, whatever state MPI is in.
 
-MPI can't continue without a rank. If a rank raised an exception and exited, the other ranks would
-wait for it in their next exchange, without an error, until somebody notices that the run makes no
-progress. So the failing rank prints what went wrong, sends the reason to the other ranks, and calls
-`MPI_Abort`, which terminates all of them.
+MPI can't continue without a rank. If a rank raised an exception and just exited, the other ranks
+would wait for it in their next exchange, without any error, until somebody notices that the run
+makes no progress. So the failing rank prints what went wrong, sends the reason to the other ranks,
+and calls `MPI_Abort`, which terminates all of them.
 
 We can't rely on any of these steps, because what made the rank fail may affect them as well: stderr
 may be closed or blocked, the link may be broken, or MPI may be stuck in a call of another thread.
@@ -35,9 +35,9 @@ from jaxcross.health.tracebacks import ends_run, trim
 # Normally, `MPI_Abort` makes mpirun terminate all ranks immediately. This limit applies if MPI
 # itself is stuck.
 ABORT_GRACE_S = 4.0
-# mpirun reads the ranks' output through pipes. When it terminates the ranks, it drops any output
-# that it hasn't read yet. So we wait a little before we abort. Otherwise the message that explains
-# the failure could be lost.
+# The time between printing the reason for an abort and aborting. mpirun reads the ranks' output
+# through pipes. When it terminates the ranks, it drops whatever it hasn't read yet. Without this
+# delay, the message that explains the failure could be lost.
 _READ_S = 0.3
 # Exit codes, by the convention of shells: 128 plus the number of the signal.
 INTERRUPTED = 130
@@ -80,14 +80,14 @@ class Terminated(KeyboardInterrupt):
 def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = None) -> NoReturn:
     """Prints `message`, sends the reason to the other ranks, and terminates all ranks through MPI.
 
-    If MPI doesn't react to the abort, this process at least ends itself. That happens within about
-    4 s, even if stderr is closed or blocked, another interrupt arrives, or the main thread ends in
-    the meantime.
+    Even if MPI doesn't react to the abort, this process ends itself within about 4 s. It does so
+    even if stderr is closed or blocked, another interrupt arrives, or the main thread ends in the
+    meantime.
     """
     timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(reason.code or 1,))
-    # The timer's thread must not be a daemon thread. If a daemon thread calls this function while
-    # the main thread is ending, the interpreter could otherwise exit before the abort, with exit
-    # code 0.
+    # The timer must not run in a daemon thread, because Python doesn't wait for those when it
+    # exits. If this function is called from a daemon thread while the main thread is ending, the
+    # interpreter could exit before the abort, with exit code 0, as if nothing had failed.
     timer.daemon = False
     with suppress(RuntimeError):  # raised if the interpreter is already shutting down
         timer.start()
@@ -121,9 +121,9 @@ def end_processes(code: int) -> NoReturn:
 def print_error(text: str) -> None:
     """Prints a text on stderr. Never raises."""
     with suppress(Exception):
-        # If the stream is closed, printing raises, but we have to continue, because the other ranks
-        # are still waiting. The whole text, including the line break, is a single write, so another
-        # rank's output can't end up in the middle of it.
+        # Printing raises if the stream is closed. We have to continue in that case, because the
+        # other ranks are still waiting. The text and its newline are printed by a single write, so
+        # another rank's output can't end up between them.
         print(f"{text}\n", end="", file=sys.stderr, flush=True)
         sys.stdout.flush()
 
@@ -145,10 +145,11 @@ def traceback_text(error: BaseException) -> str:
 class ExceptionHooks:
     """Exception hooks that terminate all ranks after an uncaught exception in any thread.
 
-    The failing rank prints its number and the traceback. There are three situations in which an
-    exception doesn't concern other ranks, so we call the previously installed hooks instead: in a
-    forked child process, because the rank itself keeps running; in an interactive session, because
-    the user can just continue; and if there's only one rank.
+    After an uncaught exception, the rank prints its number and the traceback before it terminates
+    all ranks. There are three situations in which an exception doesn't concern other ranks, so we
+    call the previously installed hooks instead: in a forked child process, because the rank itself
+    keeps running; in an interactive session, because the user can just continue; and if there's
+    only one rank.
 
     Args:
         rank: This rank.
@@ -218,8 +219,9 @@ class ExceptionHooks:
         if issubclass(kind, KeyboardInterrupt):
             stop = stop_reason(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {stop.text}; all {size} ranks end.", stop, self.notify)
-        # A restart can't help if the script itself raised. An exception of MPI, on the other hand,
-        # may just mean that another rank was lost.
+        # If the script itself raised an exception, a restart can't help, because it would raise
+        # again. An exception that comes from MPI is different: it may just mean that another rank
+        # was lost.
         failure = AbortReason(
             text=f"rank {rank} failed with {_short(kind, value)}",
             script_raised=not _is_of_mpi(kind),
@@ -232,13 +234,15 @@ class ExceptionHooks:
                 trim(value)
             self._show(kind, value, value.__traceback__)
             return
-        # `Runner.run` raises the error of a failed job on every rank, with the same text on all of
-        # them. The traceback of that error would only repeat what its text says. The traceback
-        # worth printing is that of the cause, i.e. the exception that this rank itself raised.
+        # If a job has failed, `Runner.run` raises an error at the end of the run, with the same
+        # text on every rank. The traceback of that error would only repeat what its text says. The
+        # traceback worth printing is that of its cause, i.e. of the exception that was raised on
+        # this rank.
         if ends_run(value):
             self.report()
-            # A job that failed has already printed its traceback at the time when it left the run.
-            # The notes are the same on all ranks, so only rank 0 prints them.
+            # If a job failed, its traceback was printed at the time when it left the run, so we
+            # don't print it again. The notes of the error are the same on all ranks, so only rank 0
+            # prints them.
             if value.__cause__ is not None and getattr(value, "cause_rank", None) is None:
                 self._print(value.__cause__)
             notes = getattr(value, "__notes__", ()) if rank == 0 else ()
@@ -257,9 +261,9 @@ class ExceptionHooks:
         size = self._size
         error = args.exc_value
         own = args.thread is not None and args.thread.name.startswith("jaxcross-")
-        # If one of our own threads dies, e.g. the exchange lane, nothing takes over its work, so
-        # the run would wait for it forever. So its failure terminates all ranks even in an
-        # interactive session or with a single rank.
+        # If one of our own threads dies, e.g. the one that makes the exchanges, nothing takes over
+        # its work, and the run would wait for that thread forever. So we terminate all ranks in
+        # this case, even in an interactive session or with a single rank.
         continues = not own and (size == 1 or is_interactive())
         if os.getpid() != self._pid or continues:
             self._previous_of_threads(args)

@@ -73,9 +73,9 @@ class AbortNotices:
                 pending.append(self._comm.isend(notice, dest=rank, tag=_NOTICE))
         deadline = time.monotonic() + _NOTIFY_S
         while unnotified and time.monotonic() < deadline:
-            # If two ranks fail at the same time, each of them waits here for the other's receipt.
-            # So we have to answer notices in this loop, too. Otherwise both ranks would wait for
-            # the full second.
+            # While waiting for receipts of our own notice, answer other ranks' notices. If two
+            # ranks fail at the same time, each of them waits here for a receipt from the other.
+            # Without an answer, both would wait for the full second.
             other = self._receive()
             if other is not None:
                 self._answer(other[0])
@@ -96,17 +96,19 @@ class AbortNotices:
 
         if MPI.Is_finalized():
             return False
-        # If all ranks raise the same exception, only one of them should print it. So a rank waits
-        # before it reports, and higher ranks wait longer. The lowest failed rank reports first, and
-        # the others receive its notice while they are waiting.
+        # If all ranks raise the same exception, only one of them should print it. So each rank
+        # waits before it prints, and the higher its number, the longer it waits. The lowest failed
+        # rank therefore prints first, and the others receive its notice while they are still
+        # waiting.
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
         while self._obeyed is None:
             notice = self._receive()
             if notice is not None:
                 sender, reason, _, _ = notice
-                # If a check fails on rank N, the other ranks raise the same error with the prefix
-                # "On rank N: ". It's still the same failure, so ignore the prefix.
+                # If a check fails on rank N, the other ranks raise the same error, with the prefix
+                # "On rank N: " in its text. That's still the same failure, so ignore the prefix
+                # when comparing the texts.
                 alike = reason.removeprefix(f"rank {sender} ").startswith(
                     what.replace(f"On rank {sender}: ", "", 1)
                 )
@@ -150,8 +152,8 @@ class AbortNotices:
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )
         self._answer(sender)  # once the sender has all receipts, it terminates all ranks
-        # The sender of the notice should terminate this rank within a few seconds. If it can't,
-        # because it's stuck itself, this rank terminates all ranks on its own.
+        # Usually, the sender of the notice terminates this rank within a few seconds. If the sender
+        # can't do that, because it's stuck itself, this rank terminates all ranks on its own.
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 
@@ -164,8 +166,9 @@ class AbortNotices:
         from mpi4py import MPI
 
         status = MPI.Status()
-        # A matched probe removes the message from the queue. With a plain probe, two threads could
-        # find the same message, and the second one would then wait forever for another one.
+        # A matched probe finds a message and reserves it for this thread in a single operation.
+        # With a plain probe, two threads could find the same message. One of them would receive it,
+        # and the other one would wait forever for a message that doesn't exist.
         message = self._comm.improbe(source=MPI.ANY_SOURCE, tag=_NOTICE, status=status)
         return None if message is None else (status.Get_source(), *message.recv())
 

@@ -83,7 +83,8 @@ class RankStatus:
     recent_local: frozenset[str] = frozenset()
 
     def may_be_late(self, job: str | None = None) -> bool:
-        """Whether the rank is in one of the job's local waits, or was until a short while ago.
+        """Whether the rank is in a local wait of the job, e.g. for data, or was until a short while
+        ago.
 
         With None, local waits of all jobs count.
         """
@@ -193,9 +194,12 @@ def late_ranks(
 ) -> list[int]:
     """Returns the ranks that hold up a wait.
 
-    A wait in the shared sequence is held up by the ranks that haven't entered it yet. We can tell
-    by comparing numbers, because all ranks enter these waits in the same order. For any other wait,
-    the ranks come from `waiting_for`, except that ranks which didn't answer are left out.
+    Most waits are numbered, because all ranks enter them in the same order. So if another rank has
+    entered fewer of them than this one, it hasn't arrived at this wait yet, and holds it up.
+
+    A few waits have no number. For these, the caller determines the ranks that hold up the wait,
+    and passes them as `waiting_for`. We leave out those that didn't answer, because they are
+    reported separately.
     """
     if waiting_for is not None:
         return [r for r in sorted(waiting_for) if r not in answers or answers[r] is not None]

@@ -8,9 +8,9 @@ any more. The file is opened for appending, so threads don't overwrite each othe
 call `fsync`, because it would only protect against a power failure, and it would make the thread
 wait for the disk.
 
-The file must not fill up the disk in a run that takes weeks. When it reaches its maximum size, we
-start a new file and keep only the previous one. The new file begins with the activities that are in
-progress, so you can understand it without the old one.
+In a run that takes weeks, the file must not fill up the disk. So when it reaches its maximum size,
+we start a new file, and keep only the previous one. The new file begins with the activities that
+are in progress, so you can understand it without the old one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _LONGEST_TEXT = 2000
 class FlightRecorder:
     """This rank's current activities and, if there's a folder, its event file. Thread-safe.
 
-    Every line is written by a single unbuffered write, so no line is lost when the process ends, in
-    whatever way. Recording never waits for other ranks. If writing fails, e.g. because the disk is
-    full, this rank stops recording, but the training continues.
+    No line is lost when the process ends, whatever ends it, because each line is written by a
+    single unbuffered write. Recording never waits for other ranks. If writing fails, e.g. because
+    the disk is full, this rank stops recording, but the training continues.
 
     Args:
         processes: The process of every rank.
@@ -175,7 +175,9 @@ class FlightRecorder:
     ) -> str:
         """Records why this rank exits, and returns what it was doing, as text.
 
-        After a failure, the returned text describes the activity in which the exception was raised.
+        The returned text is for error messages. After a failure, it describes the activity in which
+        the exception was raised, even if that activity is over by now.
+
         If this method is called several times, only the first reason is recorded, because later
         ones are usually consequences of it.
 
@@ -229,16 +231,16 @@ class FlightRecorder:
             # encoding, and start a new file.
             text = line.encode()
             written = os.write(self._file, text)
-            # Count the bytes in a separate statement, after the write. In a single statement,
-            # Python would read the old count before the write, and whatever other threads add to
-            # the count during the write would be lost.
+            # Don't merge this with the write. In a single statement, Python would read the old
+            # count before the write, so whatever other threads add to the count during the write
+            # would be lost.
             self._written_bytes += written
             if self._written_bytes > LIMIT_BYTES and self._rotating.acquire(blocking=False):
                 try:
-                    # If another thread has just started a new file, our byte count may still be
-                    # that of the previous file. If we then started yet another one, the previous
-                    # file with most of the history would be deleted. So we ask the kernel for the
-                    # size of the current file.
+                    # Another thread may have started a new file a moment ago, so that our byte
+                    # count is still that of the previous file. If we relied on it, we might start
+                    # yet another file, and the previous one, with most of the history, would be
+                    # deleted. So we ask the kernel for the size of the current file.
                     self._written_bytes = os.fstat(self._file).st_size
                     if self._written_bytes > LIMIT_BYTES:
                         self._start_file()
@@ -276,15 +278,15 @@ class FlightRecorder:
         if self._path.exists():
             os.replace(self._path, self._path.with_suffix(".old.jsonl"))
         os.replace(new, self._path)
-        # Another thread may have read the old descriptor just before the change and be about to
-        # write to it. So we don't close it until the next rotation.
+        # Don't close the old file yet, but at the next rotation. Another thread may have read the
+        # file's descriptor just before the change, and may be about to write to it.
         stale = self._previous
         self._previous = self._file
         self._file = file
         self._written_bytes = len(text)
-        # While we were creating the file, other threads may have recorded beginnings and ends in
-        # the previous file. We record these once more in the new one, because duplicates do no
-        # harm. We write the ends last, because an activity that we have just recorded as begun may
+        # While we were creating the new file, other threads may have recorded in the old one that
+        # an activity begins or ends. So we write these lines to the new file as well; duplicates do
+        # no harm. The ends come last, because an activity whose beginning we've just recorded may
         # have ended by now.
         begun = {
             token: activity

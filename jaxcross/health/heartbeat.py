@@ -64,9 +64,9 @@ class LostPeer:
 class BeatTimer:
     """How long ago each neighbour's last heartbeat was. Pure: time passes only in `tick`.
 
-    We only count time during which this rank itself was running. If a batch system suspends all
-    ranks, or you close a laptop's lid, no heartbeats are sent for hours, but when the ranks
-    continue, none of them is late.
+    Only time during which this rank itself is running counts. If a batch system suspends all ranks,
+    or you close a laptop's lid, no rank sends any heartbeats for hours. When the ranks continue,
+    none of them must be considered lost because of that.
 
     Args:
         ranks: The neighbours.
@@ -161,16 +161,18 @@ class Heartbeat:
         self._sent_s = now_s
         self._flight.beat()
         for rank in self._neighbours:
-            # Send only if the previous heartbeat to this neighbour has left. If the neighbour is
-            # suspended, heartbeats to it would otherwise pile up.
+            # Don't send a heartbeat to a neighbour before the previous one has been sent
+            # completely. If the neighbour is suspended, it doesn't receive anything, and the
+            # heartbeats would pile up.
             if rank not in self._sent or self._comm.test(self._sent[rank]):
                 self._sent[rank] = self._comm.isend(self._flight.describe(), dest=rank, tag=_BEAT)
         overdue = self._timer.tick(passed_s)
         for rank in self._timer.seconds:
             found = process_state(self._processes[rank], self._processes[self._rank])
-            # If the process is gone, that may be because it has aborted properly, and its abort
-            # notice, which explains more than we can, may not have reached us yet. So we report the
-            # process only when we find it gone for the second time, about a second later.
+            # A process may be gone because it has aborted properly. In that case, it has sent an
+            # abort notice, which explains more than we can, but which may not have arrived yet. So
+            # we report the process only when we find it gone for the second time, about a second
+            # later.
             if rank in overdue or (found == "gone" and rank in self._gone):
                 return self.lost_peer(rank)
             if found == "gone":

@@ -1,8 +1,8 @@
 """Handlers for Ctrl-C and SIGTERM that neither lose an interrupt nor interrupt a run at random.
 
-Python runs the handler of a signal in the main thread, between two arbitrary instructions. If the
-handler raises an exception, it appears at that point of the main thread's code. There are three
-ways in which this can go wrong:
+When a signal arrives, Python runs its handler in the main thread, between two arbitrary
+instructions. If the handler raises an exception, it's as if the code that was interrupted had
+raised it. There are three ways in which this can go wrong:
 
 - **The exception is lost.** If an exception is raised in a callback of the garbage collector,
   Python prints and drops it. JAX installs such a callback, and garbage is collected all the time
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from jaxcross.health.flight_recorder import FlightRecorder
 
 _AGAIN_S = 0.05
-# A batch system sends its signal to every process of a job, including `mpirun`, which forwards it
-# to the ranks. So a rank gets the signal several times. We count all signals within this time as
-# one.
+# All signals within this time count as one. A batch system sends its signal to every process of a
+# job, including `mpirun`, and `mpirun` forwards the signal to the ranks. So each rank gets it
+# several times.
 ONE_STOP_S = 2.0
 _REACT_S = 5.0
 _AT_ONCE_S = 0.5  # a user who presses Ctrl-C twice takes longer
@@ -72,10 +72,10 @@ class Postponement:
         """Whether the handler should raise now. If not, the signal is sent again or dropped."""
         sent_again = self._sent_again
         self._sent_again = False
-        # Python marks the main thread as ended as soon as it starts to exit, although handlers
-        # still run in it. We have to check this here rather than in the timer's thread before
-        # sending the signal, because the exit could begin between that check and the signal's
-        # arrival.
+        # Drop a signal that was sent again if the interpreter is exiting by now. We can tell from
+        # the main thread: Python marks it as ended as soon as the exit begins, although handlers
+        # still run in it. It wouldn't be enough if the timer's thread checked this before sending
+        # the signal, because the exit could begin before the signal arrives.
         if sent_again and not threading.main_thread().is_alive():
             return False
         if not _would_be_lost(frame):
@@ -149,9 +149,10 @@ class SigtermHandler:
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return
-        # As long as the main thread is in C code, Python doesn't run any handler. But as soon as a
-        # signal arrives, it writes a byte to the wakeup pipe, whatever the main thread is doing. By
-        # reading that pipe, the watchdog's thread can find out that a signal is pending.
+        # As long as the main thread is in C code, Python doesn't run any handler. But whatever the
+        # main thread is doing, as soon as a signal arrives, a byte is written to the wakeup pipe.
+        # The watchdog's thread reads that pipe, so it notices signals that haven't been handled
+        # yet.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)
@@ -160,9 +161,9 @@ class SigtermHandler:
         if others != -1:
             signal.set_wakeup_fd(others)
         # Data loaders terminate their worker processes by SIGTERM. A forked worker inherits our
-        # handler and the pipe, so the byte for its own signal would end up in the rank's pipe, and
-        # the rank would terminate itself. So we remove both in the child, and block the signal
-        # during the fork until that's done.
+        # handler and the rank's pipe, so the worker's signal would write a byte into that pipe, and
+        # the rank would terminate itself. So we remove the handler and the pipe in the child, and
+        # block SIGTERM during the fork until that's done.
         os.register_at_fork(
             before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget
         )
@@ -210,8 +211,8 @@ class SigtermHandler:
         if not self._postponement.lets_through(number, frame):
             return
         now_s = time.monotonic()
-        # Remove the byte of this signal from the pipe. Otherwise a later call of `overdue` would
-        # find it and think that another signal has arrived.
+        # This signal has also written a byte into the pipe. Remove it, because otherwise a later
+        # call of `overdue` would find it and think that another signal has arrived.
         self._drain()
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return

@@ -1,8 +1,8 @@
 """A communicator that detects calls which don't return.
 
-If a rank has died, a send to it may never return, because MPICH over TCP retries forever. The
-thread that called it is then stuck inside MPI and can't report anything. So another thread measures
-how long each call takes.
+A send to a rank that has died may never return. With MPICH over TCP, for example, it retries
+forever. The thread that called it is then stuck inside MPI and can't report anything. So another
+thread measures how long each call takes, and reports calls that take too long.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ class TimedComm:
             del self._calls[number]
 
     def _watch(self) -> None:
-        # We count iterations of this thread rather than reading a clock. While the process is
-        # suspended, this thread doesn't iterate, so a call doesn't seem to take long just because
-        # the process was suspended during it.
+        # Measure time by counting this thread's iterations, rather than by reading a clock. A clock
+        # continues while the process is suspended, so a call that was in progress at that time
+        # would seem to be stuck. Like the call, this thread doesn't run in the meantime, so it
+        # doesn't count that time.
         between_s = min(_LONGEST_BETWEEN_S, self._limit_s / 5)
         lasting: dict[int, float] = {}
         while not self._stop.wait(between_s):

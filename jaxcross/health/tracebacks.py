@@ -1,7 +1,8 @@
 """Python stacks in a form that's useful for users: of all threads, or of an exception.
 
-From an exception's traceback, we remove the frames that don't help the user. It then starts at the
-script's first line and ends at the last line of the user's own code.
+From an exception's traceback, we remove the frames that don't help the user: those that start the
+script, and our own ones at both ends. What's left starts at the script's first line, and ends at
+the last line of the user's own code.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from jaxcross.errors import CutError, ExchangeError, JobError
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _STARTERS = ("<frozen runpy>", "mpi4py/__main__.py", "mpi4py/run.py")
-# Errors that we raise on purpose, to tell the user about something. If any other exception is
-# raised in our own code, it may be a bug in there, so we leave our frames in its traceback.
+# Errors that we raise on purpose, to tell the user about a mistake. Our own frames don't help with
+# those, so we remove them. Any other exception that comes from our code may be due to a bug in it,
+# so its traceback keeps our frames.
 _OUR_ERRORS = (CutError, ExchangeError, JobError, TypeError, ValueError)
 
 
 def trim(error: BaseException) -> None:
     """Removes from a traceback the frames that start a script, and our own frames at both ends.
 
-    Also trims the tracebacks of the exceptions that caused this one. If no frame would be left, a
-    traceback stays as it is. With `jax_traceback_filtering` set to `off`, nothing is trimmed.
+    The exceptions that caused this one are trimmed as well. If all frames of a traceback would be
+    removed, it stays as it is. If the user has set `jax_traceback_filtering` to `off`, nothing is
+    trimmed.
     """
     import jax
 
@@ -91,10 +94,10 @@ def stacks() -> str:
 def _frames() -> dict[int, FrameType]:
     """Returns the current frame of every thread.
 
-    Python before 3.11.9 holds a lock while it lists the frames. If garbage is collected at that
-    moment, another thread may get to run, and if that thread is just starting or exiting, it needs
-    the same lock, so the process deadlocks (python/cpython#106883). So we disable garbage
-    collection meanwhile.
+    Disables garbage collection meanwhile, because Python before 3.11.9 could deadlock
+    (python/cpython#106883). It holds a lock while it lists the frames. If garbage is collected at
+    that moment, another thread may get to run. If that thread is just starting or exiting, it needs
+    the same lock.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -13,15 +13,16 @@ arrived. A few waits don't have a place in this sequence, e.g. a job's wait for 
 these, the caller provides a function that determines the missing ranks (`WaitingFor`).
 
 If one rank is late, all other ranks are stuck in the same wait, and their watchdogs notice that at
-about the same time. Only one of them should report it; see `_investigate`.
+about the same time. Only one of these watchdogs should report it; `_investigate` explains how they
+choose.
 
-A rank isn't late if it just hasn't been running. When a batch system suspends the processes, or a
-user stops them by Ctrl-Z, the clock continues. So we detect such gaps, and subtract them from all
-waits.
+A rank that was suspended isn't late. When a batch system suspends the processes, or a user stops
+them by Ctrl-Z, the clock continues although no rank is running. So we detect such gaps, and
+subtract them from the duration of all waits.
 
-The same thread does everything else that has to continue whatever the main thread does: it sends
-and receives heartbeats and abort notices, detects that the main thread doesn't react to SIGTERM,
-and runs the barriers at the end of the script.
+The watchdog's thread also does everything else that has to continue even if the main thread is
+stuck: it sends and receives heartbeats and abort notices, detects that the main thread doesn't
+react to SIGTERM, and runs the barriers at the end of the script.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ class Watchdog:
     ) -> None:
         self._flight = flight
         self._sigterm = sigterm
-        # An MPI call that takes as long as a missing heartbeat counts as stuck. The minimum keeps a
-        # very short timeout from making ordinary calls look stuck.
+        # How long an MPI call may take before it counts as stuck. That's as long as a rank may be
+        # without a heartbeat. If the user has chosen a very short time, the minimum keeps ordinary
+        # calls from looking stuck.
         self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
         timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
         self._comm = timed
@@ -214,9 +216,9 @@ class Watchdog:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
             # While this rank was in a local wait, e.g. loading data, the other ranks may have been
-            # waiting for it, and that time counts in their waits. So even right after the end of
-            # the local wait, their waits may be over the limit through no fault of this rank. We
-            # excuse it for another `timeout_s`.
+            # waiting for it. Their waits include that time, so they may be over the limit right
+            # after the local wait has ended, although this rank isn't stuck. So we excuse this rank
+            # for another `timeout_s`.
             since_s = time.monotonic() - self.timeout_s
             self._local_ended_s = {
                 job: end_s for job, end_s in self._local_ended_s.items() if end_s > since_s
@@ -234,9 +236,9 @@ class Watchdog:
         while True:
             try:
                 if self._stop.wait(self._interval_s):
-                    # This rank's script has ended, but other ranks' scripts may still be running
-                    # and need heartbeats, answers and notices. So continue until all ranks have
-                    # reached the barrier.
+                    # This rank's script has ended. But other ranks' scripts may still be running,
+                    # and those ranks still need this one's heartbeats, answers and notices. So this
+                    # thread continues until all ranks have reached the barrier.
                     self._shutdown = self._shutdown or self._begin_shutdown()
                     if self._shutdown.passed():
                         return
@@ -267,8 +269,8 @@ class Watchdog:
     def _leave_out_stops(self) -> None:
         """Detects that the process was suspended, and subtracts that time from all waits."""
         now_s = time.monotonic()
-        # An iteration of this thread takes less than a second. If more time has passed since the
-        # last one, the whole process must have been suspended, e.g. by SIGSTOP.
+        # One iteration of this thread takes less than a second. So if the last iteration was longer
+        # ago than that, the whole process must have been suspended, e.g. by SIGSTOP.
         stopped_s = now_s - self._looked_s - _LONGEST_TURN_S
         self._looked_s = now_s
         if stopped_s <= 0:
@@ -310,8 +312,9 @@ class Watchdog:
 
     def _exchange_beats(self) -> None:
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
-            # No rank sends heartbeats after the first barrier. The only sign of a lost rank is then
-            # that the second barrier takes too long.
+            # After the first barrier, no rank sends heartbeats any more, so a missing heartbeat
+            # doesn't mean anything. The only sign of a lost rank is then that the second barrier
+            # takes too long.
             if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
                 self._report(
                     "the barrier after all scripts does not end: a rank, its host or a link is gone"
@@ -353,9 +356,10 @@ class Watchdog:
 
     def _check_exited(self, wait: Activity) -> None:
         """Reports a neighbour whose script ended before it entered this wait."""
-        # A neighbour that has ended will never arrive, so we needn't wait for the full `timeout_s`.
-        # But if it exits because of an error, it first announces its exit and then sends an abort
-        # notice, which explains more. So give the notice some time to arrive.
+        # A neighbour whose script has ended will never enter this wait, so we needn't let it last
+        # for the full `timeout_s`. But if the script ended because of an error, the neighbour sends
+        # an abort notice right after announcing its exit. The notice explains more than we can, so
+        # give it some time to arrive.
         if (
             self._heartbeat is None
             or time.monotonic() - wait.since_s < self._heartbeat.heartbeat_timeout_s
@@ -383,9 +387,9 @@ class Watchdog:
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
-        # While waiting for the answers, count iterations rather than seconds. If this process is
-        # suspended during that time, it still reads the answers when it continues, instead of
-        # running into a timeout.
+        # Limit the number of iterations rather than the time. If this process is suspended while
+        # it's waiting for the answers, it can still read them when it continues. A time limit would
+        # be over by then.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
             if None not in answers.values():
                 break
@@ -396,8 +400,8 @@ class Watchdog:
                 if number == self._questions:  # otherwise it's a late answer to an earlier question
                     answers[source] = answer
             self._stop.wait(_ASKING_INTERVAL_S)
-        # Some of the questions may not have been delivered to ranks that didn't answer. We can drop
-        # the requests anyway, because the abort comes next.
+        # If a rank didn't answer, its question may not even have been sent yet. We drop the MPI
+        # request anyway, because an abort usually comes next.
         del pending
         return answers
 
@@ -405,8 +409,8 @@ class Watchdog:
         """Reports a stuck wait and aborts all ranks, unless another rank does so or the wait ends.
 
         Several ranks usually notice the same stall at about the same time, but a single report is
-        enough. So they have to decide which of them reports, and for that they have nothing but the
-        questions and answers themselves:
+        enough. They can only find out from their questions to each other, and from the answers,
+        which of them should report. These are the rules:
 
         - A rank that was asked by another rank before it asked itself leaves the report to that
           rank.
@@ -431,8 +435,8 @@ class Watchdog:
                 self._attend()
             if not self._stop.is_set():
                 answers = self._ask("status", self._others)
-        # We spent up to several seconds on asking. In the meantime the wait may have ended. It may
-        # also turn out that the process was suspended, and that the wait only seemed to be long.
+        # Asking may have taken several seconds. By now, the wait may be over. Or the process may
+        # have been suspended, so that the wait only seemed to be long. So check again.
         self._leave_out_stops()
         wait = self._lasts(token)
         self._asking = wait is not None and not self._stop.is_set()
@@ -444,9 +448,10 @@ class Watchdog:
         if self._lasts(token) is None:
             self._asking = False
             return
-        # No rank is to blame for the wait at the moment, so let it continue. A rank that hasn't
-        # answered may be the culprit, but then its heartbeats will stop. If there are no
-        # heartbeats, nothing else would find that rank, so we report it now.
+        # At the moment, no rank can be blamed for the wait, so let it continue. A rank that hasn't
+        # answered may be the culprit, but in that case it will stop sending heartbeats, and will be
+        # reported for that. Without heartbeats, nothing else would detect such a rank, so we report
+        # it now.
         if (
             ranks is not None
             and not ranks
@@ -472,8 +477,9 @@ class Watchdog:
         ranks: Mapping[int, str] | None,
     ) -> NoReturn:
         late = late_ranks(wait, answers, ranks)
-        # When they receive this question, the late ranks print their stacks themselves. We wait for
-        # their answers only because the abort would otherwise interrupt the printing.
+        # The late ranks print their own stacks when they receive this question. We don't need their
+        # answers, but we wait for them, because the abort that comes next would otherwise interrupt
+        # the printing.
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)
@@ -516,14 +522,14 @@ class Monitor:
 class ShutdownBarrier:
     """Two barriers at the end of the script, after which MPI may be finalised.
 
-    A rank must not leave MPI as long as another rank might send it a message. But MPI lets a rank
-    finalise before the others do, and MPICH over TCP then retries forever to reach it, so the
-    sender hangs.
+    No rank may finalise MPI as long as another rank might send it a message. But MPI doesn't ensure
+    that: it lets a rank finalise before the others do. If another rank then sends a message to it,
+    MPICH over TCP retries forever, and the sender hangs.
 
-    A single barrier isn't enough: a rank that has passed it knows that all scripts have ended, but
-    another rank that hasn't noticed this yet may still send a heartbeat. So after the first
-    barrier, a rank stops sending, and enters the second one. Once it has passed the second barrier,
-    it knows that no rank sends any more.
+    A single barrier isn't enough. A rank that has passed it knows that all scripts have ended, but
+    another rank may not have noticed this yet, and may still send a heartbeat. So each rank stops
+    sending after the first barrier, and then enters a second one. Once it has passed that one, no
+    rank sends any more.
 
     Only one thread may use it. None of its methods waits.
 

@@ -1,16 +1,18 @@
 """Writes a rank's ballot: its votes on the jobs, on jobs that may join, and on pending texts.
 
-If we wrote all rows before each vote, the cost of a vote would grow with the number of jobs. So the
-ballot is kept from vote to vote. Whatever changes a job's local state calls `touch`, and `cast`
-rewrites the rows of these jobs only.
+A ballot is a vector with one row per job. If we wrote all rows before each vote, the cost of a vote
+would grow with the number of jobs. So we keep the vector from vote to vote. Whatever changes a
+job's local state marks the job by calling `touch`, and `cast` rewrites only the rows of the marked
+jobs.
 
-Two kinds of entries must not stay in the ballot, because they are valid for a single vote: requests
-about jobs, and the bit that says that a job was added. They are removed after they have been cast.
+Although the ballot is kept, two kinds of entries are valid for a single vote only, so we remove
+them after they have been cast: requests to stop, pause or resume a job, and the bit that says that
+a job was added since the last vote.
 
 The name of a job that's to join, or a text for all ranks, doesn't fit into a vector of numbers
 whose length is the same on all ranks. So the ballot only contains bits that say whether there is
 anything to announce. If the vote finds that there is, the ranks gather their announcements as
-texts, in a slot of their own.
+texts, in a separate collective operation.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class BallotWriter:
 
     Attributes:
         pending: Jobs that were added on this rank during the run and haven't joined yet.
-        urgent: Whether the next vote should take place immediately, rather than after the backoff,
-            because there's something to decide that isn't tied to a particular job's turn.
+        urgent: Whether this rank should enter the next vote immediately, rather than after a short
+            wait (the backoff), because there's something to decide that isn't tied to a particular
+            job's turn.
     """
 
     def __init__(self, rows: int) -> None:
@@ -74,7 +77,8 @@ class BallotWriter:
         for job in self._touched:
             mine = jobs[job]
             self._ballot.set_job(shared[job].row, mine.ballot())
-            # If a request to pause stayed in the ballot, it would pause the job again as soon as
+            # A request to stop, pause or resume a job is part of one ballot only. If it stayed in
+            # the ballot, a rank that has requested a pause would pause the job again right after
             # another rank has resumed it.
             if mine.request is not JobRequest.NONE:
                 mine.request = JobRequest.NONE
@@ -117,9 +121,10 @@ class PendingJobs:
     def write(self, ballot: Ballot) -> None:
         """Writes into the ballot whether the ranks should gather their announcements next.
 
-        A newly added job requests a gathering in one vote only. If it repeated the request in every
-        vote, the ranks would gather again and again without result until the last rank has added
-        the job.
+        A gathering, in which the ranks exchange their announcements, only takes place if a vote
+        finds that it's needed. A newly added job requests one in a single vote. If it repeated the
+        request in every vote, the ranks might gather again and again, to no effect, until the last
+        rank has added the job.
         """
         ballot.set_announcements(
             has_pending=bool(self._waiting), has_added=self._has_added, has_texts=bool(self._texts)

@@ -66,7 +66,7 @@ class Work:
         self._schedule_end(factor)
 
     def change_pace(self, now_s: float, factor: float) -> None:
-        """From now on, the work takes `factor` times as long as undisturbed."""
+        """Changes the work's speed: from now on, it takes `factor` times as long as undisturbed."""
         if factor == self._factor:
             # If the speed hasn't changed, keep the scheduled end. Computing it again would shift it
             # slightly through rounding errors.
@@ -83,7 +83,7 @@ class Work:
 
     def _end(self, version: int) -> None:
         if version == self._version:
-            # A scheduled call can't be cancelled. So when the speed changes, we schedule another
-            # call for the new end time and increase the version number. The old call finds an
-            # outdated number here, and does nothing.
+            # A call that was scheduled on the simulated clock can't be cancelled. So when the
+            # work's speed changes, we schedule another call for the new end time, and increase the
+            # version number. When the old call arrives, its version is outdated, and it's ignored.
             self._on_end()

@@ -72,9 +72,9 @@ class Span:
 class Instrument:
     """Base class for objects that listen to a run. Override the hooks that you need.
 
-    Hooks are called directly from the threads that run the lanes and the jobs, and several threads
-    may call a hook at the same time. So a hook must be quick and thread-safe, and it must not
-    raise. The run doesn't call hooks that you haven't overridden.
+    The run's threads, i.e. those that compute, exchange or run a job's function, call the hooks
+    directly, and several threads may call the same hook at once. So a hook must return quickly, be
+    thread-safe, and never raise. Hooks that you don't override aren't called at all.
     """
 
     def writes_to(self) -> str:
@@ -89,10 +89,10 @@ class Instrument:
     ) -> None:
         """Called when something happens that the user should know.
 
-        There are four kinds of notes. A `loss` comes with a number, and a `status` with a text.
-        Each job's final note is `done` if the job's function ran to its end, and `closed`
-        otherwise, with the job's final status as its value. After the final note, `metrics` isn't
-        called for the job any more.
+        There are four kinds of notes. The value of a `loss` is a number, and that of a `status` is
+        a text. The last note of every job is `done` if the job's function ran to its end, and
+        `closed` otherwise, with the job's final status as its value. After that note, `metrics`
+        isn't called for the job any more.
         """
 
     def metrics(self, *, job: str, step: int, values: object) -> None:

@@ -1,8 +1,9 @@
 """Decides what each lane does next. A pure state machine: events in, instructions out.
 
-The interleaver has no threads and no clock, and uses neither JAX nor MPI. So the same class makes
-the decisions in real runs, in the simulator and in the model check, with any policy. Its state
-changes only in `handle`, and `check` tests the invariants.
+The interleaver decides in which order the jobs' computations and exchanges run, but it doesn't run
+them: it has no threads and no clock, and uses neither JAX nor MPI. So the same class makes the
+decisions in real runs, in the simulator and in the model check, with any policy. Its state changes
+only in `handle`, and `check` tests its invariants.
 
 **Compute lane.** Each rank orders its own compute segments. At most `depth` of them are on the
 device at once. Whenever there are fewer, and at least one job has a segment that's ready, we
@@ -12,15 +13,18 @@ three conditions hold: all compute segments that it needs have been dispatched (
 in that order), all exchanges that it needs are complete, and, if it overwrites the step's input
 state, the step is committed.
 
-**Exchange lane.** All ranks run the same exchanges and votes in the same order, because each rank
-computes the order from `SharedState`, which is identical everywhere. The only thing that a rank
-decides for itself is *when* it starts the next slot:
+**Exchange lane.** All ranks run the same exchanges and votes in the same order. We call each
+position in that order a slot. Every rank computes the next slot on its own, from `SharedState`,
+which is identical everywhere. The only thing that a rank decides for itself is *when* it starts the
+slot:
 
 - It starts an exchange as soon as the segments that produce the exchange's inputs have been
   dispatched on this rank. If one of these segments has failed, it starts the exchange immediately,
   with zeros as inputs.
-- It starts a commit vote, a sync, a gathering, and the vote on an idle job without waiting for
-  anything. A comparison starts once none of the job's calls is running any more.
+- It doesn't wait before a commit vote (may this step overwrite the state?), a sync (communication
+  that a job's thread has requested), a gathering (of announcements) or the vote on an idle job. A
+  comparison, in which the ranks exchange texts about a job that can't continue, starts once none of
+  the job's calls is running any more.
 - If no exchange is pending, the next slot is a `deferrable` vote. A rank enters it immediately if
   the job whose turn it is has something to report on this rank. Otherwise the rank waits until the
   driver's backoff has elapsed.
@@ -32,14 +36,14 @@ slots, the claim is obvious from the list above, because a backoff is bounded an
 one per slot. Two kinds wait for computation:
 
 - An exchange waits for the compute segments that produce its inputs. These segments depend neither
-  on a later exchange nor on the commit (`StepGraph` refuses such programs), so they only need the
-  compute lane.
-- A comparison waits for a call that has already received everything it needs from the exchange
-  lane.
+  on a later exchange nor on the step's commit, because `StepGraph` refuses such programs. So they
+  only need the compute lane.
+- A comparison waits for a running call of the job. That call has already received everything that
+  it needs from the exchange lane.
 
-Neither wait can last forever, because the compute lane makes progress by itself: every segment on
-it ends, no policy passes over a job forever, and a call that has begun doesn't need another vote to
-use the lane.
+Neither wait can last forever, because computation progresses on a rank without any help from other
+ranks: everything that runs on the device ends at some point, no policy may starve a job, and a call
+that has begun doesn't need another vote before it may compute.
 
 **Why it doesn't spin.** If ranks entered deferrable votes immediately whenever they liked, they
 would vote in a busy loop while all jobs are computing. So a rank enters such a vote immediately
@@ -48,13 +52,13 @@ ranks enter it immediately because the same job waits or has failed on each of t
 result: the job's step is admitted, its batch granted, or the job ends. If not, then some rank has
 nothing to report, and its backoff delays the vote for all ranks.
 
-**Membership.** We never reuse a job's number. So when an event arrives after its job has left, we
-can tell that it's stale and doesn't belong to a newer job. A job that's added during the run joins
-between two votes, once it has been added on all ranks (`PendingJobs`).
+**Membership.** Each job has a number, which we never reuse. So when an event arrives after its job
+has left the run, we can tell that it's stale and doesn't belong to a newer job. A job that's added
+during the run joins between two votes, once all ranks have added it (`PendingJobs`).
 
 **Joint start.** A run may hold back its jobs' first steps until all of the jobs are ready to make
-theirs; `JointStart` explains why that wait always ends. A job that's held back can't benefit from a
-vote, so it doesn't make its rank vote immediately.
+theirs; `JointStart` explains why that wait always ends. No vote can let a job continue while it's
+held back. So unlike other waiting jobs, such a job doesn't make its rank vote immediately.
 
 **Failure.** If a rank fails in the middle of a step that was admitted, the other ranks are going to
 enter the remaining exchanges of that step, so the failed rank takes part in them with zeros. It
@@ -124,8 +128,9 @@ class Interleaver:
     def announcement(self) -> str:
         """Returns the text that this rank contributes to a `GatherAnnouncements`.
 
-        Call this exactly once, at the beginning of a gathering. The call removes the submitted
-        texts from the list of pending ones, so they'd be lost if it was called again.
+        Call this exactly once per gathering, i.e. whenever the ranks are about to exchange their
+        announcements. The call empties the list of submitted texts, so a second call would return
+        an announcement without them.
         """
         return self._ballot_writer.pending.announcement()
 
@@ -144,8 +149,9 @@ class Interleaver:
     def all_paused(self) -> list[int]:
         """Returns the unfinished jobs if all are paused and only a `resume` can change that.
 
-        Returns an empty list if any unfinished job isn't paused, is in the middle of its exchanges,
-        or has a thread that's still running its own code on this rank.
+        Returns an empty list if the run is being stopped or can still progress by itself, i.e. if
+        some unfinished job isn't paused, is in the middle of its exchanges, or has a thread that's
+        still running the job's own code on this rank.
         """
         left = {number: job for number, job in self.shared.jobs.items() if not job.finished}
         if self.shared.stopping or not all(
@@ -154,8 +160,8 @@ class Interleaver:
             return []
         for number in left:
             mine = self._jobs[number]
-            # A paused job still receives batches, so a thread that waits for one may soon run
-            # again, up to its next step.
+            # A paused job can't make steps, but it still receives batches of data. So if its thread
+            # waits for a batch, the thread may soon run again, until it calls the next step.
             at_rest = mine.point is not None and mine.point.kind != "batch"
             if mine.thread_started and not at_rest:
                 return []
@@ -220,9 +226,9 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.shared.queued_done()
-                # A rank on which nothing went wrong contributes a text that says where the job's
-                # thread is waiting. So the job counts as ejected only if at least one rank ejected
-                # it and none reports a failure.
+                # The ranks have exchanged texts about a job that can't continue. If nothing went
+                # wrong on a rank, its text only says where the job's thread is waiting. So the job
+                # counts as ejected if at least one rank ejected it and no rank reports a failure.
                 kinds = {text.partition("\n")[0] for text in texts}
                 failed = JobStatus.FAILED in kinds or JobStatus.EJECTED not in kinds
                 self._finish_job(job, JobStatus.FAILED if failed else JobStatus.EJECTED, texts)
@@ -284,8 +290,9 @@ class Interleaver:
     def _apply_to_absent_job(self, event: m.Event) -> None:
         """Applies an event of a job that has already left or hasn't joined yet."""
         match event:
-            # A job's segments may still be on the device when the job leaves. Each of them frees
-            # its place on the lane now.
+            # When a job leaves the run, some of its computations may still be in the device's
+            # queue. Each of them occupies a place on the compute lane until it completes or fails,
+            # so free that place now.
             case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
             # The job has ended on all ranks, but its thread didn't know that yet.
@@ -315,9 +322,10 @@ class Interleaver:
             self._ballot_writer.join(number, self.shared.rows)
             self._out.append(m.JobJoined(number, name))
         if delivered:
-            # Delivering a text may add a job on every rank, and the job can only join in a
-            # gathering. If it's the only job left, no slot would follow in which it could join, and
-            # the run would end without it. So queue another gathering.
+            # Delivering a text may add a job on every rank, and an added job can only join the run
+            # in a gathering, in which the ranks exchange announcements. So we queue another
+            # gathering right away. Otherwise, if no other job was left, the run would end before
+            # the new job could join.
             self.shared.queue.append(Slot("gather"))
             self._out += [m.TextDelivered(text) for text in delivered]
 
@@ -346,8 +354,9 @@ class Interleaver:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        # Report the number of steps that all ranks have made. The shared count includes calls that
-        # aren't steps, so subtract these, except for the local ones, which it doesn't include.
+        # Report how many steps all ranks have made. The counter `shared.step` includes calls that
+        # aren't steps, such as evaluations, so subtract these. But it doesn't include the local
+        # calls since the last exchange, so don't subtract those.
         step = shared.step - (mine.other_calls - mine.other_local_calls)
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:
@@ -359,9 +368,9 @@ class Interleaver:
     def _answer_thread(self, job: int) -> None:
         """Lets a job's thread continue if its step is complete, or proposes the job's end.
 
-        A job whose function has returned doesn't propose its end until its last segment has left
-        the device, because the segment could still fail, and the job would then have to end with an
-        error.
+        When a job's function has returned on this rank, the rank proposes the job's end in the next
+        vote. But it first waits until the job's last computation has left the device, because that
+        computation could still fail, and the job would then have to end with an error.
         """
         mine = self._jobs[job]
         if (
@@ -433,7 +442,8 @@ class Interleaver:
         elif slot.kind == "vote":
             urgent = not slot.deferrable or self._ballot_writer.urgent
             urgent = urgent or (slot.job >= 0 and self._jobs[slot.job].has_update())
-            # Nothing to report on this rank. Ask the driver for a backoff, but only once per slot.
+            # This rank has nothing to report. So ask the driver to wait for a while (a backoff)
+            # before the vote, but only once per slot.
             if not (urgent or backoff_over):
                 if not self._backing_off:
                     self._backing_off = True
@@ -482,8 +492,9 @@ class Interleaver:
     def _apply_outcome(self, outcome: Outcome) -> None:
         job = outcome.job
         call = self._jobs[outcome.job].call
-        # The shared count of steps goes up with every commit, even that of a call that isn't a
-        # step. `step` subtracts such calls again.
+        # The counter `shared.step` goes up with every commit, even if the call isn't a step, e.g.
+        # an evaluation that exchanges something. So we count such calls here, and the `step` method
+        # subtracts them.
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
             self._jobs[job].other_calls += 1
         if outcome.kind in (
@@ -492,8 +503,9 @@ class Interleaver:
             "ended",
             "stopped",
         ):
-            # All ranks have made the same number of steps at this point, so the local steps become
-            # part of the shared count.
+            # Each rank makes its local steps, i.e. steps without exchanges, on its own. At this
+            # point, all ranks have made the same number of them, so we can add them to the count
+            # that's identical across ranks.
             self.shared.jobs[job].step += self._jobs[job].local_steps
             self._jobs[job].local_steps = 0
             self._jobs[job].other_local_calls = 0

@@ -1,20 +1,21 @@
 """The joint start: no job makes its first step before all initial jobs are ready to make theirs.
 
-All ranks must hold back the same jobs, so this is part of the state that's identical across ranks.
-It changes only on events that all ranks process at the same point between two exchanges: vote
-verdicts, and jobs that end, pause or resume.
+All ranks must hold back the same jobs. So which jobs are held back is part of the state that's
+identical across ranks. It changes only on events that all ranks process at the same point between
+two exchanges: when a vote delivers its result, or when a job ends, pauses or resumes.
 
 **Why it can't deadlock.** The other jobs wait for a job only as long as three conditions hold: the
-policy lets the job run, some rank hasn't reached the job's first step yet, and no rank has excused
-the job. So the wait ends as soon as the job arrives, leaves, is paused or is excused.
+policy lets the job run, the job hasn't reached its first step on all ranks yet, and no rank has
+excused it, i.e. exempted the others from waiting for it. So the wait ends as soon as the job
+arrives, leaves, is paused or is excused.
 
 Excuses are needed because a job may wait for another job's results, and would then never reach its
 first step. If it waits with a call of ours, e.g. for another job's end, its rank excuses it at
 once. Other waits look like ordinary work, so a rank also excuses a job whose thread spends too long
 on anything other than tracing and compiling its first step.
 
-Only first steps are held back. Before its first step, a job can still read batches, run work on all
-ranks, and call functions that don't count as steps.
+Only a job's first step is held back. Whatever the job does before that runs as usual: it can read
+batches, run work on all ranks, and call functions that don't count as steps, such as evaluations.
 """
 
 from __future__ import annotations

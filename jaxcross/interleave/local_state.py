@@ -18,8 +18,9 @@ PointKind = Literal["step", "batch", "sync", "end"]
 class Wait(NamedTuple):
     """A job's wait between two exchanges, either for other ranks or, if `own`, for something local.
 
-    `moved` is a counter that changes whenever the job makes progress during the wait, e.g. when it
-    skips a batch to get to a restart's position. A wait that makes progress isn't stuck.
+    The `moved` counter tells a wait that makes progress from one that's stuck. It changes whenever
+    the job gets any further during the wait, e.g. when the prefetcher skips a batch because the job
+    resumes from a later position in its data.
     """
 
     step: int
@@ -61,8 +62,9 @@ class LocalCall:
     # For each segment, how many of the segments that it needs are still missing, i.e. neither
     # issued nor exchanged.
     _unmet: list[int] = field(init=False)
-    # Compute segments that could run now and haven't been issued yet, in order. The segments in the
-    # second list overwrite the step's input state, so they also have to wait for the commit.
+    # Those computations (segments) of the step that could run now, but haven't been passed to the
+    # compute lane yet, in order. The ones in the second list overwrite the step's input state, so
+    # they also have to wait until all ranks have committed the step.
     _ready_before: list[int] = field(init=False)
     _ready_after: list[int] = field(init=False)
 
@@ -109,8 +111,9 @@ class LocalCall:
     def must_complete(self) -> bool:
         """Whether the call runs to completion even if its job has failed.
 
-        Once a call may have overwritten part of the state, it has to run to completion. Stopping it
-        halfway would leave a state that's neither the old nor the new one.
+        A step may overwrite its input state in place. Once a call may have begun to do that, it has
+        to run to completion. If we stopped it halfway, one part of the state would be from before
+        the step, and another part from after it.
         """
         return not self.broken and (
             self.committed or (bool(self.issued) and not self.graph.collectives)
@@ -132,8 +135,9 @@ class LocalJob:
     """A job's rank-local state."""
 
     thread_started: bool = False
-    # Counts the steps without exchanges since the last step that all ranks made together. Ranks may
-    # make different numbers of such steps before they get to the next exchange.
+    # Counts the steps without exchanges since the last step that all ranks made together. Each rank
+    # makes such steps at its own pace, so these counts may differ between ranks until the next
+    # exchange.
     local_steps: int = 0
     other_calls: int = 0  # calls made like steps that don't count as steps, e.g. evaluations
     other_local_calls: int = 0  # how many of them are in `local_steps`
@@ -142,9 +146,9 @@ class LocalJob:
     is_waiting: bool = False  # the thread waits for an answer
     point: Point | None = None  # where the thread waits for the other ranks
     failed: str | None = None
-    # The first segment that failed. If its call has no commit, a later failure in a call with a
-    # commit replaces it, because only the latter can cost this rank the results of a committed
-    # step.
+    # The first segment that failed, with one exception: if its call has no commit, i.e. no vote on
+    # whether the step takes effect, then a later failure in a call that has one replaces it. Only
+    # such a failure can leave this rank without the results of a step that the other ranks have.
     failed_segment: m.SegmentFailed | None = None
     ejects: bool = False  # the failure is one that ejects the job
     returned: bool = False  # its function returned
@@ -310,7 +314,9 @@ class LocalJob:
         return self.call.graph.collectives
 
     def has_update(self) -> bool:
-        """Whether a vote could let the job continue or end, as far as this rank can tell."""
+        """Whether this rank has anything to report because of which a vote could let the job
+        continue or end.
+        """
         if self.failed is not None:
             return self.received_commit()
         if self.point is None or self.point.kind != "batch":
@@ -364,10 +370,10 @@ class LocalJob:
             text = self.failed
             of = self.failed_segment
             call = self.call
-            # We couldn't tell earlier whether the failed segment's step was committed. The commit
-            # vote may have been in flight when the segment failed, and a call may return before its
-            # last segment completes. If the step was committed, the text has to say so, because
-            # this rank then lacks the step's results.
+            # If the failed segment's step was committed, this rank lacks the step's results while
+            # the other ranks have them, so the text has to say that. We can't tell before now: the
+            # commit vote may have been in flight when the segment failed, and a call may return
+            # before its last segment completes.
             if (
                 of is not None
                 and of.commits

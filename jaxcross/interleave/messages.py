@@ -1,8 +1,9 @@
 """What goes into the interleaver (events) and what comes out of it (instructions), as plain data.
 
-A message about a job has the job's number. A message about a segment also has the number of the
-call, i.e. how many calls the job has made on this rank. Without it, an event that arrives late
-could be attributed to the job's next call, which has segments with the same indices.
+A message about a job contains the job's number. A message about a segment, i.e. a part of a step,
+also contains the number of the call: how many calls the job has made on this rank so far. The
+segments of every call have the same indices, so without that number, an event that arrives late
+could be attributed to the job's next call.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ class BatchWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SyncWanted(Event):
-    """A job's thread requests a slot on the exchange lane. It gets `SyncReturned` or `Raised`."""
+    """A job's thread requests a turn on the exchange lane, for communication of its own.
+
+    It gets `SyncReturned` or `Raised`.
+    """
 
     job: int
     label: str
@@ -191,13 +195,14 @@ class SegmentCompleted(Event):
 class SegmentFailed(Event):
     """A segment raised, either at dispatch or later.
 
-    A compute segment that raises leaves the compute lane, so no `SegmentCompleted` follows. An
-    exchange, however, still takes place, because the other ranks are going to enter it: this rank
-    takes part with zeros, and reports the exchange's end as usual.
+    If a computation fails, it's removed from the compute lane, and this event takes the place of
+    its `SegmentCompleted`. If an exchange fails, it must still take place, because the other ranks
+    are going to enter it. So this rank takes part with zeros as inputs, and reports the exchange's
+    end as usual.
 
-    The `commits` flag says whether the segment's call has a commit. The `ejects` flag says that no
-    exception was raised, but that the segment found values (e.g. values that aren't finite) for
-    which the job has to be ejected.
+    The `commits` flag says whether the segment's call has a commit, i.e. a vote on whether the step
+    takes effect. If the `ejects` flag is set, no exception was raised, but the segment has found
+    invalid values, e.g. values that aren't finite, because of which the job has to leave the run.
     """
 
     job: int
@@ -381,7 +386,8 @@ class StepReturned(Instruction):
     """Answer to a job's thread: all segments of the step were dispatched, so the call can return.
 
     The `step` field is the number of steps that the job has made, including this one. If the
-    `skipped` flag is set, this step left the state unchanged.
+    `skipped` flag is set, the step counts but has left the state unchanged, because some exchanged
+    values weren't finite.
     """
 
     job: int
@@ -431,9 +437,9 @@ class Raised(Instruction):
 class JobFinished(Instruction):
     """The job has ended on every rank, after `step` committed steps.
 
-    If the job failed or was ejected, `texts` contains what each rank says about it, in rank order.
-    The `stop_requested` flag says that somebody requested a stop of this job in particular, rather
-    than of the whole run.
+    If the job failed or was ejected, `texts` contains what each rank says about the reason, in rank
+    order. If the `stop_requested` flag is set, somebody has requested to stop this job in
+    particular, rather than the whole run.
     """
 
     job: int

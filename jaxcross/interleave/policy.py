@@ -1,8 +1,9 @@
 """Policies, which choose the job that's next on a lane.
 
-Each rank uses the same policy for both of its lanes. A policy only receives job numbers and what
-each job has used of the lane so far. Jobs are numbered in the order in which they were added to the
-run or joined it, and numbers are never reused.
+Each rank has a lane for computation and a lane for exchanges, and uses the same policy for both. A
+policy doesn't get any details of the jobs: it only receives their numbers, and how much each of
+them has used the lane so far. Jobs are numbered in the order in which they were added to the run or
+joined it, and numbers are never reused.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ Start = Literal["together", "as_ready"]
 class Policy(Protocol):
     """The rule that chooses the next job on a lane. Immutable, without a clock or random numbers.
 
-    A policy may use nothing but its arguments, because all ranks ask their policies for the next
-    exchange independently of each other, and must get the same answer. Otherwise they'd run
-    different exchanges and deadlock.
+    The ranks don't communicate about which job's exchange is next. Each of them asks its own
+    policy, and all must get the same answer, because otherwise they'd run different exchanges and
+    deadlock. So a policy may use nothing but its arguments.
 
-    A policy class may also have the attributes `depth` and `start`, which have the same meaning as
-    for `RoundRobin`. Without them, the run uses the defaults.
+    A policy class may also have the attributes `depth` (the number of segments on the device) and
+    `start` (whether jobs begin together), which mean the same as for `RoundRobin`. Without them,
+    the run uses the defaults.
     """
 
     @property
@@ -66,14 +68,15 @@ class Policy(Protocol):
 class Turns:
     """What each job has used of one lane so far, for start-time fair queueing.
 
-    See Goyal, Vin and Cheng, SIGCOMM 1996, section 2. Each job has a tag. Whenever the job uses the
-    lane, its tag advances by the amount used, divided by the job's share. `Weighted` always chooses
-    the job with the lowest tag, so in the long run each job gets its share.
+    The algorithm is from Goyal, Vin and Cheng, SIGCOMM 1996, section 2. Each job has a tag, which
+    is the job's position in virtual time. Whenever the job uses the lane, its tag advances by the
+    amount used, divided by the job's share. `Weighted` always chooses the job with the lowest tag,
+    so in the long run each job gets its share.
 
-    Fair queueing in its usual form orders the turns by their finish tags, so it has to know in
-    advance how long a turn will take, and we don't. Start-time fair queueing orders them by their
-    start tags instead, so we can charge a job once its turn is over and its duration has been
-    measured.
+    Classic fair queueing chooses the job whose turn would end first in virtual time (its finish
+    tag). For this, it has to know in advance how long a turn will take, and we don't. Start-time
+    fair queueing chooses the job whose turn would start first, so we can charge a job after its
+    turn, once its duration has been measured.
 
     Attributes:
         policy: The policy that chooses the next job.
@@ -105,8 +108,9 @@ class Turns:
     def start_tag(self, job: int) -> float:
         """Returns the start tag that the job's next turn would have.
 
-        The start tag is the job's finish tag, but at least the lane's virtual time. So a job that
-        has been idle can't save up its share, and then occupy the lane until it has caught up.
+        In virtual time, the next turn starts when the job's last turn ended (its finish tag), but
+        not before the lane's current virtual time. Without this lower bound, a job could save up
+        its share while it's idle, and then occupy the lane until it has caught up.
         """
         return max(self._virtual_time, self._finish_tags[job])
 
@@ -223,8 +227,9 @@ class Weighted:
                 "`shares` of `Weighted` must be positive numbers, one for each job, got "
                 f"{self.shares}."
             )
-        # The ranks compare the `repr` of their policies. After this conversion, the same shares
-        # have the same `repr` even if one rank passed a tuple and another one a list or an array.
+        # To make sure that all ranks use the same policy, they compare its `repr`. Without this
+        # conversion, the texts would differ for equal shares if one rank passed a tuple and another
+        # one a list or an array.
         object.__setattr__(self, "shares", tuple(map(float, numbers)))
         if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):
             raise ValueError(
@@ -271,8 +276,9 @@ class Sequential:
         return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # This policy lets only one job run at a time, but there can be a second candidate after a
-        # pause: the job that ran until the pause still has to complete its call.
+        # This policy lets only one job run at a time, so there's usually just one candidate. But if
+        # a job is paused in the middle of a call, it still has to complete that call, while the
+        # next job is already running.
         return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:
@@ -308,8 +314,8 @@ def checked_start(start: Any) -> Start:
 
 def _in_turn(candidates: Collection[int], turns: Turns) -> int:
     # The first job in round-robin order is nearly always a candidate, so this loop ends right away.
-    # Computing the minimum over all `distance`s instead would take as long as the rest of an
-    # event's work if there are 64 jobs.
+    # A minimum of `distance` over all candidates would be shorter to write, but with 64 jobs, it
+    # would take as long as the rest of an event's work.
     return next(job for job in turns.round() if job in candidates)
 
 

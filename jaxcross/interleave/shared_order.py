@@ -53,9 +53,9 @@ OutcomeKind = Literal[
 class Slot:
     """One operation on the exchange lane, which all ranks perform together.
 
-    We mark a vote as `deferrable` if no exchange is pending, because it delays nothing if a rank
-    waits a little before it enters such a vote. A rank doesn't wait if it has something to report
-    about the vote's `job`, which is -1 if all jobs are paused.
+    A vote is `deferrable` if no exchange is pending. A rank may then wait a little before it enters
+    the vote, because this delays nothing else. It doesn't wait if it has something to report about
+    `job`, the job whose turn it is, which is -1 if all jobs are paused.
     """
 
     kind: SlotKind
@@ -126,8 +126,8 @@ class SharedState:
         self.commit: int | None = None  # the job whose step has just made its last exchange
         self.voted = False  # whether there was a vote since the last exchange
         self.stopping = False
-        # The number of votes that may still be spent on waiting until all jobs have called their
-        # first steps. This happens only before the first exchange.
+        # Before the first exchange, the ranks may vote several times, to wait until all jobs have
+        # called their first steps. This is the number of votes that may still be spent on that.
         self.opening = _OPENING_VOTES
         self.start = JointStart()
         # Comparisons, syncs and gatherings that are due. They take precedence over everything
@@ -138,8 +138,9 @@ class SharedState:
         self._job_of_row: dict[int, int] = {}
         self._next: Slot | None = None  # the result of `slot`, cached until something changes
         self._previous: Verdict | None = None
-        # Jobs on which the latest vote couldn't decide yet, e.g. because they were held back. The
-        # next vote considers them again, even if nothing in their rows has changed.
+        # A vote only considers jobs whose part of the ballot has changed since the previous vote,
+        # and the jobs in this set. The previous vote couldn't decide on these yet, e.g. because
+        # they were held back.
         self._unapplied: set[int] = set()
         for _ in range(jobs):
             self._add()
@@ -226,9 +227,9 @@ class SharedState:
         running = self.running
         job = self.turns.next(running) if running else -1
         idle = job < 0 or not self.jobs[job].remaining
-        # A job may have been paused, or held back by the policy, in the middle of a step. We
-        # complete the exchanges of that step anyway. Otherwise the step would stay half finished,
-        # and other jobs might have to wait for it.
+        # A job may have been paused, or held back by the policy, while it was in the middle of a
+        # step. We complete the exchanges of that step anyway. Otherwise the step would stay half
+        # finished for as long as the job is paused, and other jobs might have to wait for it.
         pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
             # During a joint start, give this vote to a job that the others still wait for. A job
@@ -239,9 +240,9 @@ class SharedState:
         if self.opening:
             late = [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
             if late:
-                # At the beginning, give all jobs a moment to call their first steps. If a job
-                # called its step just after the first exchange has begun, it would have to wait
-                # until that whole exchange is over.
+                # Before the first exchange begins, give all jobs a moment to call their first
+                # steps. A job that called its step just after that would have to wait until the
+                # whole exchange is over.
                 return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
             # It's the turn of a job that hasn't called its next step yet, as far as the ranks know.
@@ -387,8 +388,8 @@ class SharedState:
             job.finished = True
             outcomes.append(Outcome("ended", number))
         elif (self.stopping or job.stop) and (verdict.waiting or not job.started):
-            # Once a job has started, stop it only while it waits on all ranks. Otherwise some rank
-            # may not have received the results of its last step yet.
+            # Stop a job only while its thread waits on all ranks, unless it hasn't started at all.
+            # Otherwise some rank may not have received the results of the job's last step yet.
             job.finished = True
             outcomes.append(Outcome("stopped", number))
         elif job.held:

@@ -47,8 +47,9 @@ class Call:
 class Prepare:
     """Starts to prepare batch number `count` of a stream, which takes `seconds`. Doesn't wait.
 
-    The `last` flag says that the stream has no further batch. A stream is opened by its first
-    batch. The job may still read earlier streams whose end it hasn't reached.
+    A stream is a sequence of batches that a job reads. It's opened when the job prepares its first
+    batch, and the `last` flag marks its final one. A job may have several open streams: the earlier
+    ones stay open until the job has reached their ends.
     """
 
     seconds: float

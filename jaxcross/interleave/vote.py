@@ -1,8 +1,9 @@
 """The vote: a small all-reduce in which the ranks decide what they have to decide together.
 
-Each rank casts a `Ballot`, which is a short int64 vector, and all ranks receive the same `Verdict`,
-which is the elementwise minimum of all ballots. We use a single reduction because each additional
-one would be another round trip. So every question has to be encoded such that a minimum answers it:
+Each rank casts a `Ballot`, which is a short int64 vector. The elementwise minimum of all ballots is
+the `Verdict`, which all ranks receive, so they all come to the same decisions. We use a single
+reduction, because each additional one would cost another round trip. So every question has to be
+encoded such that a minimum answers it:
 
 - "Is this true on all ranks?" is a bit: the minimum is 1 only if it's true on all of them.
 - "Is this number equal on all ranks?" needs two columns, the number and its negation. The minimum
@@ -24,13 +25,14 @@ import numpy as np
 
 # The largest int64. It never changes a minimum, so we use it for "this rank has nothing to say".
 _NEUTRAL = np.iinfo(np.int64).max
-# The number of columns in a job's row. The columns are: waiting, point, -point, good, stream,
-# -stream, prepared, limit, request, finite, received_commit, at_start. `point` and `stream` come
-# with their negations, so that we can tell from the minima whether they are equal on all ranks.
+# The number of columns in the ballot's row for a job. The columns are: waiting, point, -point,
+# good, stream, -stream, prepared, limit, request, finite, received_commit, at_start. We need the
+# negations of `point` and `stream` to find out from the minima whether they are equal on all ranks.
 _FIELDS = 12
-# The number of bits at the beginning, which concern the whole run. If their minima are 1, they
-# mean, in this order: no rank requests that all jobs stop; all ranks have pending jobs; no rank has
-# added a job since the last vote; no rank has a text to deliver.
+# The number of bits at the beginning of the ballot, which concern the whole run rather than a job.
+# If the minimum of a bit is 1, it means, in this order: no rank requests that all jobs stop; all
+# ranks have jobs that are waiting to join; no rank has added a job since the last vote; no rank has
+# a text to deliver.
 _HEADER = 4
 _NO_STOP, _ALL_PENDING, _NONE_ADDED, _NO_TEXT = range(_HEADER)
 
@@ -81,7 +83,7 @@ class JobBallot:
         finite: Whether the values that the step has exchanged are finite on this rank, as far as
             they were checked.
         received_commit: Whether this rank has received the results of the last committed step, or
-            never will.
+            never will, because one of the step's segments failed here.
         at_start: Whether the job has reached its first step on this rank.
     """
 
@@ -99,8 +101,9 @@ class JobBallot:
 class Ballot:
     """One rank's vote, which consists of a few bits about the whole run and one row per job.
 
-    We keep the ballot from vote to vote and rewrite only the rows that have changed. So the host's
-    work per vote depends on how much has changed, rather than on the number of jobs.
+    Most rows don't change between two votes. So we keep the vector from vote to vote, and rewrite
+    only the rows that have changed. The host's work per vote then depends on how much has changed,
+    rather than on the number of jobs.
     """
 
     __slots__ = ("_rows", "_vector")
@@ -179,7 +182,7 @@ class JobVerdict:
         request: The strongest request that any rank has made.
         finite: Whether all exchanged values are finite, as far as ranks have checked.
         received_commit: Whether every rank has received the results of the last committed step, or
-            never will.
+            never will, because one of the step's segments failed there.
         at_start: Whether the job has reached its first step on every rank, or some rank has excused
             it.
     """
@@ -209,9 +212,9 @@ class Verdict:
 
     def __init__(self, vector: np.ndarray) -> None:
         self.stop = not vector[_NO_STOP]
-        # A job can join once all ranks have added it. That can only be the case if all ranks have
-        # pending jobs, and it can only have changed if some rank has added a job since the last
-        # vote.
+        # The ranks have to gather announcements if some rank has a text, or if another job may be
+        # able to join. A job can join once all ranks have added it. So that's only possible if all
+        # ranks have jobs that are waiting to join, and some rank has added one since the last vote.
         self.gather = bool(
             not vector[_NO_TEXT] or (vector[_ALL_PENDING] and not vector[_NONE_ADDED])
         )

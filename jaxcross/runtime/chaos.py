@@ -18,8 +18,9 @@ VARIABLE = "JAXCROSS_CHAOS"
 class Chaos:
     """Random delays. Each thread draws its own, from its name, the seed and the rank.
 
-    With the same seed, a thread's n-th call always gets the same delay, so a failing test can be
-    repeated. Whatever the seed, the results of a run must be bitwise identical.
+    The delays are reproducible, so a test that has failed can be repeated: with the same seed, a
+    thread's n-th call always gets the same delay. Delays must not affect results, so whatever the
+    seed, the results of a run must be bitwise identical.
 
     Args:
         seed: An arbitrary number.

@@ -116,9 +116,10 @@ class _ComparingControl:
             JobError: The ranks' states differ now or differed earlier, or a rank has failed.
         """
         if self._broken is None:
-            # One minimum, over the state and its negation, gives the smallest and the largest state
-            # of all ranks, so it shows whether all states are equal. A failure is the smallest
-            # state, so it's visible even if just one rank has failed.
+            # To compare the states of all ranks, we take the minimum of the state and of its
+            # negation, in a single all-reduce. This gives the smallest and the largest state, which
+            # are equal only if all states are. A failure is the smallest possible state, so it's
+            # detected even if just one rank has failed.
             low, high = self._control.allreduce_min(np.array([mine, -mine], np.int64))
             if low == _FAILED:
                 texts = self._control.allgather_text(text)

@@ -12,8 +12,8 @@ the same on all ranks. If the lock was released between the decision and the que
 could queue their instructions in the wrong order on one rank, and the ranks would deadlock. Apart
 from these queues, the threads share almost nothing, so this one lock is enough.
 
-The driver never waits while it holds the lock. It also releases the lock before it delivers a text,
-because the callback may take other locks.
+To avoid deadlocks, the driver never waits for anything while it holds the lock. Before it passes a
+text to the runner's callback, it releases the lock, because the callback may take other locks.
 
 In this module, a job is a `JobRecord`. The interleaver's job numbers occur only in events and
 instructions.
@@ -179,8 +179,9 @@ class Driver:
             for event in (m.RunStarted(together=self._start == "together"), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
-        # All jobs have ended by now, but their threads may still be reading back metrics or closing
-        # loops, so wait for them. If the run broke, don't: some of them may never end.
+        # All jobs have ended by now, but their threads may still be busy, e.g. reading back the
+        # last metrics. So wait for the threads, unless the run broke: in that case, some of them
+        # may never end.
         if self._fatal is None:
             for thread in self.router.threads:
                 self._wait_for(
@@ -191,8 +192,9 @@ class Driver:
         self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], object]) -> None:
-        # We can't wait without a timeout, because the main thread has to handle interrupts. Five
-        # times per second, it also looks for jobs that have been waiting for too long.
+        # This is the main thread, which has to handle interrupts, so it must not wait without a
+        # timeout. It wakes up five times per second, and then also checks whether any job has been
+        # waiting for too long.
         while not over():
             wait(0.2)
             self._look_at_waits()
@@ -219,8 +221,8 @@ class Driver:
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
-        # After the first interrupt, the run stops between two steps, which may take a while. If the
-        # user interrupts the run a second time, we don't wait for that.
+        # After the first interrupt, the run stops as soon as its jobs are between two steps, which
+        # may take a while. If the user interrupts the run a second time, we abort it immediately.
         if self.interrupt is not None:
             self.world.abort(
                 "interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED
@@ -248,8 +250,9 @@ class Driver:
             with self._lock:
                 texts = self._follow(event)
                 stops = self.router.paused_run.take_end()
-            # Release the lock before calling back. The callback may take other locks, e.g. the
-            # runner's, and a thread that holds one of those may be waiting for ours.
+            # Release the lock before calling back, to avoid a deadlock. The callback may take
+            # another lock, e.g. the runner's, while a thread that holds that one is waiting for
+            # ours.
             for text in texts:
                 self._on_text(text)
             if stops:
@@ -297,8 +300,8 @@ class Driver:
             The job's record, or None if the run has ended.
         """
         job = JobRecord(-1, name, thread, self.queue())
-        # Hold the lock while checking whether the run is in progress and posting the event.
-        # Otherwise the run could end in between, and the job would never join.
+        # Check that the run is in progress and post the event without releasing the lock in
+        # between. Otherwise the run could end between the two, and the job would never join.
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
@@ -341,8 +344,9 @@ class Driver:
         Returns:
             The step's results. Some of them may not be computed yet.
         """
-        # Set the job's current call before posting the event. As soon as the event is posted, the
-        # lanes may run the first segment, and they look it up in that call.
+        # Set `job.call` before posting the event. As soon as the event is posted, the threads that
+        # compute and exchange may begin with the call's first segment, and they look up the call in
+        # this field.
         job.calls += 1
         job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), in_step)
         try:
@@ -402,14 +406,16 @@ class Driver:
             JobError, ExchangeError: The job has failed with this error.
         """
         self.post(event)
-        # If the run broke, each job has been sent one last answer, but an earlier call may have
-        # taken it from the queue already. So don't wait for an answer.
+        # When a run breaks, each job's thread is sent one last answer. But an earlier call may
+        # already have taken it from the queue, and no other answer will follow. So don't wait for
+        # one.
         answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
-        # If the job's function catches every exception, it keeps calling its step, gets the same
-        # exception again, and never ends. `Runner.run` would wait for its thread forever. So after
-        # a certain number of such calls, we abandon the thread.
+        # The job's function may catch every exception. After the job has ended, it would then call
+        # its step again and again, get the same exception each time, and never end, and
+        # `Runner.run` would wait for its thread forever. So after a certain number of such calls,
+        # we give up on the thread.
         job.refusals += 1
         if job.refusals > MAX_REFUSALS:
             job.abandon()
@@ -450,8 +456,9 @@ class Driver:
 
     def release(self, job: JobRecord) -> None:
         """Drops a job's record. The job has ended on all ranks, and its thread is ending."""
-        # A job's thread gets here as soon as the job's `done` event is set, perhaps before the
-        # method that sets it has returned. Taking the lock makes the thread wait for that.
+        # This is called by the job's thread, as soon as the job's `done` event is set. The method
+        # that sets the event holds the lock, and may not have returned yet. By taking the lock, we
+        # wait for that.
         with self._lock:
             if self.router.jobs.pop(job.number, None) is not None:
                 job.thread = None  # the job's context keeps the record alive
@@ -481,8 +488,9 @@ class Driver:
                     self.world.abort(f"a lane of the runner broke\n{text}")
                 self.router.break_off(error)
                 self.start_gate.open()
-                # Set this field last. A job's thread may read it without the lock, and then raises
-                # the error in the job's record, which must be there by then.
+                # Set `_fatal` last. A job's thread may read it without the lock, and if it's set,
+                # raises the error in the job's record. So the record must already contain that
+                # error.
                 self._fatal = error
         self._over.set()
 

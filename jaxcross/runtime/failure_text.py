@@ -10,8 +10,8 @@ from jaxcross.program import branch_call_mismatch, signature_mismatch, step_mism
 
 _LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 
-# To many of its errors, JAX adds a note that contains this word. The note explains how to show
-# JAX's own frames, and says nothing about what went wrong.
+# JAX adds a note that contains this word to many of its errors. We leave such notes out of our
+# texts, because they explain how to show JAX's own frames, and say nothing about what went wrong.
 _NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"
 
 
@@ -47,10 +47,11 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             body = responsible[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
-                # The ranks have compared their exchanges, or their replicas of a state, between two
-                # steps, and have found a difference. All ranks raise the same `ExchangeError` then.
-                # But if a rank's thread was busy, it may not have reported the error yet, and its
-                # text is empty. It's still the same kind of error, so keep the type.
+                # Between two steps, the ranks have compared their exchanges, or their replicas of a
+                # state, and have found a difference. Each rank raises an `ExchangeError` in that
+                # case. If a rank's thread was busy, it may not have reported that error yet, and
+                # its text is empty. It's the same error nevertheless, so the job ends with an
+                # `ExchangeError` on all ranks.
                 why = body.removeprefix(together)
                 if others:
                     why = (
@@ -100,8 +101,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
 def printing_ranks(texts: Sequence[str]) -> list[int]:
     """Returns the ranks that should print why a job has ended.
 
-    If several ranks failed for the same reason, only the first of them prints it. If no rank
-    failed, it's the first rank that ejected the job, or else rank 0.
+    Each reason should be printed only once. So if several ranks failed for the same reason, only
+    the first of them prints it. If no rank failed but the job was ejected, the first rank that
+    ejected it prints the reason. Otherwise rank 0 does.
 
     Args:
         texts: As for `explain`.

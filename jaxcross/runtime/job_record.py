@@ -72,9 +72,10 @@ class StepCall:
     def ready_ns(self, segment: int, start_ns: int) -> int:
         """Returns when the inputs of a segment that began at `start_ns` were available.
 
-        The segment that produces one of the inputs may not have recorded its end yet, because it
-        runs in a different lane's thread. In this case, we use the start of the reading segment
-        instead. It's later than the real end by no more than that thread's delay.
+        An input may come from the other lane: a computation may need an exchange, or an exchange a
+        computation. The other lane's thread may not have recorded yet when that ended. In this
+        case, we use `start_ns` instead. It's later than the real end, but by no more than that
+        thread's delay.
         """
         ends = (self.ends_ns.get(n, start_ns) for n in self.graph.needs[segment])
         return min(max(ends, default=self.called_ns), start_ns)

@@ -93,8 +93,8 @@ class LaneThread(threading.Thread):
         try:
             self._work()
         except BaseException as error:
-            # If a lane's thread just ended, this rank's jobs and the other ranks would wait for it
-            # forever. So report the exception to the driver, which ends the run.
+            # If a lane's thread ended without a word, this rank's jobs and the other ranks would
+            # wait for it forever. So report the exception to the driver, which ends the run.
             if self._driver is None:
                 raise
             self._driver.fail(error)
@@ -106,9 +106,9 @@ class LaneThread(threading.Thread):
 class ComputeLane:
     """The compute lane: dispatches segments to the device, in the interleaver's order.
 
-    A second thread waits for the segments in the same order. The device runs them in this order as
-    well, so the end of one segment is the earliest time at which the next one can have begun, and
-    the spans show when the device really worked on each of them.
+    One thread dispatches the segments, and a second one waits for them, in the same order. The
+    device runs them in this order as well, so a segment can't have begun before the previous one
+    ended. Thus the spans show when the device really worked on each segment.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -153,8 +153,9 @@ class ComputeLane:
                 driver.world.flight.end(token, failed=True)
                 event = driver.router.segment_failed(d, call, error)
             else:
-                # Pass the segment to the waiting thread before posting the event, because this
-                # thread must have dropped its reference to the call by then.
+                # Pass the segment to the waiting thread before posting the event. The event may end
+                # the job, and then its memory should become free, so this thread must have dropped
+                # its reference to the call by then.
                 self._on_device.put((d, call, dispatched_ns, token))
                 event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call
@@ -183,11 +184,12 @@ class ComputeLane:
             # The exchange lane's thread may be reading this at the same time, without a lock.
             # That's harmless; see `StepCall.ready_ns`.
             call.ends_ns[d.segment] = end_ns
-            # A segment that was dispatched early had to wait until the device was free, so it began
-            # at the later of the two times.
+            # If the segment was dispatched while the device was still busy with the previous one,
+            # it had to wait. So it began at the later of the two times.
             start_ns = max(dispatched_ns, free_ns)
-            # Report the span before posting the event. The event may end the run, and then another
-            # thread may read the collected spans right away.
+            # Report the span before posting the event, because the event may end the run. After
+            # that, another thread may immediately read the spans that were collected, and this one
+            # would be missing.
             driver.listeners.span(
                 Span(
                     rank=driver.world.rank,
@@ -262,7 +264,7 @@ class ExchangeLane:
         return self._todo.get(block=False)
 
     def _work(self) -> None:
-        # XLA's threads use all cores while they compute. With short time slices, the exchange
+        # While XLA computes, its threads use all cores. Thanks to short time slices, the exchange
         # thread still gets to run soon after a message has arrived.
         ask_for_short_slices()
         backoff = None
@@ -270,9 +272,9 @@ class ExchangeLane:
             try:
                 item = self._next(backoff)
             except Empty:
-                # The backoff is over and no instruction has replaced it. So this rank votes
-                # although it has nothing to report, because other ranks may be waiting in the vote
-                # already.
+                # This rank had nothing to report, so it waited before the vote. Nothing has
+                # happened during this wait. So the rank votes now although it still has nothing to
+                # report, because other ranks may be waiting in the vote already.
                 backoff = None
                 self._driver.post(m.BackoffElapsed())
                 continue
@@ -287,9 +289,10 @@ class ExchangeLane:
                     self._driver.finished()
                     return
                 case m.Backoff(level):
-                    # This rank has nothing to report at the moment, so voting right away would only
-                    # keep a core and the network busy. If something happens during the wait, the
-                    # resulting instruction ends it early.
+                    # This rank has nothing to report at the moment. If it voted right away, the
+                    # ranks would vote all the time, which would only keep a core and the network
+                    # busy. So it waits a little first. If something happens meanwhile, the
+                    # resulting instruction ends the wait early.
                     backoff = backoff_s(level)
                     continue
                 case m.RunExchange():
@@ -305,16 +308,17 @@ class ExchangeLane:
         execution = call.execution
         segment = x.segment
         zero = x.zero
-        # The inputs may not be computed yet. Wait for them before the monitor starts: if a rank's
-        # own computation takes long, that rank isn't waiting for other ranks, and its watchdog must
-        # not report them.
+        # The inputs may not be computed yet. Wait for them before the watchdog begins to measure
+        # the exchange. While this rank is still computing, it isn't waiting for other ranks, so the
+        # watchdog must not report them as late.
         if not zero:
             try:
                 execution.wait_inputs(segment)
             except Exception as error:
-                # The job has failed on this rank, but the other ranks don't know that yet and will
-                # enter this exchange, where they'd wait for this rank forever. So take part with
-                # zeros. The failure is reported in the next vote, and the results aren't used.
+                # The job has failed on this rank, but the other ranks don't know that yet. They
+                # will enter this exchange, and would wait for this rank forever. So take part with
+                # zeros. The next vote tells them about the failure, and nobody uses the results of
+                # the exchange.
                 driver.post(driver.router.segment_failed(x, call, error))
                 zero = True
         if zero:
@@ -386,8 +390,9 @@ class ExchangeLane:
             case m.CastVote(ballot):
                 with world.monitor(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
-                # On the emulated link, a vote takes as long as the latency. We don't delay the
-                # other messages below, because they're rarer.
+                # On an emulated link, a vote takes as long as the link's latency, so wait for the
+                # rest of that time. We don't delay the messages of the cases below, because they're
+                # rare.
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text, step):
                 job = driver.router.jobs[number].name
@@ -401,8 +406,8 @@ class ExchangeLane:
                         tuple(world.control.allgather_text(driver.announcement()))
                     )
             case m.RunSync(number, step):
-                # If the work raises, that's an error of the job rather than of the lane. So `run`
-                # keeps the exception, and it's raised in the job's thread.
+                # If the job's work raises an exception, the job has failed rather than the lane. So
+                # `run` stores the exception, and it's raised in the job's thread.
                 record = driver.router.jobs[number]
                 job = record.name
                 label = ON_ALL_RANKS

@@ -1,7 +1,8 @@
 """Handles the case that all unfinished jobs of a run are paused.
 
-If all unfinished jobs are paused, rank 0 logs a warning. If nothing on any rank can resume one of
-them any more, the run ends, because it would otherwise wait forever.
+If all unfinished jobs are paused, the run waits until somebody resumes one of them, and rank 0 logs
+a warning. If nothing on any rank can do that any more, we end the run, because it would otherwise
+wait forever.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class PausedRun:
 def can_resume() -> bool:
     """Whether the script may still call `job.resume` in this process.
 
-    It can do so from any thread that isn't one of ours, or from a handler for a signal other than
-    SIGINT and SIGTERM. The calling thread doesn't count, because it's waiting for the run.
+    `resume` can be called from any thread that isn't one of ours, or from a signal handler. The
+    handlers for SIGINT and SIGTERM don't count, and neither does the calling thread, because it's
+    waiting for the run to end.
     """
     if any(
         callable(signal.getsignal(number))

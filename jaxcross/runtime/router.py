@@ -113,9 +113,9 @@ class Router:
                 name = self.jobs[number].name
                 text = note_at_start(arrival, [self.jobs[n].name for n in awaited])
                 self._listeners.note(job=name, kind="status", value=text)
-                # Log the warning here, where all ranks know about the late job, so rank 0 can do
-                # it. The job may have been late on any rank, and on several of them, so a warning
-                # from the ranks themselves could be printed several times.
+                # All ranks get this instruction, so it's enough if rank 0 logs the warning. The job
+                # may have been late on several ranks. If each of them logged a warning when it
+                # noticed that, the same warning would be printed several times.
                 if arrival == "late" and self._rank == 0:
                     _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
@@ -135,9 +135,9 @@ class Router:
             job.error.__cause__ = job.cause
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
-        # Write this note before setting the `done` event. The job's thread may write the job's
-        # final note as soon as the event is set, and no other note may come after that one. If the
-        # job has ended normally, its thread writes the status itself, after the last metrics.
+        # Write this note before setting the `done` event. As soon as the event is set, the job's
+        # thread may write the job's final note, and no other note may come after that. If the job
+        # has ended normally, its thread writes this note itself, after the last metrics.
         if end.status != JobStatus.ENDED:
             self._listeners.note(
                 job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
@@ -149,8 +149,9 @@ class Router:
             del self.jobs[job.number]
 
     def _call(self, number: int, call_number: int) -> StepCall:
-        # An instruction that's late might belong to an earlier call, and must not touch the values
-        # of the current one. So each instruction has the number of its call.
+        # An instruction may be late and belong to an earlier call of the job. It must not touch the
+        # values of the current call. So each instruction contains the number of its call, and we
+        # compare it here.
         job = self.jobs[number]
         if job.call is None or job.call.number != call_number:
             raise InternalError(f"job `{job.name}` has no call {call_number}")
@@ -166,8 +167,8 @@ class Router:
     ) -> m.SegmentFailed:
         """Returns the event for a segment that raised an exception.
 
-        When a segment fails, the job's function doesn't get the exception immediately. It gets an
-        error once all ranks have agreed on how the job ends.
+        When a segment fails, the job's function doesn't get its exception immediately. The ranks
+        first have to agree on how the job ends. After that, the function gets an error.
         """
         segment = instruction.segment
         # The job may have ended already, because of another failure.

@@ -1,8 +1,9 @@
 """Detects jobs that are stuck between two steps.
 
-While a job waits between two steps, e.g. for a batch or for the other ranks to call the step, no
-exchange is blocked, so the monitors of the exchanges don't notice anything. The ranks just keep
-voting, without a result. So we have to monitor these waits separately.
+The watchdog measures how long exchanges take. But while a job waits between two steps, e.g. for a
+batch or for the other ranks to call the step, no exchange is blocked. The ranks just keep voting,
+without a result, and the watchdog wouldn't notice anything. So we have to monitor these waits
+separately.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class JobWaits:
         same = {
             job for job, wait in waits.items() if job in before and before[job].point == wait.point
         }
-        # Monitor a job's wait only if it's still in progress on the second call. Most waits are
-        # over by then, so monitoring all of them would mostly be wasted work.
+        # Begin to monitor a wait only if it's still in progress at the second call of `look`. Most
+        # waits are shorter than the time between two calls, so monitoring all of them would mostly
+        # be wasted work.
         for job in self._watched.keys() - same:
             self._watched.pop(job).__exit__(None, None, None)
         for job in same:

@@ -123,9 +123,10 @@ class Standalone:
             )
         except BaseException:
             # If the step failed in the middle of its exchanges, the other ranks may be waiting in
-            # an exchange that this rank won't enter any more, so nothing can be exchanged from now
-            # on. If it failed before the first exchange, the other ranks may be fine, so the next
-            # step has to begin with an agreement.
+            # an exchange that this rank won't enter any more, so no step may exchange anything from
+            # now on. If it failed before its first exchange, the other ranks may be fine. So it's
+            # enough if the ranks check, before the next step exchanges, that they all call the same
+            # one.
             due = sum(
                 r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables
             )
@@ -166,8 +167,9 @@ def run_execution(
         world=world, compiled=compiled, execution=execution, step=step, ended=ended, compare=compare
     )
     try:
-        # Carried exchanges only need what the previous step has left in the state. We start them
-        # first, so that they overlap all of the computation.
+        # Carried exchanges only need values that the previous step has left in the state. Since
+        # they don't depend on anything that this step computes, we start them first, so they
+        # overlap all of its computation.
         for index in sorted(compiled.carried):
             exchanges[index] = world.exchanger.submit(call.exchange, index)
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
@@ -181,8 +183,10 @@ def run_execution(
             elif index in exchanges:
                 continue
             elif compiled.overlaps:
-                # By now, the exchange's inputs have been dispatched, or they come from exchanges
-                # that are before it in the same queue. So it's safe to queue the exchange.
+                # By now, the segments that compute the exchange's inputs have been dispatched. If
+                # an input comes from another exchange, that exchange is ahead of this one in the
+                # same queue. So the inputs are going to be available, and it's safe to queue the
+                # exchange.
                 exchanges[index] = world.exchanger.submit(call.exchange, index)
             else:
                 call.exchange(index)
@@ -238,9 +242,9 @@ class _Call:
         error.
         """
         if self.failed:
-            # The other ranks are still waiting in the exchange that failed here. If this rank
-            # entered the next exchange, MPI would match it with that one, and sum values that don't
-            # belong together.
+            # An earlier exchange of this call has failed on this rank, and the other ranks are
+            # still waiting in it. If this rank entered the next exchange, MPI would match the two,
+            # and sum values that don't belong together.
             raise self.failed[0]
         program = self.compiled.program
         execution = self.execution
@@ -261,8 +265,10 @@ class _Call:
             raise
 
     def _compare(self, compare: Callable[[], None], index: int) -> None:
-        # Until the comparison is over, this exchange counts as begun. If the comparison is
-        # interrupted on this rank, the other ranks continue and enter the exchange.
+        # Before the first exchange of a call, the ranks compare which step they are calling. Count
+        # the exchange as begun already: if the comparison is interrupted on this rank, the other
+        # ranks continue without it and enter the exchange, so this rank must not exchange anything
+        # else.
         self.ended[index] = False
         try:
             compare()
@@ -276,8 +282,9 @@ class _Call:
         monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
         if not any(map(mpi4jax_lists.is_call, exchanges)):
             return monitor(what=exchanges[0].op)
-        # A call of mpi4jax may involve only some of the ranks. Other ranks may make fewer such
-        # calls without being late, so these waits can't be counted like the others.
+        # A call of mpi4jax may involve only some of the ranks. The watchdog usually compares how
+        # many exchanges each rank has entered, but here, a rank may have entered fewer of them
+        # without being late. So we specify the ranks that take part in this call.
         what = "calls of mpi4jax"
         return monitor(what=what, waiting_for=partial(self._missing_partners, what))
 

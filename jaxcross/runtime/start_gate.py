@@ -64,8 +64,9 @@ class StartLimit:
 class StartGate:
     """Holds back a job's thread until all earlier jobs have reached their first steps on this rank.
 
-    With this gate, the jobs reach their first steps in a fixed order. Whatever they decide before
-    that is decided in this order as well, and doesn't depend on how long each of them compiles.
+    Without this gate, the order in which jobs reach their first steps would depend on how long each
+    of them compiles. With it, the order is fixed. So whatever the jobs decide before their first
+    steps is decided in a fixed order, too.
 
     Args:
         lock: The driver's lock, which is held whenever a job reaches its first step.

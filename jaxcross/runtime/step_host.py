@@ -43,8 +43,9 @@ class StepHost(Protocol):
     def in_run(self) -> bool:
         """Whether a runner determines the order of exchanges.
 
-        Without a runner, every rank must call its steps in the same order. What this process
-        remembers about earlier calls is then identical across ranks.
+        Without a runner, the script determines the order: every rank must call its steps in the
+        same order. So whatever this process remembers about earlier calls is identical across
+        ranks.
         """
         ...
 

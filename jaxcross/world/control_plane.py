@@ -1,8 +1,8 @@
 """Small agreements between all ranks, on a separate communicator.
 
-All that votes and checks need is an elementwise minimum and a gathering of texts, so these are the
-only operations that `Control` has. They use a communicator of their own. On the communicators of
-the exchanges, a vote's message could be matched with a message of an exchange.
+Votes and checks need only two operations, an elementwise minimum and a gathering of texts, so these
+are all that `Control` has. It uses a separate communicator. If it shared one with the exchanges,
+MPI could match the message of a vote with that of an exchange.
 """
 
 from __future__ import annotations

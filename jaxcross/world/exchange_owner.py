@@ -2,8 +2,8 @@
 
 MPI matches up the exchanges of different ranks by nothing but their order. If two threads of a
 process exchanged at the same time, their exchanges would alternate in an arbitrary order, which may
-be different on another rank. A gradient of one step would then be summed with a gradient of the
-other, without any error.
+differ between ranks. A gradient of one thread's step would then be summed with a gradient of the
+other thread's, without any error.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class ExchangeOwner:
         if self.lane_threads:
             self._run.release()
             raise refusal
-        # A run starts to send messages before it has an exchange lane. At that time, no other
-        # thread may be in a step outside the run, or begin one. Otherwise the run's messages could
-        # be matched with that step's messages.
+        # Make sure that no other thread is in a step outside the run, or begins one. A run already
+        # sends messages before it has an exchange lane, and MPI could match these messages with
+        # those of such a step.
         if not self._step.acquire(blocking=False):
             theirs, other = self._in_step()
             self._run.release()
@@ -128,8 +128,8 @@ class ExchangeOwner:
                 "with the other's. Call steps from one thread, or make the threads' work jobs of a "
                 "`jaxcross.Runner`, which agrees on an order."
             )
-        # Check this only after acquiring the lock: as long as another thread holds it, that
-        # thread's step may still fail in the middle of its exchanges.
+        # Check this only after acquiring the lock. As long as another thread holds it, the step of
+        # that thread may still fail in the middle of its exchanges, and set `broken_step`.
         if self.broken_step:
             self._step.release()
             raise ExchangeError(
@@ -149,9 +149,9 @@ class ExchangeOwner:
     def check_due(self) -> bool:
         """Counts a call outside a run. Returns whether the ranks have to compare what they call.
 
-        Call this when the step is about to communicate, rather than when it begins. If a step fails
-        on one rank before it has communicated, it must not be counted there, because the counts
-        have to be identical across ranks.
+        The counts have to be identical across ranks. So call this when the step is about to
+        communicate, rather than when it begins: a step may fail on a single rank before it has
+        communicated, and must not be counted there.
         """
         self.unchecked += 1
         if self.unchecked < self.check_every:
@@ -177,9 +177,9 @@ class ExchangeOwner:
 
 
 def _releasing(*locks: threading.Lock) -> ExitStack:
-    # The returned context releases the locks but doesn't acquire them. The caller has done that
-    # already, so if a lock can't be acquired, the error is raised in the caller's own frame, rather
-    # than in a frame of `contextlib`. The locks are released in the order of the arguments.
+    # The returned context releases the locks, in the order of the arguments. It doesn't acquire
+    # them, because the caller has done that already. Thus, if a lock can't be acquired, the
+    # traceback ends in the caller's own frame, rather than in a frame of `contextlib`.
     context = ExitStack()
     for lock in reversed(locks):
         context.callback(lock.release)

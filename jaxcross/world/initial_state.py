@@ -41,8 +41,8 @@ def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
 def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
     """Returns this rank's tree with the values of rank 0. Waits for all ranks.
 
-    Each leaf keeps the type and the device that it has on this rank. Leaves whose paths are in
-    `rank_local` stay unchanged.
+    Only the values come from rank 0: each leaf keeps the type and the device that it has on this
+    rank. Leaves whose paths are in `rank_local` also keep this rank's values.
 
     Raises:
         ExchangeError: The trees, shapes or element types differ between ranks, in which case this
@@ -65,9 +65,9 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
         try:
             return _placed(values, leaf)
         except Exception as error:
-            # If this rank can't store the leaf, e.g. because its device is out of memory, it
-            # doesn't raise yet. The other ranks are going to broadcast the remaining leaves, and
-            # would wait for this rank forever.
+            # This rank can't store the leaf, e.g. because its device is out of memory. Don't raise
+            # yet: the other ranks are going to broadcast the remaining leaves, and would wait for
+            # this rank forever. So take part in these broadcasts first.
             failures.append(error)
             return leaf
 
@@ -94,9 +94,9 @@ def _gathered(
     try:
         mine = [(path, described(path, leaf)) for path, leaf in leaves_with_paths(state)]
     except Exception as error:
-        # If this rank can't read a leaf, e.g. because it's out of memory or the leaf was donated,
-        # it doesn't raise yet. The other ranks wait in the gathering below, so this rank first has
-        # to take part in it.
+        # This rank can't read a leaf, e.g. because it's out of memory or the leaf was donated.
+        # Don't raise yet: the other ranks are waiting for this rank in the gathering below, so take
+        # part in that first.
         trouble = f"{type(error).__name__}: {error}"
         failure = error
     every = comm.allgather((mine, trouble))
@@ -159,8 +159,8 @@ def _digest(leaf: Any) -> str:
     array = on_host(leaf)
     if not numeric(array.dtype):
         return _form(leaf)
-    # Hash the array's memory directly, without a copy. The arrays may fill half of the memory, so
-    # there may be no space for a copy.
+    # Hash the array's memory directly, rather than a copy of it. There may be no space for a copy,
+    # because the arrays may already fill half of the memory.
     content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
@@ -176,9 +176,9 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
 def _placed(values: np.ndarray, leaf: Any) -> Any:
     """Returns rank 0's values with the type and on the device of this rank's leaf."""
     if isinstance(leaf, jax.Array):
-        # Take type and device from the leaf rather than from JAX's current settings. This code may
-        # run in the exchange lane's thread, where the contexts that the job has entered
-        # (`enable_x64`, `default_device`) aren't in effect.
+        # Take the type and the device from the leaf rather than from JAX's current settings. This
+        # code may run in the thread that makes the exchanges, where contexts such as `enable_x64`
+        # or `default_device` that the job has entered in its own thread aren't in effect.
         with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):
             return rebuild(leaf, forms_of(leaf), {"": values})
     return type(leaf)(values) if isinstance(leaf, bool | int | float | complex) else values

@@ -52,8 +52,9 @@ def read_launch(environ: Mapping[str, str]) -> LaunchedRanks | None:
 def check_launch(launch: LaunchedRanks | None, *, world_size: int, vendor: str) -> None:
     """Raises if MPI's world doesn't have as many ranks as the launcher has started.
 
-    Typically, N processes were started but MPI was set up for a different launcher, so each of them
-    is alone in a world of its own.
+    If the numbers differ, the usual reason is that MPI was set up for a different launcher. Each of
+    the processes is then alone in an MPI world of its own, so it would train without exchanging
+    anything.
 
     Raises:
         ExchangeError: The numbers differ. The text tells the user what to do for the launcher in

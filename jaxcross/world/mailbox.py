@@ -52,9 +52,9 @@ class Mailbox:
         if found is None:
             return None
         message = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-        # If two ranks send each other large messages, both may be waiting in this receive at the
-        # same time. That isn't a deadlock, because MPI also makes progress on a rank's sends while
-        # the rank is waiting here.
+        # This waits until the whole message has arrived. If two ranks send each other large
+        # messages, both may be waiting here at the same time. That isn't a deadlock, because while
+        # a rank is waiting in a receive, MPI continues to send the rank's own messages.
         found.Recv([message, self._mpi.BYTE])
         return status.Get_source(), status.Get_tag(), message
 

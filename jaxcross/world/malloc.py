@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The settings mean, in this order: use large pages if the kernel offers them on request; don't use
-# a separate mapping for any allocation; never return memory to the kernel (the threshold of 64 GiB
-# is never reached); and use a single heap, because only the main heap can grow without limit.
+# What the settings mean, in this order: Use large pages if the kernel offers them on request. Don't
+# give any allocation a mapping of its own. Never return memory to the kernel (the threshold of 64
+# GiB is never reached). Use a single heap, because only the main heap can grow without limit.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:"
     "glibc.malloc.mmap_max=0:"
@@ -45,7 +45,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     alternate. On a virtual machine, this takes up to a third of the step. If glibc keeps the
     memory, only two pages per step remain.
 
-    glibc reads the variable when a process starts. So a process can't set it for itself; its parent
-    has to do that. Other C libraries ignore the variable.
+    A process can't set this variable for itself, because glibc only reads it when the process
+    starts. So the parent process has to set it. Other C libraries ignore the variable.
     """
     return {} if environ.get("GLIBC_TUNABLES") else {"GLIBC_TUNABLES": _TUNABLES}

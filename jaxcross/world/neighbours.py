@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Each round of a gathering has its own tag. A partner may already be one round ahead, and a rank
-# that receives from any sender must not mistake that partner's message for one of its own round.
+# In each round of a gathering, messages have a different MPI tag. A partner may already be one
+# round ahead, and a rank that receives a message from any sender must not mistake such a partner's
+# message for one of its own round.
 _FIRST_TAG = 1000
 
 Known = dict[int, tuple[str, frozenset[int]]]

@@ -2,9 +2,10 @@
 
 Usage: `python -m jaxcross.world.probe [exchange | versions]`.
 
-The `jaxcross doctor` command runs this file in a separate process, because a broken MPI may kill
-the process that loads it. With `--hosts`, the command sends the file to Python on other hosts,
-where jaxcross may not be installed. So only the functions that need jaxcross import it.
+`jaxcross doctor` runs this file in a separate process, because an MPI library that's broken may
+kill the process that loads it. To check other hosts (`--hosts`), it sends the file to the Python
+interpreters on these hosts, where jaxcross may not be installed. So only the functions that need
+jaxcross import it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def _first_line(version: str) -> str:
 def probe_mpi4jax() -> dict[str, Any]:
     """Returns which MPI mpi4jax was built for, and what it supports. Starts MPI.
 
-    The result has mpi4jax's version, the MPI it was built for, whether it can send from GPUs, and
-    the warnings that it has raised.
+    The result contains mpi4jax's version, the MPI library that it was built for, whether it can
+    send directly from GPUs, and the warnings that were raised when it was imported.
     """
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -109,8 +110,8 @@ def probe_exchange() -> dict[str, Any]:
     """
     import jax
 
-    # An exchange only needs the CPU device. If JAX also started the accelerators, the first rank of
-    # a node would allocate their memory.
+    # An exchange only needs the CPU device. If JAX also started the accelerators, it would allocate
+    # their memory, in the first rank of each node.
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 

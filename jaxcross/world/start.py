@@ -53,9 +53,9 @@ from jaxcross.world.world import World
 
 _log = logging.getLogger(__name__)
 
-# The MPI world of this process, if it has been created yet. There can't be a second one, because
-# MPI starts only once per process. Scripts decorate steps before they call `initialize`, so a step
-# looks up the world here when it's called.
+# The MPI world of this process, once `initialize` has created it. There's never a second one,
+# because MPI starts only once per process. It's a global variable, because scripts decorate their
+# steps before they call `initialize`: a step can look up the world only when it's called.
 _CURRENT: list[World] = []
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -73,10 +73,10 @@ def initialize(
 ) -> World:
     """Joins the MPI world. Waits for all ranks. Call this before you create the first JAX array.
 
-    From then on, if one rank fails, i.e. has an uncaught exception, dies or stops responding, all
-    ranks are terminated, and each prints an error that names the failed rank. At Python's prompt
-    and in a notebook, however, an uncaught exception doesn't terminate anything. SIGTERM works like
-    Ctrl-C, with exit code 143.
+    From then on, all ranks end together: if one of them has an uncaught exception, dies or stops
+    responding, all ranks are terminated, and each prints an error that names the failed rank. In an
+    interactive session, i.e. at Python's prompt or in a notebook, an uncaught exception terminates
+    nothing. SIGTERM works like Ctrl-C, with exit code 143.
 
     You can set two environment variables:
 
@@ -92,9 +92,9 @@ def initialize(
     again, it returns the same world; the second call must not request different settings.
 
     Worker processes started by a rank (e.g. by `multiprocessing` or Grain) aren't part of the MPI
-    world. In such a process, `initialize` returns immediately, with a world that has the rank's
-    numbers. Code that only reads these numbers works as usual, but any attempt to communicate
-    raises `ExchangeError`.
+    world. In such a process, `initialize` returns immediately, without joining the other ranks. The
+    world that it returns has the rank's numbers, such as `rank` and `size`, so code that only reads
+    these works as usual. Any attempt to communicate raises `ExchangeError`.
 
     Args:
         stall_timeout_s: If a rank waits for other ranks for longer than this many seconds, the wait
@@ -256,9 +256,9 @@ def _join(
         {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
     )
     node.Free()
-    # XLA splits computations according to the size of its pool, which affects the last bits of the
-    # results. So all ranks use the same size, even if their nodes have different numbers of cores.
-    # Otherwise replicated values would no longer be bitwise identical.
+    # All ranks use the same number of threads, even if their nodes have different numbers of cores.
+    # XLA splits computations according to the size of its thread pool, which affects the last bits
+    # of the results, so replicated values would otherwise no longer be bitwise identical.
     own_cores = xla_pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores)
@@ -303,8 +303,9 @@ def _join(
         _base=base,
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
-        # Each of these comparisons is a collective operation. So all ranks have to make it on the
-        # same calls, even if their environments contain different numbers.
+        # Outside a run, the ranks compare on every n-th call which step they are calling. Since
+        # this comparison is a collective operation, all ranks need the same n, even if their
+        # environments contain different numbers.
         exchange_owner=ExchangeOwner(world.allreduce(check_interval(os.environ), op=mpi.MAX)),
         _watchdog=watchdog,
     )
@@ -380,9 +381,9 @@ def load_mpi4jax() -> Any:
     """
     try:
         with warnings.catch_warnings():
-            # mpi4jax warns if JAX is newer than the versions with which mpi4jax was tested. We
-            # ignore this warning, because the version range in our own package metadata states
-            # which versions work.
+            # mpi4jax warns if JAX is newer than the versions with which mpi4jax was tested. We hide
+            # this warning from users, because the version range in our own package metadata already
+            # states which versions work.
             warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
             import mpi4jax
         compat.register_host_calls()  # otherwise, creating the first array would fail

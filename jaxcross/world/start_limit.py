@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-# Rank 0's guard process acts first. `mpirun` then terminates the other ranks, so the message is
+# Each rank has a guard process, and the guards of all other ranks wait this much longer than that
+# of rank 0. When rank 0 has been killed, `mpirun` terminates the other ranks, so the message is
 # printed once rather than once per rank.
 _SPEAKER_FIRST_S = 2.0
 

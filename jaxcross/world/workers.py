@@ -75,8 +75,8 @@ def mark(world: World) -> None:
 def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]) -> World | None:
     """Returns the world of a worker process, or None if this process isn't a worker.
 
-    A worker's world has the numbers of the rank that started the worker, and any attempt to
-    communicate raises. MPI isn't started.
+    The returned world has the numbers of the rank that started the worker, such as `rank` and
+    `size`. Any attempt to communicate through it raises an error. This function doesn't start MPI.
 
     Args:
         environ: The environment of this process.
@@ -135,9 +135,10 @@ class Refusal:
             "other ranks"
         )
         if _imports_script() and self._notify(what):
-            # This worker process is running the script again, so its `multiprocessing` pool would
-            # replace it by a new worker, which would fail in the same way, and so on forever. So
-            # the rank terminates the run, and reports the reason.
+            # This worker fails while it's still importing the script. If we just raised an error,
+            # its `multiprocessing` pool would replace it by a new worker, which would fail in the
+            # same way, and so on forever. So the rank terminates the whole run, and reports the
+            # reason.
             raise SystemExit(1)
         raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
 

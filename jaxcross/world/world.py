@@ -41,8 +41,9 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 class _GroupComm:
     """The communicator of a group of ranks, once it has been created.
 
-    Each group has a lock of its own. With a common lock, a thread that waits for the members of one
-    group would block threads that need another group, and the ranks could deadlock.
+    Creating a communicator waits for all members of the group, and the lock is held meanwhile. So
+    each group has a lock of its own. With a common lock, a thread that waits for one group would
+    block threads that need another group, and the ranks could deadlock.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -108,8 +109,9 @@ class World:
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
         """Pickles as a reference to the world of the process that unpickles it.
 
-        A script may send objects to its worker processes that contain the world, e.g. steps. A
-        worker can't use its rank's communicators, so it gets its own world instead.
+        A script may send objects that contain the world, such as steps, to its worker processes. A
+        worker can't use its rank's communicators. So when a worker unpickles such an object, it
+        gets its own world in place of the rank's.
         """
         return self.unpickle, ()
 
@@ -130,9 +132,10 @@ class World:
         """Returns the mpi4py communicator of this rank's group along `axes`, created once per
         group.
 
-        The first call for a group waits until every member of the group has made it. Ranks outside
-        the group aren't involved. Different threads may request communicators for different groups
-        at the same time, in any order, and the order may differ between ranks.
+        The first call for a group waits until every member of the group has made it, while ranks
+        outside the group aren't involved. Several threads may request communicators for different
+        groups at the same time. They may do so in any order, even if that order differs between
+        ranks.
 
         Raises:
             ValueError: An axis is unknown.
@@ -148,14 +151,15 @@ class World:
             if group_comm.comm is None:
                 what = f"making a communicator of ranks {ranks}"
                 others = [r for r in ranks if r != self.rank]
-                # A communicator may be created in a job's thread, i.e. at an arbitrary time
-                # relative to the lanes' waits. So this wait can't be part of the sequence of waits
-                # that's the same on all ranks.
+                # A communicator may be created in a job's thread, at an arbitrary time relative to
+                # other waits of this rank. So different ranks may enter this wait in a different
+                # order, and the watchdog can't find missing ranks by counting waits. Instead, it
+                # looks at what each rank is waiting for.
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
-                    # If several threads create communicators from the same parent at the same time,
-                    # MPI tells them apart by nothing but their tags, so the tag has to depend on
-                    # the group.
+                    # Several threads may create communicators from the same parent at the same
+                    # time. MPI can then tell the calls apart only by their tags, so the tag has to
+                    # depend on the group.
                     group_comm.comm = self.new_communicator(ranks, repr(ranks))
         return group_comm.comm
 
@@ -184,9 +188,9 @@ class World:
     ) -> dict[int, str]:
         """Returns the texts of all ranks that exchange with this one in step `name`, by rank.
 
-        The result includes ranks with which this rank exchanges only indirectly, through other
-        ranks. The call waits for exactly these ranks, all of which must make it. See
-        `jaxcross.world.neighbours`.
+        The result also contains the texts of ranks with which this rank exchanges only indirectly,
+        i.e. through other ranks. The call waits for exactly the ranks in the result, so all of them
+        must make it. See `jaxcross.world.neighbours`.
         """
         partners = set(partners)
         if not partners and accepts is None:

@@ -1,7 +1,8 @@
 """Size of XLA's CPU thread pool.
 
-An exchange that waits for other ranks occupies a thread of XLA's CPU pool. If no other thread is
-left, computation stops until the exchange is over.
+An exchange that waits for other ranks occupies a thread of XLA's CPU pool. If the pool has no other
+thread, no computation can run until the exchange is over. So this module makes sure that the pool
+has enough threads.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ def needed(core_count: int) -> int:
     """Returns how many threads the pool needs: one per core, and at least `MINIMUM`.
 
     More threads than cores would slow down computation. On 2 cores, a convolution took 26 ms with 2
-    threads, 40 ms with 3, and 50 ms with 4. They aren't needed for exchanges, either: an exchange
-    waits in its lane's own thread, and only takes a thread of the pool if its program contains
-    other work as well.
+    threads, 40 ms with 3, and 50 ms with 4.
+
+    We don't need additional threads for the exchanges, either. An exchange waits in its lane's own
+    thread, outside the pool. It only occupies a thread of the pool if its program contains other
+    work as well.
     """
     return max(core_count, MINIMUM)
 
