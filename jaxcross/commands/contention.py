@@ -4,9 +4,11 @@ each other down on a machine.
 Starts ranks like `jaxcross launch`. For about a minute, all ranks time a step of a small network
 and an all-reduce, first each of them alone and then both at the same time. How many times longer
 they take together than alone is written to the file, together with the rate of the link, for
-`jaxcross plan --contention FILE`. If the file already exists, the measurement is added to it as
-another rate. So use a separate file for each machine and each MPI, and measure while nothing else
-runs.
+`jaxcross plan --contention FILE`.
+
+If the file already exists, it keeps its earlier measurements, and this one is added as that of
+another link rate. So use a separate file for each machine and each MPI, and measure while nothing
+else runs.
 """
 
 from __future__ import annotations
@@ -70,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"jaxcross contention: {error}", file=sys.stderr)
         return 2
-    # Ranks on other hosts write a file that we have to read on this machine. A temporary folder in
-    # /tmp wouldn't be visible to them, so use the working directory: if the hosts share any folder
-    # with this machine, it's that one.
+    # Rank 0 may be on another host, but we have to read its file here. The other host can't see a
+    # temporary folder in this machine's /tmp, so we create one in the working directory: if the
+    # hosts share any folder with this machine, it's that one.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-contention-", dir=where) as folder:
         written = Path(folder, "measured.json")

@@ -59,8 +59,8 @@ class Measurement:
 
     Args:
         world: All ranks.
-        window_s: About how many seconds each part of a round takes. The sizes of the computation
-        and of the exchange are chosen accordingly.
+        window_s: About how many seconds each part of a round takes. We choose the sizes of the
+            computation and of the exchange such that they fit into this time.
     """
 
     def __init__(self, world: World, window_s: float) -> None:
@@ -110,8 +110,8 @@ class Measurement:
     def _start_exchanges(self) -> Future[float]:
         """Starts the exchanges of one part of a round. Its result is the seconds per exchange.
 
-        The exchanges run on the same thread as in a real run, so that this thread can compute at
-        the same time.
+        As in a real run, exchanges run on a thread of their own, so that the calling thread can
+        compute at the same time.
         """
 
         def make() -> float:
@@ -125,8 +125,8 @@ class Measurement:
     def _exchange_of(self, megabytes: int) -> None:
         """Sets up an exchange of this size, and runs it once so that its memory is allocated.
 
-        The operand is on the host's CPU device, even on a machine with an accelerator, because a
-        step's exchanges go through host memory as well.
+        The operand (the array that is exchanged) is on the host's CPU device, even on a machine
+        with an accelerator. In a real run, exchanges go through host memory as well.
         """
         import jax
         from jax import lax
@@ -165,14 +165,14 @@ class Measurement:
 def image_side(window_s: float, least_s: float) -> int:
     """Returns an image size such that about four steps fit into a window.
 
-    If the window has its default length, we use the largest images, except on very slow machines.
-    If the user requested a short measurement, the images must be smaller, because several steps
-    have to fit into each part of a round.
+    A window is one part of the measurement. With the default length, there's usually enough time
+    for the largest images. But on a very slow machine, or if the user requested a short
+    measurement, we need smaller images, because several steps have to fit into each window.
 
     Args:
         window_s: Seconds of a window.
         least_s: Seconds per step with the smallest images. We assume that the time of a step is
-        proportional to the area of an image.
+            proportional to the area of an image.
     """
     least, most = _SIDES
     return max(least, min(most, int(least * math.sqrt(window_s / 4 / least_s))))

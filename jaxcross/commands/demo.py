@@ -79,8 +79,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Writes a data set, trains on it, and shows the comparison.
 
-    Starts processes and waits for them. None of them outlives this call. After a failure or Ctrl-C,
-    removes the output folder if this call created it.
+    Starts several processes and waits for them. No process outlives this call. If the demo fails or
+    you press Ctrl-C, it removes the output folder, provided that this call has created the folder.
     """
     made = not args.output.exists()
     try:
@@ -241,7 +241,7 @@ def _launch(
     )
     if Path("/dev/nvidiactl").exists() and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
         # By default, every JAX process allocates three quarters of the GPU's memory when it starts.
-        # If several ranks share the GPU, there isn't enough memory for the second one.
+        # If several ranks share the GPU, that leaves too little memory for the second one.
         extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environ = {**os.environ, **extra}
     if lab is None:
@@ -296,9 +296,10 @@ def _train(launch: RanksCommand) -> None:
     try:
         status = process.wait()
     except BaseException as error:
-        # After Ctrl-C, mpirun is already terminating its ranks, because the terminal sends the
-        # signal to it as well. In all other cases (e.g. SIGTERM), only this process was signalled,
-        # so pass it on. In either case, give mpirun some time before using stronger means.
+        # If the user has pressed Ctrl-C, the terminal has sent the signal to mpirun as well, and
+        # mpirun is already terminating its ranks. Any other signal (e.g. SIGTERM) has only reached
+        # this process, so pass it on. In either case, wait a while for mpirun to end before we
+        # terminate it, and finally kill it.
         if not isinstance(error, KeyboardInterrupt):
             process.terminate()
         for stronger in (process.terminate, process.kill):
@@ -352,8 +353,9 @@ def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> d
     """Returns the content of the `--json` file.
 
     All times are in seconds per job-step, measured in steady state. `jobs` describes the jobs of
-    the crossover runs. If the two ways can't be compared, `speedup` is null and `reason` says why;
-    `ratio` is the measured ratio in any case.
+    the crossover runs. `ratio` is how many times faster crossover was, as measured. If the two ways
+    can't be compared fairly, `speedup` is null, and `reason` says why; otherwise `speedup` is that
+    ratio.
     """
     alone = comparison.first
     rounds = comparison.second

@@ -239,9 +239,9 @@ def _judge_mpi(mpi: Mapping[str, Any], found: MachineFacts) -> Check:
     error = first_line(str(mpi["error"]))
     remedy = _NO_MPI
     if found.mpirun is not None and found.libraries is not None:
-        # There is an `mpirun`, and its library exists, but the loader doesn't find the library.
-        # This happens if someone has put the `bin` folder of an MPI installation on the path by
-        # hand, but has forgotten about the `lib` folder.
+        # Both `mpirun` and the MPI library that belongs to it exist, but the loader doesn't find
+        # the library. This happens if someone adds the `bin` folder of an MPI installation to the
+        # path by hand, but forgets to add its `lib` folder to the loader's path.
         error += f"; `{found.mpirun[0]}` is on the path, its library in `{found.libraries}` is not"
         remedy = (
             "Let the loader find the library of your `mpirun`: load your cluster's MPI module, or "
@@ -277,8 +277,8 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: MachineFacts) -> Check:
         )
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
     found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
-    # mpi4jax warns about every JAX version that came out after its own release. We check for
-    # ourselves which versions work together, so ignore this warning.
+    # If JAX is newer than this release of mpi4jax, mpi4jax always prints a warning, even if the two
+    # work together. We check for ourselves which versions do, so ignore this warning.
     warnings = (
         text
         for text in mpi4jax.get("warnings", ())
@@ -380,9 +380,9 @@ def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
 def reason_in(stderr: str) -> str:
     """Returns the line of a failed command's output that most likely states the reason.
 
-    The last line of the output usually comes from the launcher, which only says that a rank has
-    failed. So we return the last line that names an exception. If there's no such line, we return
-    the last line.
+    The last line of the output usually comes from the launcher, and only says that a rank has
+    failed. The reason is in the last line that names an exception, so we return that one. If
+    there's no such line, we return the last line after all.
     """
     lines = stderr.strip().splitlines() or ["no output"]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]

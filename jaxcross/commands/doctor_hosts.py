@@ -81,8 +81,8 @@ class Survey:
 def run(text: str) -> int:
     """Examines the hosts, and prints a table and the command that starts a run.
 
-    Waits for commands that run on the hosts. This takes ten to thirty seconds, and longer with more
-    than two hosts. Every command has a time limit.
+    Runs commands on the hosts and waits for them, which takes ten to thirty seconds, or longer with
+    more than two hosts. Every command has a time limit, so this call ends even if a host hangs.
 
     Returns:
         1 if a run can't work, 2 if the names are invalid, otherwise 0.
@@ -118,9 +118,9 @@ def look(hosts: Sequence[str]) -> Survey:
     able = [host for host in there if facts[host].python]
     here = platform.node()
     mpirun = find_mpirun()
-    # MPICH starts a helper process on each host, which looks up this machine by its name, so the
-    # name must be resolvable there. The ranks don't need that, because they get each other's
-    # addresses from MPI.
+    # MPICH's helper process on each host connects to this machine, which it looks up by name, so
+    # the name must be resolvable there. This isn't needed for the ranks themselves, because MPI
+    # gives them each other's addresses.
     named = None if mpirun is not None and mpirun.vendor == "openmpi" else here
     links = {
         (source, target): _link(
@@ -160,9 +160,10 @@ def look(hosts: Sequence[str]) -> Survey:
 def pairs(hosts: Sequence[str], here: str, local: Sequence[str]) -> list[tuple[str, str]]:
     """Returns which host sends to which in the test of the network. Pure.
 
-    The number of pairs grows quadratically, so we don't test all of them: each host only sends to
-    the next one, which sends back. In addition, all hosts send to this machine, because `mpirun`
-    starts helper processes on the hosts, and these must be able to connect to it.
+    The number of pairs of hosts grows quadratically, so we don't test all of them: each host only
+    sends to the next one in the list, which sends back. In addition, all hosts send to this
+    machine. `mpirun` starts a helper process on each host, and these processes must be able to
+    connect to the machine on which `mpirun` runs.
 
     Args:
         hosts: The hosts.
@@ -439,9 +440,10 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
 def settings_for(vendor: str | None, interfaces: Sequence[str]) -> str:
     """Returns the command that makes MPI use these interfaces; "" if none are known. Pure.
 
-    The interfaces may have different names on different hosts. If a host lacks one of the named
-    interfaces, Open MPI and libfabric can't start a rank there, so with several names, we recommend
-    the network's address for Open MPI and nothing for libfabric. UCX only prints a warning.
+    The network interfaces may have different names on different hosts. If we name an interface that
+    a host doesn't have, Open MPI and libfabric can't start a rank on that host. So if there are
+    several names, we recommend the network's address for Open MPI, and nothing for libfabric. UCX
+    only prints a warning, so it gets all names.
     """
     names = ",".join(interfaces)
     if not interfaces:

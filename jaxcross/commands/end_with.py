@@ -3,13 +3,16 @@
 Uses only the standard library.
 
 If the launcher is killed, `mpirun` must not keep running, because nobody could stop the ranks then.
-On Linux, a process can ask the kernel for a signal when its parent dies (`PR_SET_PDEATHSIG`). More
-precisely, the kernel sends it when the *thread* that started the process ends. That's fine here,
-because that thread waits for the command, so it only ends earlier if the whole launcher dies.
+On Linux, a process can ask the kernel for a signal when its parent dies (`PR_SET_PDEATHSIG`).
 
-You'd usually make such a system call in the `preexec_fn` of `subprocess`. We can't do that, because
-`subprocess` then forks, and forking a process with JAX's threads may deadlock. Hence this script,
-which makes the call and then replaces itself by the command.
+More precisely, the kernel sends this signal when the *thread* that started the process ends, even
+if the parent process lives on. That's fine here, because that thread waits for the command, so it
+only ends earlier if the whole launcher dies.
+
+You'd usually make this system call in the child process, through the argument `preexec_fn` of
+`subprocess`. We can't do that: with this argument, `subprocess` has to fork the launcher, and
+forking a process in which JAX has started threads may deadlock. So the launcher starts this script
+instead, which makes the call and then replaces itself by the command.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 Starts the script like `jaxcross launch`. When the script calls a `crossover` step for the first
 time, the step is timed on copies of its arguments, and then the script is ended. So no training
-takes place, and the script needs no changes. If the script uses a `Runner`, only its first job is
-started, and nothing is written to the job's checkpoints or metrics.
+takes place, and the script needs no changes.
+
+If the script uses a `Runner`, only its first job is started, and nothing is written to the job's
+checkpoints or metrics.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
     start = launch.prepared(args)
     if isinstance(start, int):
         return start
-    # Ranks on other hosts write a file that we have to read on this machine. A temporary folder in
-    # /tmp wouldn't be visible to them, so use the working directory: if the hosts share any folder
-    # with this machine, it's that one.
+    # Rank 0 may be on another host, but we have to read its file here. The other host can't see a
+    # temporary folder in this machine's /tmp, so we create one in the working directory: if the
+    # hosts share any folder with this machine, it's that one.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()

@@ -22,8 +22,10 @@ _AGENTS = ("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC")
 # This variable lists several agents with arguments, e.g. `ssh -p 22 : rsh`. `mpirun` uses the
 # first.
 _AGENT_LINES = "PRTE_MCA_plm_ssh_agent"
-# If one of these is set, `mpirun` may start ranks without the agent, or call the agent with further
-# arguments, so whether the agent reaches a host doesn't tell us anything.
+# The agent is the command, e.g. `ssh`, by which `mpirun` starts a rank on another host. If one of
+# these variables is set, `mpirun` may do so without the agent, or call the agent with further
+# arguments. Whether we can reach a host through the agent then doesn't tell us whether `mpirun`
+# can.
 _MANAGERS = (
     "HYDRA_LAUNCHER",
     "HYDRA_BOOTSTRAP",
@@ -75,10 +77,12 @@ def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
 def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Returns the hosts on which `mpirun` can't start a rank.
 
-    We check this ourselves, because `mpirun` would wait for such a host for minutes or even
-    forever. If a resource manager starts the ranks, it doesn't matter whether the agent can reach
-    the hosts; in that case we only return the hosts whose name has no address. Waits for up to
-    `ANSWER_S` and some seconds.
+    We check this before we start `mpirun`, because `mpirun` would wait for such a host for minutes
+    or even forever. Waits for up to `ANSWER_S` and some seconds.
+
+    If a resource manager, such as Slurm, starts the ranks, it doesn't matter whether we can log in
+    to the hosts. In that case, we only return those hosts that don't answer and whose name has no
+    address.
     """
     managed = any(environ.get(name) for name in _MANAGERS)
     elsewhere = [host for host in hosts if not (_has_address(host) if managed else is_here(host))]

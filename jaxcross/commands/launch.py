@@ -1,8 +1,8 @@
 """`jaxcross launch -n 2 script.py ...`: starts ranks with this environment's `mpirun`.
 
-If a rank dies, the other ranks have time to report what they were waiting for, and a post-mortem is
-printed at the end. With `--max-restarts`, the run is then restarted and resumes from its
-checkpoints.
+If a rank dies, the other ranks aren't terminated at once, so they can report what they were waiting
+for. At the end, a post-mortem is printed, which says what each rank was doing. With
+`--max-restarts`, the run is then restarted and resumes from its checkpoints.
 """
 
 from __future__ import annotations
@@ -127,13 +127,14 @@ def add_restart_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) -> int:
     """Prints the `mpirun` command, runs it, and returns its exit code.
 
-    If the run fails, prints a post-mortem of the ranks. With `--max-restarts`, the run may then be
-    restarted, as decided by `jaxcross.commands.restart_decision`.
+    If the run fails, prints a post-mortem, which says what each rank was doing and which one ended
+    first. With `--max-restarts`, the run may then be restarted;
+    `jaxcross.commands.restart_decision` decides whether it is.
 
     Args:
         args: The command line.
         variables: Environment variables for the ranks, in addition to those of this process. If
-        there are any, no live table is shown.
+            there are any, no live table is shown.
     """
     start = prepared(args)
     return start if isinstance(start, int) else start(variables or {})
@@ -182,9 +183,9 @@ def _start(
     variables: Mapping[str, str],
 ) -> int:
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
-    # Ranks on other hosts write event files that we have to read on this machine. A temporary
-    # folder in /tmp wouldn't be visible to them, so use the working directory: if the hosts share
-    # any folder with this machine, it's that one.
+    # Ranks on other hosts write event files that we have to read here. These hosts can't see a
+    # temporary folder in this machine's /tmp, so we create one in the working directory: if the
+    # hosts share any folder with this machine, it's that one.
     where = Path.cwd() if hosts else None
     events = Path(folder or "jaxcross-events")
 
@@ -382,18 +383,19 @@ def _run(
 ) -> tuple[int, int]:
     """Runs `mpirun` and forwards signals to the ranks.
 
-    Returns the exit code of `mpirun` (128 + n if signal n stopped it), and how many signals to stop
-    we have received. If there are several hosts and `mpirun` is stuck, kills it.
+    Returns the exit code of `mpirun` (128 + n if signal n stopped it), and the number of signals to
+    stop that we've received. With several hosts, `mpirun` may get stuck when a rank is lost; in
+    that case, we kill it.
 
-    A terminal sends Ctrl-C to all of its processes, whereas a batch system usually signals only
-    this process. The ranks should receive the signal exactly once in both cases. So we run `mpirun`
-    in its own session, where the terminal's signals don't reach it, and forward each signal
-    ourselves.
+    When you press Ctrl-C, the terminal sends a signal to all processes that run in it, whereas a
+    batch system usually signals only this process. The ranks should receive the signal exactly once
+    in both cases. So we run `mpirun` in its own session, which the terminal's signals don't reach,
+    and forward each signal ourselves.
 
     Open MPI's `mpirun` needs special treatment: one second after it has received any signal, it
-    kills the ranks, which may be in the middle of a checkpoint. So with Open MPI, we don't signal
-    `mpirun` but the ranks themselves. On this machine, they are children of `mpirun`; on other
-    hosts, we reach them through the agent.
+    kills the ranks, even if they are in the middle of writing a checkpoint. So with Open MPI, we
+    don't signal `mpirun` but the ranks themselves. On this machine, they are children of `mpirun`;
+    on other hosts, we reach them through the agent (e.g. `ssh`).
     """
     spared = vendor == "openmpi"
     remote = files if files is not None and files.hosts else None
@@ -418,8 +420,8 @@ def _run(
             if not ranks:
                 process.send_signal(number)
 
-    # Maps each signal to the signal that the ranks receive. Closing the terminal (SIGHUP) and
-    # Ctrl-\ (SIGQUIT) have the same effect as SIGTERM.
+    # Maps each signal that we receive to the one that we send to the ranks. Closing the terminal
+    # (SIGHUP) and Ctrl-\ (SIGQUIT) have the same effect as SIGTERM.
     forwarded = {n: n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     forwarded[signal.SIGHUP] = signal.SIGTERM
     forwarded[signal.SIGQUIT] = signal.SIGTERM
@@ -440,10 +442,10 @@ def _run(
         for number in early:
             processes[0].send_signal(number)
         code = _wait(processes[0], remote)
-        # After a signal, the exit code should be 128 + its number, but `mpirun` often returns
-        # another one. Open MPI's only says that some rank had an exit code other than 0. MPICH's is
-        # 15 if SIGTERM arrived before `mpirun` had installed its handler, and 255 if a second
-        # Ctrl-C made it kill the ranks.
+        # If a signal stopped the run, the exit code should be 128 + the signal's number, but
+        # `mpirun` often returns another one, so we correct it. Open MPI only reports that some rank
+        # had an exit code other than 0. MPICH returns 15 if SIGTERM arrived before it had installed
+        # its handler, and 255 if a second Ctrl-C made it kill the ranks.
         if stops and code and (spared or code == stops[0] or len(stops) > 1):
             code = _BY_SIGNAL + stops[0]
         return code if code >= 0 else _BY_SIGNAL - code, len(stops)
@@ -468,8 +470,9 @@ def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
 def python_program(program: Sequence[str]) -> list[str]:
     """Returns the command that runs a script on a rank.
 
-    The script runs under mpi4py's runner. Otherwise, if one rank calls `sys.exit(1)`, the others
-    could wait for it forever; with the runner, all ranks end, with that exit code.
+    The script runs under mpi4py's runner (`python -m mpi4py`), because of scripts in which one rank
+    calls `sys.exit(1)`. Without the runner, the other ranks could then wait for this rank forever.
+    With it, all ranks end, with that exit code.
     """
     return [sys.executable, "-m", RANK, *program]
 
@@ -512,8 +515,8 @@ def mpirun_command(
     if mpirun.vendor == "openmpi":
         extra |= MPI_SETTINGS
         # By default, Open MPI may bind each rank to one core. A rank that waits for an exchange
-        # polls, i.e. keeps its core busy, so its own computation would have to share that core with
-        # the polling.
+        # polls, i.e. keeps a core busy by asking again and again whether the exchange is done. If
+        # it had only that core, the polling would slow down its own computation.
         line += ["--bind-to", "none"]
         if root:
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

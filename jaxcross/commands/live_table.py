@@ -52,8 +52,9 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 class _Terminal:
     """A terminal that may disappear, e.g. because its window is closed. Drops what it can't show.
 
-    If writing raised an error, the threads that read the ranks' output would end. Nobody would
-    empty the pipes any more, so a rank would soon block in `print`, and the run would hang.
+    The output of the ranks arrives through pipes. Our threads read it and write it to the terminal.
+    If writing raised an error, these threads would end, and nobody would empty the pipes any more.
+    A rank would soon block in `print`, and the run would hang.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -190,8 +191,8 @@ class LaunchTable:
                 lines = lines + end + text
                 end = "\n"
                 text = ""
-            # Text without a line end is probably a progress bar or a question of the script. Show
-            # it directly above the table, and update it there.
+            # If the text doesn't end with a newline, it's probably a progress bar or a prompt from
+            # the script. Show it directly above the table, where later output can replace it.
             self._partial[name] = text.rpartition("\r")[2]
             if end:
                 self._console.print(Text.from_ansi(lines), soft_wrap=True)

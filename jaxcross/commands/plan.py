@@ -1,15 +1,16 @@
 """`jaxcross plan jobs.toml`: plans which jobs share ranks, and how, from their profiles.
 
-The file has one table per job, which names the job's profile. To get a profile, run the job alone,
-and extract it from the report of that run: `--profile-of report.json NAME FILE`.
+The file has one table per job, with the path of the job's profile, which says how long the parts of
+its step take. To get a profile, run the job alone, and extract it from the report of that run:
+`--profile-of report.json NAME FILE`.
 
     script = "train.py"        # only for `--launch`: receives the plan and a group's number
 
     [[job]]
     name = "large"
     profile = "large.json"     # or a list, one for each cut that was measured
-    ranks = 8                  # if not those of the profile
-    steps = 10000              # if jobs do not run for equally long
+    ranks = 8                  # only if it differs from that of the profile
+    steps = 10000              # only if the jobs do not all run for equally long
 """
 
 from __future__ import annotations

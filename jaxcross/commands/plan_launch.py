@@ -27,8 +27,9 @@ def write_launch_files(
 ) -> list[Path]:
     """Writes the plan and files that start `script PLAN GROUP` per group. Returns all paths.
 
-    For Slurm, groups with the same number of ranks are tasks of one array, so there's one file for
-    each number of ranks. For the MPI operator, each group is an `MPIJob` with its own file.
+    For Slurm, we write one file for each number of ranks: it starts all groups with that number of
+    ranks, as tasks of one job array. For the MPI operator (Kubernetes), we write one file per
+    group, because each group is a separate `MPIJob`.
 
     Args:
         plan: The plan.

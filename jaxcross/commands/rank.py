@@ -1,9 +1,9 @@
 """Runs a rank's script: `python -m jaxcross.commands.rank train.py ...`, like `python -m mpi4py`.
 
-If you press Ctrl-C while a rank is still starting, i.e. before `jaxcross.initialize()` has
-returned, a traceback through some import would be of no use, and each rank would print one. So the
-rank quietly exits with code 130, and `jaxcross launch` prints one line which says that the run was
-stopped before its start.
+If you press Ctrl-C before `jaxcross.initialize()` has returned, i.e. while the ranks are still
+starting, Python would print a traceback through some import for each rank, which is of no use. So
+each rank quietly exits with code 130 instead, and `jaxcross launch` prints a single line, which
+says that the run was stopped before its start.
 """
 
 from __future__ import annotations

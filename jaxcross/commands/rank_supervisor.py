@@ -4,10 +4,12 @@ Uses only the standard library and one thread.
 
 As soon as one rank dies, `mpirun` terminates all others, before they can report what they were
 waiting for. That report is often the only clue as to what went wrong. So `mpirun` doesn't start the
-rank itself but this process, and the rank is its child. If the rank fails, this process hides it
-from `mpirun` for a while: it stays alive as long as other ranks may be waiting for the dead one
-(but only up to a given number of seconds), and then ends in the same way as the rank did. Meanwhile
-it forwards signals to the rank, and if it's killed, so is the rank.
+rank itself but this process, and the rank is its child.
+
+If the rank fails, this process hides it from `mpirun` for a while: it stays alive as long as other
+ranks may be waiting for the dead one (but only up to a given number of seconds), and then ends in
+the same way as the rank did. Meanwhile it forwards signals to the rank, and if it's killed, so is
+the rank.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Runs the command, and then ends in the same way as the command did."""
     stay_s = float(arguments[0])
     command = arguments[1:]
-    # Block signals until the handlers are installed. A signal that arrives right after the fork
-    # would otherwise kill this process without reaching the child.
+    # Block signals until we've installed the handlers that forward them to the child. Without this,
+    # a signal that arrives right after the fork would kill this process, and the child would never
+    # receive it.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     parent = os.getpid()
     child = os.fork()
@@ -42,9 +45,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    # Wait for the child's end, but don't reap it yet. Once it's reaped, the kernel may give its
-    # process id to another process, and our handlers would forward a signal to that one. So remove
-    # the handlers first.
+    # Wait until the child has ended, but don't reap it yet, because that would release its process
+    # id. The kernel may then give this id to an unrelated process, and a handler that forwards a
+    # signal would send it to that process. So remove the handlers before reaping the child.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
@@ -60,8 +63,10 @@ def _missed(child: int) -> bool:
 
     The event files show this: another rank may be waiting if it's still alive, or if it's on
     another host, where we can't check that. If there's no event folder, we don't know, and assume
-    that some rank may be waiting. If there is one but this rank has no file in it, the rank died
-    before it joined the others, so nobody is waiting.
+    that some rank may be waiting.
+
+    If there is a folder but this rank has no file in it, the rank died before it joined the others,
+    so nobody is waiting.
     """
     folder = os.environ.get("JAXCROSS_EVENTS")
     if folder is None:
@@ -116,9 +121,9 @@ def _become(command: Sequence[str], parent: int) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        # If Ctrl-C arrives while the Python interpreter is starting, it prints a traceback through
-        # its own imports. So leave SIGINT blocked until the interpreter is running; `rank` then
-        # unblocks it.
+        # If Ctrl-C arrives while the child's Python interpreter is starting, the interpreter prints
+        # a traceback through its own imports. So we keep SIGINT blocked in the child; the module
+        # `rank`, which the child runs, unblocks it as soon as the interpreter is running.
         held = {signal.SIGINT} if _RANK in command else set()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - held)
         os.execvp(command[0], list(command))

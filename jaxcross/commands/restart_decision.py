@@ -1,8 +1,8 @@
 """Judges how a run of `jaxcross launch` ended, and decides whether and where to restart it. Pure.
 
-If a run has lost a rank or a host, we restart it from its checkpoints. If a person or a batch
-system stopped it, a restart isn't wanted. If the script raised an exception, the restarted run
-would most likely fail in the same way.
+We restart a run from its checkpoints if it has lost a rank or a host. We don't restart it if a
+person or a batch system has stopped it, because that was intended, or if the script raised an
+exception, because it would most likely do so again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with all
 combinations of values, a few at a time.
 
-The script must define a function `train(job, lr, ...)`, which is called for each combination. If a
-sweep was interrupted and you start it again with the same folder, it resumes from where it was.
+The script must define a function `train(job, lr, ...)`, which is called once for each combination
+of values. If a sweep was interrupted and you start it again with the same folder, it resumes from
+where it stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`jaxcross top DIR`: shows the progress of a run from another terminal.
 
-DIR is the run's event folder. On a terminal, the table is redrawn until the run ends. Otherwise it
-is printed once.
+DIR is the run's event folder, in which the ranks record what they are doing. On a terminal, the
+table is redrawn until the run ends. If the output goes to a file or a pipe, it is printed once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Shows the run until it ends or the user presses Ctrl-C.
 
-    Returns 1 if there is no run in the folder. Doesn't wait for the ranks, so it works even if they
-    hang.
+    Returns 1 if there is no run in the folder. We only read files that the ranks write, and never
+    wait for the ranks themselves, so this works even if they hang.
     """
     from rich.console import Console
 

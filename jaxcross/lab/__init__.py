@@ -2,12 +2,13 @@
 
     python -m jaxcross.lab --rate 500mbit -- mpirun -n 2 python train.py
 
-If the machine doesn't allow network namespaces, use `emulated_link` instead. It doesn't create a
-link, but makes each exchange of a run take as long as it would on a given link.
+The hosts are network namespaces, which some machines don't allow. On such a machine, use
+`emulated_link` instead. It doesn't create a link, but makes each exchange of a run take as long as
+it would on a link of the given rate.
 
 network    `Lab`: the hosts, which are network namespaces, and the links between them
 holder     the process that creates the namespaces and holds them; imports nothing of jaxcross
-transfer   a timed TCP transfer between two hosts, of the lab or real ones; `meter` is run on each
+transfer   a timed TCP transfer between two hosts, of a lab or real ones; `meter` runs on each host
 """
 
 from jaxcross._link import emulated_link

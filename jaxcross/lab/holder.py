@@ -1,16 +1,18 @@
 """The process that keeps a lab's namespaces alive.
 
-A namespace exists as long as a process is in it. The user's own process can't be that process,
-because everything else that it does would then happen inside the namespaces as well. So a separate
-process, the holder, creates the lab.
+A namespace only exists as long as some process is in it. We can't use the user's own process for
+this, because everything else that it does would then happen inside the namespaces as well. So a
+separate process, the holder, creates the lab and keeps it alive.
 
-It writes one JSON line to standard output (`pid`, `folder` and `user`, or `error`), and then waits
-until its standard input is closed, which happens at the latest when the user's process ends. The
-holder's child is process 1 of the lab's process namespace. When process 1 of a namespace ends, the
-kernel kills all other processes in the namespace, so no process of the lab can be left behind.
+The holder writes one JSON line to standard output (`pid`, `folder` and `user`, or `error`). Then it
+waits until its standard input is closed, which happens at the latest when the user's process ends.
 
-The holder is run as a script in isolated mode, so it only uses the standard library. It has a
-single thread, since a process with several threads can't enter a new user namespace.
+The holder's child is process 1 of the lab's process namespace. When process 1 of a namespace ends,
+the kernel kills all other processes in the namespace, so no process of the lab can be left behind.
+
+The holder is run as a script in Python's isolated mode, and therefore imports only the standard
+library. It has a single thread, because the kernel doesn't let a process with several threads enter
+a new user namespace.
 """
 
 from __future__ import annotations
@@ -90,8 +92,9 @@ def _unshare(flags: int) -> None:
 def _leave() -> bool:
     """Enters new namespaces. Returns whether there's a user namespace among them.
 
-    A user namespace is what allows ordinary users to create the others. Root doesn't need one, so
-    if the machine forbids user namespaces, root can still create a lab.
+    An ordinary user may only create the other namespaces inside a new user namespace. Root may
+    create them without one, so even if the machine forbids user namespaces, root can still create a
+    lab.
     """
     flags = NEWNS | NEWUTS | NEWPID | NEWNET
     uid = os.getuid()
@@ -120,8 +123,9 @@ def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
         stream.write(json.dumps(answer) + "\n")
     if "error" in answer:
         os._exit(1)
-    # If a process of the lab is orphaned, it becomes a child of process 1. Ignoring SIGCHLD makes
-    # the kernel reap such children, which would otherwise remain as zombies.
+    # If the parent of a process in the lab ends first, the process becomes a child of process 1. It
+    # would then remain as a zombie after its end, because process 1 doesn't wait for its children.
+    # Ignoring SIGCHLD makes the kernel remove such processes by itself.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while os.read(0, 4096):
         pass

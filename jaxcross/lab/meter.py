@@ -2,10 +2,11 @@
 
 Uses only the standard library, because hosts without jaxcross run it, too.
 
-meter.py receive SECONDS BURST     prints a port and this host's addresses, then the bits per
-                                   second that arrived after the first BURST bytes
-meter.py send PORT HOST ...        sends to the first of these names and addresses that answers
-                                   until the other end has enough, then prints the facts of the
+meter.py receive SECONDS BURST     prints the port on which it listens and this host's addresses,
+                                   waits for a sender, and prints how many bits per second arrived
+                                   after the first BURST bytes
+meter.py send PORT HOST ...        sends to the first of these names and addresses that answers,
+                                   until the receiver has enough, and prints the facts of the
                                    connection
 """
 
@@ -79,9 +80,10 @@ def receive(seconds: float, burst: int) -> None:
             total += count
             before = time.perf_counter()
             arrived = total + _unread(connection)
-            # Count first, then take the time. The process may lose the core between the two, but in
-            # this order, the measured time can only be too long for the counted bytes. In the other
-            # order, it might be too short, and the rate could exceed that of the link.
+            # Count the bytes first, and then take the time. Another process may get the core
+            # between the two. In this order, that makes the measured time too long, and the rate
+            # too low. In the other order, the time might be too short, and the rate could exceed
+            # that of the link, which is impossible.
             end = time.perf_counter()
             if skipped == 0 and total >= burst and (total >= SKIP_BYTES or end - begin >= SKIP_S):
                 skipped = arrived
@@ -111,9 +113,9 @@ def _unread(connection: socket.socket) -> int:
 def send(hosts: list[str], port: int) -> None:
     """Sends until the other end closes its half of the connection.
 
-    We limit how many bytes may wait in the socket's buffer to an eighth of those already sent, or
-    64 KiB if that's more. Otherwise a slow link would need a long time to empty the buffer after
-    the measurement.
+    Bytes that are still in the socket's buffer when the measurement ends have to cross the link
+    afterwards, which takes a long time if the link is slow. So we limit how many bytes may wait in
+    the buffer, to an eighth of those already sent, or 64 KiB if that's more.
     """
     with _connected(hosts, port) as connection:
         facts = facts_of(connection)

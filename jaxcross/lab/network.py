@@ -3,13 +3,15 @@
 With such a lab, you can run MPI over real TCP without a cluster.
 
 Each host is a network namespace with its own host name. It's connected to a switch (a bridge) by a
-link that is shaped in both directions. Nothing on the machine itself is changed, because all of
-this is inside one private set of namespaces, and several labs can run side by side. You don't need
-to be root if the kernel allows users to create namespaces.
+link that is shaped in both directions.
 
-The namespaces exist only as long as this process keeps a pipe open. If this process ends in any
-way, even by `kill -9`, the pipe is closed, and the kernel removes the hosts, the links and the
-processes in them.
+Nothing on the machine itself is changed, because all of this is inside one private set of
+namespaces, and several labs can run side by side. You don't need to be root if the kernel allows
+users to create namespaces.
+
+The namespaces belong to a separate process, the holder, which runs only as long as this process
+keeps a pipe to it open. If this process ends in any way, even by `kill -9`, the pipe is closed, the
+holder ends, and the kernel removes the hosts, the links and the processes in them.
 """
 
 from __future__ import annotations
@@ -107,9 +109,9 @@ class Lab:
             "latency": self.latency,
             "burst_kb": self.burst_kb,
         }
-        # The option -I keeps the package's folder from being first on the holder's import path,
-        # where its modules could shadow those of the standard library. The holder gets its own
-        # session, because Ctrl-C should only reach the command and not end the lab.
+        # The option -I is needed because Python would otherwise put the script's folder first on
+        # its import path, where our modules could shadow those of the standard library. The holder
+        # gets its own session, so that Ctrl-C only reaches the command and doesn't end the lab.
         self._holder = subprocess.Popen(
             [sys.executable, "-I", str(HOLDER), json.dumps(request)],
             stdin=subprocess.PIPE,
@@ -199,8 +201,9 @@ class Lab:
 
         In this environment, `mpirun` spreads the ranks over the hosts. The machine's cores are
         divided among the hosts, and each host's ranks are pinned to that host's cores before Python
-        starts. If there are more hosts than cores, nothing is pinned. The environment also has
-        `JAXCROSS_LINK`, so that the reports of runs describe the link.
+        starts. If there are more hosts than cores, nothing is pinned.
+
+        The environment also has `JAXCROSS_LINK`, so that the reports of runs describe the link.
         """
         folder = self._open["folder"]
         return {
@@ -215,8 +218,9 @@ class Lab:
             # Open MPI 5
             "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
             "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
-            # Open MPI names its session folder after the host and the process id. In every lab,
-            # these are the same, so two labs would use the same folder.
+            # Open MPI creates a session folder, which it names after the host and the process id.
+            # These are the same in every lab, so two labs on one machine would use the same folder.
+            # To avoid this, we put the folder inside the lab.
             "PRTE_MCA_prte_tmpdir_base": folder,
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
@@ -304,10 +308,12 @@ class Lab:
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
         """Measures the bits per second of a plain TCP transfer from host 0 to host 1, and back.
 
-        Waits for twice `seconds`. If the link is slower than a few Mbit/s, it takes longer: at
-        least a few packets have to arrive, and then everything that is still in flight. The result
-        is about 4% less than the link's rate, because we count the bytes that arrive at the
-        receiver's socket, and these don't include headers.
+        Waits for twice `seconds`, once for each direction. If the link is slower than a few Mbit/s,
+        it takes longer, because at least a few packets have to arrive, and then everything that is
+        still in flight.
+
+        The result is about 4% less than the link's rate, because we count the bytes that arrive at
+        the receiver's socket, and these don't include headers.
 
         Raises:
             OSError: There is only one host, or the transfer failed.

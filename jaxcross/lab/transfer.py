@@ -1,6 +1,7 @@
 """Measures a plain TCP transfer from one host to another.
 
-The hosts may be in a lab or real ones. All we need is a way to run a command on each of them.
+The hosts may be those of a lab or real machines, because all we need is a way to run a command on
+each of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Transfer:
 
     Attributes:
         bits_per_s: The rate at the receiver's socket. It doesn't include headers, so it's about 4%
-        less than the link's rate.
+            less than the link's rate.
         round_trip_us: The shortest round-trip time of the transfer's packets, in microseconds.
         source: Address of the sender.
         target: Address of the receiver.
@@ -53,8 +54,9 @@ def measure_transfer(
 ) -> Transfer:
     """Sends from one host to a free port of another host for about `seconds`, and measures it.
 
-    If the link is slower than a few Mbit/s, this takes longer: at least a few packets have to
-    arrive, and then everything that is still in flight. It takes at most a minute and a half.
+    If the link is slower than a few Mbit/s, this takes longer than `seconds`, because at least a
+    few packets have to arrive, and then everything that is still in flight. It takes at most a
+    minute and a half.
 
     Args:
         on_source: Returns the command line that runs a command on the sender.
@@ -123,7 +125,8 @@ def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[s
 def _kill(process: subprocess.Popen[str]) -> None:
     """Kills a process, which must lead its own process group, and its children.
 
-    If the children survived, they would keep its output open, and reading it would never end.
+    If the children survived, they would keep the pipe with its output open, and whoever reads from
+    this pipe would wait forever.
     """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

@@ -17,12 +17,13 @@
     speedup             how much faster equal jobs run alongside each other, from the cost of one
                         step
 
-All of these decisions start from profiles. A `Profile` says how long each segment of a job's step
-takes when the job runs alone; it's defined in `step/profile`. How much memory a job needs is in
-`JobMemory`, which is defined in `jobs/memory`.
+All of these decisions are based on profiles. A `Profile` says how long each segment (piece) of a
+job's step takes when the job runs alone; it's defined in `step/profile`. How much memory a job
+needs is described by a `JobMemory`, which is defined in `jobs/memory`.
 
-You can make a plan on any machine, because it needs no ranks, no device and no `World`. Only
-`compression` imports JAX, to trace a step from the shapes and types of its arrays.
+You can make a plan on any machine, because it needs no ranks, no device and no `World`. Only the
+module `compression` imports JAX, because it has to trace a step from the shapes and types of its
+arrays.
 """
 
 from typing import TYPE_CHECKING

@@ -2,9 +2,10 @@
 
 Compression costs accuracy, so we want as little of it as possible. Every job starts with the plain
 mean. As long as the jobs' exchanges together take longer than their computation, we move one job to
-the next exchange in a list that is ordered from lossless to very lossy. To find out how many bytes
-an exchange sends, we trace its update with the shapes and types of the parameters, so nothing is
-compiled or run.
+the next exchange in a list that is ordered from lossless to very lossy.
+
+An exchange is a gradient transformation. To find out how many bytes it sends, we trace its update
+with the shapes and types of the parameters, so nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class JobCost:
         exchange_s: Seconds of network time that the step's exchanges take (m).
         params: Parameters of the job, or their shapes (`jax.ShapeDtypeStruct`).
         profile: The profile that the seconds come from, if any. `choose_compression` checks that
-        its number of ranks and its bytes are as expected. None if you gave the seconds as numbers.
+            its number of ranks and its bytes are as expected. None if you gave the seconds as
+            numbers.
     """
 
     name: str
@@ -126,9 +128,10 @@ def choose_compression(
 ) -> tuple[optax.GradientTransformation, ...]:
     """Chooses the weakest compression at which exchanges take at most `target` of computation.
 
-    Let c be the seconds that a job's step computes, and m the seconds that it exchanges. In
-    crossover, the exchanges of all jobs are hidden behind computation as long as sum m <= sum c.
-    Compressing any further wouldn't make the run faster, but would still cost accuracy.
+    Let c be the seconds that a job's step computes, and m the seconds that it exchanges. If the
+    jobs run in crossover, one job exchanges while another one computes, so all exchanges are hidden
+    behind computation as long as sum m <= sum c. Compressing any further wouldn't make the run
+    faster, but would still cost accuracy.
 
     So all jobs start with the first candidate. While sum m exceeds `target` times sum c, we move
     one job to its next candidate that sends less. We choose the job for which this candidate comes
@@ -137,17 +140,19 @@ def choose_compression(
 
     We assume that m shrinks in proportion to the bytes that are sent, and that the step has the
     default cut. Neither latency nor the computation of the compression itself is predicted, so
-    measure the run that results. If a candidate raises ValueError for a job, e.g. because a leaf is
-    an integer array, this job is never given that candidate, and the explanation says so.
+    measure the run that results.
 
-    Doesn't wait or communicate. For every rank to make the same choice, the costs must be identical
-    across ranks, so take them from a report, which is.
+    If a candidate raises ValueError for a job, e.g. because a leaf is an integer array, this job is
+    never given that candidate, and the explanation says so.
+
+    Doesn't wait or communicate: each rank makes the choice by itself. To make sure that all ranks
+    choose the same, pass costs that are identical across ranks, for example those from a report.
 
     Args:
         target: The largest acceptable ratio of sum m to sum c. At 1, the exchanges are just hidden.
         jobs: Cost of each job's step.
         axes: Name of the axis over which the gradients are exchanged. Several axes aren't
-        supported.
+            supported.
         ranks: Number of ranks along that axis.
         candidates: Exchanges to choose from, ordered from the one that loses least to the one that
             loses most.
@@ -158,8 +163,8 @@ def choose_compression(
 
     Raises:
         ValueError: There are no jobs or no candidates, the target or a time isn't positive, `axes`
-        names several axes, `ranks` isn't a whole number, the first candidate rejects a job's
-        leaves, or a profile is of another step or a different number of ranks.
+            names several axes, `ranks` isn't a whole number, the first candidate rejects a job's
+            leaves, or a profile is of another step or a different number of ranks.
 
     Example:
         >>> report = jaxcross.run(jobs)
@@ -227,9 +232,10 @@ def received_bytes(
 ) -> int:
     """Returns the bytes that one rank receives per update, by the formulas of the wire.
 
-    Assumes the default cut. Some exchanges send different amounts on different steps: for example,
-    an exchange with a warm-up starts dense, and local steps only send at the end of a round. In
-    that case, returns the bytes of the step that sends most.
+    We assume that the step has the default cut. Some exchanges send different amounts on different
+    steps: for example, an exchange with a warm-up doesn't compress at first, and local steps send
+    nothing except on every k-th step. For these, we return the bytes of the step that sends the
+    most.
     """
     axes: dict[Any, int] = {axis_name: ranks}
     variants = _variants(trace_update(tx, params, axes))
@@ -273,7 +279,9 @@ class _NoWire:
 
 
 def _variants(traced: Traced) -> Iterator[Traced]:
-    """Yields each variant of the step. A step has variants if its exchange depends on a counter."""
+    """Yields each variant of the step. If its exchange depends on a step counter, there are
+    several.
+    """
     if traced.undecided is None:
         yield traced
     else:
@@ -300,10 +308,10 @@ def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> l
         budget_s: Seconds that the exchanges of all jobs may take together.
     """
     chosen = [0] * len(seconds)
-    # We always move the job whose next useful candidate comes earliest in the list, so that no job
-    # is compressed much more than the others. Some candidates don't make a particular job's
-    # exchange smaller, so it skips them. Such a job only moves after the others have reached the
-    # same place in the list.
+    # We compress one job at a time a little more. To treat all jobs alike, we choose the job whose
+    # next useful candidate comes earliest in the list. A candidate is useful for a job if it makes
+    # the job's exchange smaller than now. A job that skips some candidates has its next useful one
+    # later in the list, so it only moves after the others have reached that place.
     while _total(seconds, chosen) > budget_s:
         moves = [
             (n, step)
@@ -316,8 +324,9 @@ def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> l
             moves, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][chosen[s[0]]])
         )
         chosen[job] = step
-    # We may have compressed more than necessary: e.g. one job moved first and saved a little, and
-    # then another job's move saved so much that the first move wasn't needed. So undo what we can.
+    # We may have compressed more than necessary. For example, one job moved first and saved a
+    # little, and then another job's move saved so much that the first move is no longer needed. So
+    # let each job return to the weakest compression with which the target is still met.
     for job in sorted(range(len(chosen)), key=lambda n: -chosen[n]):
         for step in range(chosen[job]):
             gentler = [*chosen[:job], step, *chosen[job + 1 :]]

@@ -3,30 +3,37 @@
 The twin is a simulation that predicts a run from profiles of its jobs. If the real run is slower,
 there are two possible reasons: an input of the simulation was wrong (e.g. the job now computes for
 longer than in its profile), or the run lost time in a way that the simulation doesn't model (e.g.
-waiting for a straggler). To tell these apart, `difference` replaces the inputs by what the run
-measured, one after the other, and simulates the same steps again after each replacement:
+waiting for a straggler).
 
-1. how long each segment computes,
-2. how long each exchange takes,
-3. how much the two lanes slow each other down (contention),
-4. how long a job needs between the return of one step and the call of the next.
+To tell these two reasons apart, `difference` replaces the inputs by what the run measured, one
+after the other, and simulates the same steps again after each replacement:
 
-The increase of the predicted period after a replacement is that input's part of the difference. We
-can't just compare the inputs themselves: an exchange that takes 10 ms longer costs nothing as long
-as it's hidden behind computation, and only a simulation tells whether it is. What remains after all
-four replacements is attributed to votes, other ranks, dispatch and input, according to how much
-more time the run lost to each of these than the last simulation did. The rest is `unexplained`.
+1. the time that each segment computes,
+2. the time that each exchange takes,
+3. contention, i.e. how much computation and exchange slow each other down while they overlap,
+4. the time that a job needs between the return of one step and the call of the next.
+
+The increase of the predicted period (the length of a round) after a replacement is that input's
+part of the difference. We can't just compare the inputs themselves: an exchange that takes 10 ms
+longer costs nothing as long as it's hidden behind computation, and only a simulation tells whether
+it is.
+
+What remains after all four replacements is attributed to votes, other ranks, dispatch and input,
+according to how much more time the run lost to each of these than the last simulation did. The rest
+is `unexplained`.
 
 **Contention or slower work.** If a segment took longer than its profile says, either the other lane
 slowed it down, or it had more work to do. A single segment doesn't tell which. But the segments of
 a job usually overlap with the other lane to different degrees. If those with more overlap are
-slower, it's contention; if all are equally slower, it's the work. So we fit two kinds of unknowns
-by least squares: one factor per job for its work, and one pace per lane, which is how much work the
-lane does per second while the other lane is busy.
+slower, it's contention; if all are equally slower, it's the work.
 
-The fit fails if the run repeats itself exactly in every round, because then all segments overlap to
-the same degree. In this case, `_Paces.of` takes the simplest explanation that is consistent with
-all jobs.
+To tell the two apart, we fit two kinds of unknowns by least squares: one factor per job for its
+work, and one pace per lane, which is how much work the lane does per second while the other lane is
+busy.
+
+If a run repeats itself exactly in every round, all segments of a job overlap with the other lane to
+the same degree. We then can't tell contention and slower work apart in this way, so the fit fails.
+In this case, `_Paces.of` takes the simplest explanation that is consistent with all jobs.
 """
 
 from __future__ import annotations
@@ -85,8 +92,8 @@ _CAUSES = {
     "input": ("input",),
 }
 _DOUBT = 0.03
-"""Largest acceptable standard error of the fitted pace. If the error is larger, the spans don't
-tell contention and slower work apart.
+"""Largest acceptable standard error of the fitted pace. If the error is larger, the run's spans
+don't tell us whether contention or slower work was the cause.
 """
 _TOLERANCE = 0.01
 """If one explanation for all jobs leaves more than this share of a job's work unexplained, we
@@ -113,7 +120,7 @@ class Difference:
         parts_ns: The parts of the difference, by the keys of `PARTS`. Only `unexplained` can be
             negative.
         ideal_ns: The predicted bound, i.e. the shortest period that any order of the predicted work
-        allows.
+            allows.
     """
 
     predicted_ns: int
@@ -155,10 +162,12 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     """Compares a run with its prediction.
 
     Repeats the prediction with inputs that were measured in the run: first only its seconds of
-    computation, then also its seconds of exchange, its contention, and its time between steps. By
-    how much each of these increases the predicted period is the input's part of the difference. The
-    rest of the difference is divided among votes, other ranks, dispatch and input, according to how
-    much more the run lost to each of them than the last prediction.
+    computation, then also its seconds of exchange, its contention, and its time between steps. The
+    part of the difference that is due to an input is the increase of the predicted period when we
+    replace it.
+
+    What then remains of the difference is divided among votes, other ranks, dispatch and input,
+    according to how much more time the run lost to each of them than the last of these predictions.
 
     Args:
         prediction: A prediction of the same jobs under the same policy.
@@ -175,9 +184,9 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     contention = Contention(
         compute=max(1.0, 1 / computed.together), exchange=max(1.0, 1 / exchanged.together)
     )
-    # Each stage differs from the previous one in a single input, so the increase of the period from
-    # one stage to the next is the effect of that input. The inputs accumulate, so that the last
-    # stage has everything that the run measured.
+    # We predict the run in several stages. Each stage replaces one more input by what the run
+    # measured, so the increase of the period (the length of a round) from one stage to the next is
+    # the effect of this input. The last stage uses everything that the run measured.
     stages = [prediction]
     names = ["computation", "exchange", "contention", "host"]
     stages.append(_scaled(stages[-1], "compute", computed.factors))
@@ -186,8 +195,9 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     stages.append(_with_host_time(stages[-1], run))
     ends = [_period_ns(stage.rounds) for stage in stages]
     parts = dict.fromkeys(PARTS, 0)
-    # If an input was better than predicted, its stage is faster, and counts as 0 here. The time
-    # gained goes into `unexplained`, which may be negative.
+    # If an input turns out better than predicted, the period of its stage is shorter. Such an input
+    # counts as 0 rather than as a negative part. The time gained is subtracted from `unexplained`
+    # instead, which may therefore be negative.
     for name, before, after in zip(names, ends, ends[1:], strict=False):
         parts[name] = max(0, after - before)
     achieved = _period_ns(run.rounds)
@@ -229,9 +239,9 @@ def _period_ns(rounds: TimeBreakdown) -> int:
 class _Row(NamedTuple):
     """One execution of a segment.
 
-    The `solo_s` field is how long the segment takes according to its profile. The time that it
-    actually took is split in two: `apart_s` is the part in which the other lane was idle, and
-    `together_s` the part in which the other lane was busy.
+    The field `solo_s` is how long the segment takes according to its profile, i.e. alone. The time
+    that it actually took is split into two parts, because contention only slows down the second
+    one: during `apart_s` the other lane was idle, and during `together_s` it was busy.
     """
 
     solo_s: float
@@ -245,9 +255,9 @@ class _Paces:
 
     Attributes:
         factors: For each job, how many times longer its segments take than in its profile while the
-        other lane is idle.
+            other lane is idle.
         together: The pace, i.e. how many seconds of work the lane does per second while the other
-        lane is busy. While the other lane is idle, it does one second of work per second.
+            lane is busy. While the other lane is idle, it does one second of work per second.
     """
 
     factors: Mapping[str, float]
@@ -257,23 +267,25 @@ class _Paces:
     def of(cls, rows: Mapping[str, Sequence[_Row]], predicted: float) -> Self:
         """Solves `factor * solo = apart + pace * together` for the factors and the pace.
 
-        If the segments of a job overlap with the other lane to different degrees, this is a
-        least-squares fit. If they don't, as in a run that repeats itself in every round, the
-        equations have many solutions. We then take the first of three explanations that is
-        consistent with all jobs:
+        If the segments of a job overlap with the other lane to different degrees, we solve these
+        equations by least squares. Otherwise, e.g. in a run that repeats itself exactly in every
+        round, many combinations of factors and pace solve them equally well. We then take the first
+        of three explanations that is consistent with all jobs:
 
-        1. Only the pace differs from the prediction. This must explain the jobs clearly better than
-           the next explanation does.
-        2. The pace is as predicted, and all segments are slower by the same factor.
-        3. The pace is as predicted, and each job has its own factor.
+        1. It's contention: only the pace, i.e. the speed of a lane while the other one is busy,
+           differs from the prediction. This must explain the jobs clearly better than the next
+           explanation does.
+        2. The work is slower: the pace is as predicted, but all segments take longer than in their
+           profiles, by the same factor.
+        3. Likewise, but each job has its own factor.
 
         Args:
             rows: The executed segments of each job.
             predicted: The predicted pace.
         """
         pace = _fitted_pace(rows)
-        # A difference in the last digits is rounding. Without this, a run that matches its
-        # prediction exactly would be reported to differ a little.
+        # A pace that differs from the prediction by less than this is only rounding. If we didn't
+        # ignore it, a run that matches its prediction exactly would be reported to differ a little.
         if pace is not None:
             pace = predicted if abs(pace - predicted) < 10**-4 else pace
             return cls(
@@ -289,8 +301,9 @@ class _Paces:
             pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / squares
         one_factor = _misfit(sums, alike, predicted)
         one_pace = _misfit(sums, 1.0, pace)
-        # A pace fits k jobs with one unknown just as a common factor does, so noise alone may make
-        # it look a little better. We only blame contention if it's clearly better.
+        # Contention (one pace) and slower work (one factor for all jobs) both have a single
+        # unknown, so either may fit the jobs well, and by mere noise, contention may fit a little
+        # better. We only blame contention if it fits clearly better.
         if one_pace < min(one_factor - _CLEARLY, _TOLERANCE) and 0 < pace <= 1:
             return cls(factors=dict.fromkeys(rows, 1.0), together=pace)
         if one_factor < _TOLERANCE:
@@ -318,8 +331,9 @@ def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
     b = np.concatenate(together)
     # There's one equation per segment, and the unknowns are one factor per job and the pace.
     known = len(a) - len(rows) - 1
-    # If almost nothing of `together` is left after the projection, the segments of each job overlap
-    # to the same degree, and the pace isn't determined.
+    # `b` is what's left of `together` after the projection. If that's almost nothing, the segments
+    # of each job overlap with the other lane to the same degree. A job's factor then explains
+    # everything that the pace could explain, so the pace isn't determined.
     if known < 1 or b @ b <= _DOUBT**2 * sum(
         row.together_s**2 for job in rows.values() for row in job
     ):
@@ -376,8 +390,9 @@ def _rows(
             if seconds_alone <= 0:
                 continue
             is_compute = span.kind == "compute"
-            # While a rank waits for others in an exchange, it transfers nothing, so only the end of
-            # the span counts as work of the exchange.
+            # A rank's span of an exchange begins with waiting for other ranks, during which nothing
+            # is transferred. Only the end of the span is work of the exchange, and this part is as
+            # long as the exchange's shortest span on any rank.
             length = min(
                 shortest.get((span.job, span.number, span.segment), span.end_ns),
                 span.end_ns - span.start_ns,
@@ -392,8 +407,9 @@ def _rows(
 class _Cumulated:
     """Finds by bisection how much of a time window a set of intervals covers.
 
-    We need to know this for every span of a run, and there may be hundreds of thousands of spans.
-    Intersecting each of them with the whole set would be too slow.
+    A run may have hundreds of thousands of spans, and we need this for each of them. Intersecting
+    every span with the whole set would be too slow. So we add up the lengths of the intervals once,
+    and then only look up both ends of each span in these sums.
     """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
@@ -451,8 +467,9 @@ def _lost(
 ) -> dict[str, int]:
     """Returns how much more time the run lost than predicted, by part.
 
-    The `at_most_ns` argument is the part of the difference that the inputs don't explain. If the
-    losses add up to more than that, we scale them down.
+    The argument `at_most_ns` is how much longer the run's period is than that of the last
+    simulation, in which all inputs are as measured. The run's other losses, such as votes, can't
+    explain more than this. If they add up to more, we scale all of them down by the same factor.
     """
     more = {
         part: max(0.0, sum(there.get(cause, 0.0) - predicted.get(cause, 0.0) for cause in causes))

@@ -2,10 +2,12 @@
 
 A job that mostly computes leaves the link idle, and a job that mostly exchanges leaves the device
 idle, so the two of them share ranks well. `group` looks for the grouping whose rounds take the
-fewest rank-seconds in total. For up to `EXACT` jobs with the same number of ranks, it compares all
-possible groupings. For more jobs, this would take too long. In that case it starts from a grouping
-that combines jobs of opposite kinds (`_folded`), and then improves it by repeatedly taking two
-groups and redistributing their jobs (`_improve`).
+fewest rank-seconds in total.
+
+For up to `EXACT` jobs with the same number of ranks, it compares all possible groupings. For more
+jobs, this would take too long. In that case it starts from a grouping that combines jobs of
+opposite kinds (`_folded`), and then improves it by repeatedly taking two groups and redistributing
+their jobs (`_improve`).
 """
 
 from __future__ import annotations
@@ -78,10 +80,10 @@ class Grouping:
     Attributes:
         groups: For each group, the names of its jobs.
         rank_s: Rank-seconds that a round of all groups takes: the sum of each group's bound times
-        its number of ranks.
+            its number of ranks.
         alone_rank_s: The same if every job ran alone.
         pooled_rank_s: The same if all jobs with the same number of ranks formed a single group,
-        without limits on its size and memory. No grouping can be better than this.
+            without limits on its size and memory. No grouping can be better than this.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -94,11 +96,13 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
     """Groups jobs such that their rounds take few rank-seconds. Depends only on its arguments.
 
     If c is the compute time and m the exchange time of a job's step, we assume that a round of a
-    group takes max(sum c, sum m, max(c + m)). This is the same bound that reports use. For up to 8
-    jobs with the same number of ranks, we compare all groupings. If there are more jobs, we sort
-    them by the share of exchange in their step, and form groups with jobs from both ends of this
-    order, so that jobs that mostly compute end up with jobs that mostly exchange. Then we
-    repeatedly take two groups and redistribute their jobs, until that no longer helps.
+    group, i.e. one step of each of its jobs, takes max(sum c, sum m, max(c + m)). This is the same
+    bound that reports use.
+
+    For up to 8 jobs with the same number of ranks, we compare all groupings. If there are more
+    jobs, we sort them by the share of exchange in their step, and form groups with jobs from both
+    ends of this order, so that jobs that mostly compute end up with jobs that mostly exchange. Then
+    we repeatedly take two groups and redistribute their jobs, until that no longer helps.
 
     Args:
         loads: The jobs. Their names must differ.
@@ -143,9 +147,10 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
 def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
     """Returns the shortest time that a round can take: max(sum c, sum m, max(c + m)).
 
-    Here c and m are the jobs' compute and exchange times, whose last axis runs over the jobs of a
-    round. A round can't be shorter than the work of either lane, nor than the whole step of any
-    job.
+    The arguments are arrays of the jobs' compute times (c) and exchange times (m), with the jobs
+    along the last axis. A device does one thing at a time, so a round takes at least as long as all
+    of its computation. The same holds for the link and all exchanges. And a round can't be shorter
+    than the step of any single job.
     """
     compute = np.asarray(compute_s)
     exchange = np.asarray(exchange_s)
@@ -155,9 +160,9 @@ def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
 class _LoadTable:
     """The loads of the jobs as arrays, so that many groupings can be evaluated at once.
 
-    The methods take an array of job numbers, with one row per group. Groups may have different
-    sizes, but rows don't, so each array ends with a dummy job without any load, which fills the
-    short rows.
+    The methods take an array of job numbers, with one row per group. All rows of an array have the
+    same length, but groups may have different sizes. So we add a dummy job, whose load is 0, to the
+    end of each array of loads, and fill up the rows of small groups with the dummy's number.
     """
 
     def __init__(self, loads: Sequence[Load], limit: int | None) -> None:
@@ -204,9 +209,10 @@ def _divide(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
 def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
     """Returns the best of all groupings, by dynamic programming.
 
-    The best grouping of a set of jobs consists of the group that contains the set's first job, and
-    the best grouping of all jobs that aren't in this group. So we go through all sets from small to
-    large, and try each possible group for the first job.
+    In any grouping of a set of jobs, one group contains the set's first job, and the other groups
+    are a grouping of the remaining jobs. If we already know the best grouping of these remaining
+    jobs, we only have to try each possible group for the first job. That's the case if we go
+    through all sets of jobs from small to large.
     """
     best: dict[int, tuple[float, list[tuple[int, ...]]]] = {0: (0.0, [])}
     for left in range(1, 2**table.jobs):
@@ -217,8 +223,8 @@ def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
                 members = (jobs[0], *others)
                 rest_s, rest = best[left & ~sum(1 << i for i in members)]
                 options.append((float(table.costs(np.array(members))) + rest_s, [members, *rest]))
-        # If several groupings cost the same, take the one with the most groups, because a job is
-        # disturbed less if it shares its ranks with fewer others.
+        # If several groupings cost the same, take the one with the most and hence smallest groups,
+        # because a job is disturbed less if it shares its ranks with fewer others.
         shortest = min(cost for cost, _ in options)
         best[left] = max(
             (o for o in options if o[0] <= shortest * (1 + 1e-9)), key=lambda option: len(option[1])
@@ -229,9 +235,9 @@ def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
 def _folded(table: _LoadTable, count: int, most: int) -> npt.NDArray[np.intp]:
     """Returns the groups with which the search begins.
 
-    Sorts the jobs by how much of their step is exchange. Then deals them out to the groups back and
-    forth (first to last group, last to first, and so on), so that each group gets jobs from both
-    ends of the order.
+    Sorts the jobs from those that mostly compute to those that mostly exchange. Then deals them out
+    to the groups like cards, from the first group to the last, then back from the last to the
+    first, and so on. This way, each group gets jobs from both ends of the order.
     """
     whole = np.maximum(table.compute + table.exchange, 1e-300)[:-1]
     order = np.argsort(table.exchange[:-1] / whole, kind="stable")
@@ -252,9 +258,10 @@ def _improve(table: _LoadTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.in
     random = np.random.default_rng(0)
     idle = 0
     for turn in range(_ROUNDS):
-        # Which two groups should exchange jobs? A compute-bound group and an exchange-bound one
-        # gain most, so we pair these. But the same pairs would come up again and again, so we pair
-        # the groups at random every other time.
+        # We pair up the groups, and then redistribute the jobs of each pair. If one group mostly
+        # computes and the other one mostly exchanges, this gains most, so we sort the groups and
+        # pair opposite ends. But that would produce the same pairs again and again, so every other
+        # time we pair the groups at random.
         lean = (table.compute[rows] - table.exchange[rows]).sum(-1)
         order = np.argsort(lean, kind="stable") if turn % 2 == 0 else random.permutation(count)
         first = order[: count // 2]

@@ -43,11 +43,11 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
     Args:
         path: The file.
         profiles: The folder to which the paths of profiles are relative. If None, this is the
-        folder of the file.
+            folder of the file.
 
     Raises:
         ValueError: The file or a profile has invalid content, or a profile can't be read. The text
-        says which file it is, and where the problem is.
+            says which file it is, and where the problem is.
         OSError: The file can't be read.
     """
     try:

@@ -13,8 +13,8 @@ from jaxcross.interleave import Contention
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
-"""If two rates differ by less than this share, we treat them as the same rate, because measured
-rates vary by about this much from run to run.
+"""If two link rates differ by less than this share, we treat them as the same rate, because
+measured rates vary by about this much from run to run.
 """
 
 

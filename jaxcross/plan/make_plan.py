@@ -1,17 +1,19 @@
 """`make`: makes a plan for a set of jobs from their profiles.
 
-A plan has to decide which jobs share ranks, into how many pieces each step is cut, and how the jobs
-of a group take turns. Trying all combinations with the twin (the simulation that predicts a run)
-would take far too long, so we decide in two stages:
+A plan has to decide which jobs share ranks, i.e. form a group, into how many pieces the step of
+each job is cut, and how the jobs of a group take turns. A simulation, which we call the twin, can
+predict how well such a choice will do. But trying all combinations would take far too long, so we
+decide in two stages:
 
-1. `groups` chooses the groups by a formula: the bound of a group's round, which ignores pieces,
-   turns and contention. This is fast enough for 1,000 jobs.
-2. For each group, `rates` chooses pieces and turns with the help of the twin.
+1. The module `groups` chooses the groups. It compares them by a simple formula, the bound of a
+   group's round, which ignores pieces, turns and contention. This is fast enough for 1,000 jobs.
+2. For each group, the module `rates` chooses pieces and turns with the help of the twin.
 
 The second stage may show that the first was too optimistic. If a job of the group would starve, we
 take the slowest job out of the group and plan the others again (`_planned`), rather than search for
-another grouping. If sharing gains too little, all jobs that are left in the group are taken out. A
-job that was taken out runs alone, and the plan gives the reason.
+another grouping. If sharing gains too little, all jobs that are left in the group are taken out.
+
+A job that was taken out runs alone, and the plan gives the reason.
 """
 
 from __future__ import annotations
@@ -50,28 +52,30 @@ def make(
 ) -> Plan:
     """Plans which jobs share ranks, how their steps are cut, and which shares they get.
 
-    No job starves: each makes at least `floor` of the speed that it would have alone. The result
-    depends only on the arguments. This function needs no ranks and no device, and doesn't
-    communicate.
+    No job starves: sharing ranks makes each job slower, but it keeps at least the fraction `floor`
+    of the speed that it would have alone. The result depends only on the arguments. This function
+    needs no ranks and no device, and doesn't communicate.
 
     Grouping takes well below a second for 1,000 jobs. After that, each distinct group (i.e. one
     with other profiles than the groups before) takes some tenths of a second to choose pieces and
     shares. For 1,000 jobs of 8 kinds that's 3 s in total, and for 1,000 jobs that are all
-    different, 80 s. If the step lengths within a group differ a lot, it takes longer: tens of
-    seconds if a step of one job takes 1.5 ms and that of another one 0.6 s.
+    different, 80 s.
+
+    If the step lengths within a group differ a lot, planning takes longer: tens of seconds if a
+    step of one job takes 1.5 ms and that of another one 0.6 s.
 
     Args:
         profiles: How long each job's step takes alone. Several profiles with the same name belong
-        to the same job, and must be of different cuts. If a job only has a profile of the whole
-        step, we estimate how long its pieces would take.
+            to the same job, and must be of different cuts. If a job only has a profile of the whole
+            step, we estimate how long its pieces would take.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
         most: Largest number of jobs per group.
         steps: Number of steps that each job has to make. If None, we assume that all jobs would
-        take the same time if each ran alone.
+            take the same time if each ran alone.
         contention: How much computation and exchange slow each other down. Pass a
-        `MachineContention` to look it up at the link rates that the profiles name, or a
-        `Contention` to use one value for any rate. If None, we assume that they don't slow each
-        other down, and the plan says so.
+            `MachineContention` to look it up at the link rates that the profiles name, or a
+            `Contention` to use one value for any rate. If None, we assume that they don't slow each
+            other down, and the plan says so.
         floor: Lowest acceptable speed of each job, relative to its speed alone. If None, this is 1
             / k in a group of k jobs.
         vote_s: Seconds that a vote takes.
@@ -214,8 +218,8 @@ def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[
     loads = []
     for name, cuts in jobs.items():
         whole = cuts[min(cuts)]
-        # Groups are chosen before the cuts, so use the coarsest cut that was measured, which is
-        # usually the whole step.
+        # We choose the groups before we know how steps will be cut, so use the coarsest cut that
+        # was measured, which is usually the whole step.
         alone_s = whole.compute_s + whole.exchange_s + whole.host_s
         if not alone_s > 0:
             raise ValueError(f"a step of `{name}` takes no time: a plan needs what it costs")
@@ -225,8 +229,9 @@ def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[
                 compute_s=whole.compute_s,
                 exchange_s=whole.exchange_s,
                 ranks=whole.ranks,
-                # A job's weight is how many steps it makes in a round. If all jobs take equally
-                # long alone, a job with short steps makes correspondingly more of them.
+                # A job's weight is how many of its steps there are in a round. If the user doesn't
+                # say how many steps each job makes, we assume that all jobs would take equally long
+                # alone. A job with short steps then makes correspondingly more of them.
                 steps=1 / alone_s if steps is None else steps[name],
                 memory=whole.memory or JobMemory(),
             )
@@ -244,17 +249,18 @@ def _planned(
 ) -> list[PlannedGroup]:
     """Plans one group. Jobs that would starve, or that gain too little, run alone.
 
-    Each pass plans all remaining jobs together. If one of them would be slower than the floor, we
-    take the slowest job out and start over.
+    We first plan all jobs of the group together. If any of them would be slower than the floor,
+    i.e. the lowest acceptable speed, we take the slowest job out of the group and plan the
+    remaining ones again, and so on.
     """
     apart: list[tuple[str, str]] = []
     left = dict(jobs)
     found: list[PlannedGroup] = []
     while left:
         there = _there(contention, [cuts[min(cuts)] for cuts in left.values()])
-        # The jobs of a sweep all cost the same, so many groups are identical except for their jobs'
-        # names. We decide such groups only once: 1,000 jobs of 8 kinds then take 3 s, whereas 1,000
-        # jobs that are all different take 80 s.
+        # The jobs of a sweep all cost the same, so many groups are identical except for the names
+        # of their jobs. We decide only once how to run such groups, and reuse the decision: 1,000
+        # jobs of 8 kinds then take 3 s, whereas 1,000 jobs that are all different take 80 s.
         key = (there, *map(_without_name, left.values()))
         if key not in known:
             chosen = choose_rates(
@@ -267,8 +273,10 @@ def _planned(
             made = None if chosen.refusal else _group_of(left, chosen, there, vote_s, "")
             known[key] = chosen, made
         rates, like = known[key]
-        # There are four cases: the jobs are refused, they'd gain too little, only one job is left,
-        # or they share ranks. In the first case, the loop continues without the slowest job.
+        # There are four cases. If the jobs are refused, we take out the slowest one and continue
+        # the loop with the others. If they'd gain too little together, all of them run alone. If
+        # only one job is left after others were taken out, it runs alone, too. Otherwise, they
+        # share ranks.
         slowest = _first_to_go(list(left), rates)
         others = " and ".join(f"`{name}`" for name in left if name != slowest)
         if len(left) > 1 and rates.refusal:
@@ -309,10 +317,10 @@ def _planned(
 def _first_to_go(names: Sequence[str], rates: Rates) -> str:
     """Returns the job to take out of a group whose jobs can't run together.
 
-    Usually we take out the slowest job. But there are no predicted speeds if the jobs were refused
-    without a prediction, because their step lengths differ too much or because they don't fit into
-    the memory. In that case we take out the job whose step length differs most from that of the
-    others.
+    Usually that's the job with the lowest predicted speed. But some groups are refused before any
+    speeds are predicted, because their step lengths differ too much or because the jobs don't fit
+    into the memory. In that case we take out the job whose step length differs most from that of
+    the others.
     """
     middle = math.fsum(map(math.log, rates.alone_s)) / len(names)
     order = rates.speeds or [-abs(math.log(own) - middle) for own in rates.alone_s]

@@ -43,7 +43,7 @@ class PlannedJob:
         compute_s: Seconds of device time per step, measured alone.
         exchange_s: Seconds of link time per step, measured alone.
         estimated: Whether the times of the pieces are estimates, because there was no profile of
-        this cut, but only one of the whole step.
+            this cut, but only one of the whole step.
 
     Raises:
         ValueError: The name is empty, too long or not printable, or a number is out of range.
@@ -246,9 +246,11 @@ class Plan:
 def _table(plan: Plan) -> Group:
     """Returns a title, a table, and remarks about the numbers.
 
-    The table has one row per job. What concerns the whole group is only shown in the row of the
-    group's first job. If the table is too wide for the terminal, it's split into several tables
-    that each repeat the first columns, so these must be the ones that identify the row: group and
+    The table has one row per job. Facts about the whole group, such as its memory, are only shown
+    in the row of the group's first job.
+
+    If the table is too wide for the terminal, it's split into several tables. Each of them repeats
+    the first columns of the whole table, so these must be the ones that identify a row: group and
     job.
     """
     table = Table()

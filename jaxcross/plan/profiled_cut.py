@@ -17,15 +17,16 @@ Profiles = Profile | Sequence[Profile]
 def cut(profiles: Profiles) -> ProfiledCut:
     """Returns the cut with which a step that runs alone is predicted to be fastest.
 
-    The prediction comes from the profiles, so no step has to be run. The result depends only on the
-    arguments, and this function doesn't communicate. It can't check whether the profiles are of
-    your step; if they are of another step or of a different number of ranks, `crossover` raises
-    when you call the step.
+    The prediction is computed from the profiles, so no step is run for it. The result depends only
+    on the arguments, and this function doesn't communicate.
+
+    We can't check here whether the profiles are of the step that you're going to cut. If they're of
+    a different step or a different number of ranks, `crossover` raises when you call the step.
 
     Args:
         profiles: A `Profile` of the step, or several profiles of it with different cuts. If you
-        only pass the profile of the uncut step, we estimate from it how long the pieces of a cut
-        step would take.
+            only pass the profile of the uncut step, we estimate from it how long the pieces of a
+            cut step would take.
 
     Raises:
         TypeError: An argument isn't a profile.

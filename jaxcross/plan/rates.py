@@ -5,9 +5,10 @@ difficult because the exchange lane is shared, and its order is fixed before any
 exchange will be ready first: all ranks must run the same exchanges in the same order. If it's a
 job's turn and the job is still computing, the lane waits, even if another job's exchange is ready.
 
-So it's not enough to give every job the same share of the link. Consider a job that computes for a
-long time and exchanges little. Under equal shares, it would almost always be its turn, because it
-has sent the fewest bytes, and all other jobs would have to wait for its computation.
+So it's not enough to give every job the same share of the link, i.e. the same number of bytes per
+second. Consider a job that computes for a long time and exchanges little. It would have sent the
+fewest bytes almost always, so it would almost always be its turn, and all other jobs would have to
+wait for its computation.
 
 Therefore we first choose how fast each job should be, and derive its share from that:
 
@@ -19,9 +20,9 @@ Therefore we first choose how fast each job should be, and derive its share from
 3. The linear program knows nothing about the order of turns, so the actual speeds are lower. The
    twin, a simulation with the real scheduler, predicts them. If a job turns out to be slower than
    the floor, the linear program is solved again with a higher demand for this job.
-4. If no variant is good enough, the steps are cut more finely. A long simulation confirms the
-   result, because short simulations, which are much cheaper, are enough to search but are
-   inaccurate.
+4. If none of this is good enough, the steps are cut more finely, and we try again. While we search,
+   short simulations are enough. They are much cheaper than long ones but inaccurate, so a long
+   simulation confirms the result.
 """
 
 from __future__ import annotations
@@ -46,10 +47,8 @@ MOST_STEPS = 20_000
 """Maximum number of steps of all jobs in a confirming simulation. If the step lengths of some jobs
 differ so much that it would need more, we don't let these jobs share ranks.
 """
-_LOSS = (
-    1.2  # speeds to demand of the linear program at first, over the floor, since turns cost some
-)
-_MARGIN = 1.02  # the same, after the twin has shown how much speed is lost to turns
+_LOSS = 1.2  # at first, demand this many times the floor, because some speed is lost to turns
+_MARGIN = 1.02  # the same, once the twin has shown how much speed is lost to turns
 _ENOUGH = 0.9  # the search for one cut ends at this share of the linear program's progress
 _GOOD = 0.8  # no finer cut is tried if one reaches this share of the linear program's progress
 _LAST = 4  # number of near misses that we try to balance before we refuse the jobs
@@ -110,9 +109,12 @@ def choose_rates(
 ) -> Rates:
     """Chooses pieces and shares such that no job is slower than the floor.
 
-    Tries coarse cuts first, because they send fewer messages. If all jobs reach the floor with a
-    cut, a longer simulation confirms this. Then we try only one finer cut, or none if the jobs'
-    total progress is already good. The result depends only on the arguments.
+    A cut says into how many pieces each job's step is divided. We try coarse cuts (few pieces)
+    first, because they send fewer messages. If all jobs reach the floor with a cut, a longer
+    simulation confirms this. Then we try only one finer cut, or none if the jobs' total progress is
+    already good.
+
+    The result depends only on the arguments.
 
     Args:
         jobs: The profiles of each job, with one or several cuts. Names must differ.
@@ -145,15 +147,18 @@ def choose_rates(
     unlike = group.unlike()
     if unlike:
         return group.not_tried(unlike)
-    # The linear program ignores the order of turns, so a real schedule makes less progress. How
-    # close an option gets to it tells whether a finer cut could still gain much.
+    # The linear program ignores that jobs have to wait for their turn, so its progress is an upper
+    # limit for any real schedule. If a schedule gets close to this limit, a finer cut can't gain
+    # much more.
     good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
     fair: list[Rates] = []
     unfair: list[Rates] = []
     for pieces in filter(group.fits, _cuts(jobs, group.alone_s)):
         was_fair = bool(fair)
-        # `search` uses short simulations, which aren't very accurate. So confirm the options with a
-        # long one, in the order of their progress, until one of them turns out to be fair.
+        # The options that `search` returns come from short simulations, which are cheap but
+        # inaccurate. So we confirm them by long simulations, beginning with the option that makes
+        # the most progress, until one of them turns out to be fair, i.e. no job is slower than the
+        # floor.
         options = sorted(group.search(pieces), key=lambda option: -option.progress)
         unfair += [option for option in options if not option.is_fair]
         for option in options:
@@ -162,9 +167,9 @@ def choose_rates(
                 (fair if confirmed.is_fair else unfair).append(confirmed)
                 if confirmed.is_fair:
                     break
-        # After the first fair cut, try one finer cut, because it may make more progress. But don't
-        # go any further, and don't even try that one if the progress is already good, because a
-        # finer cut sends more messages and takes longer to simulate.
+        # After the first cut that is fair to all jobs, try a single finer one, because it may make
+        # more progress. If the progress is already good, don't even try that one: a finer cut sends
+        # more messages, and takes longer to simulate.
         if was_fair or any(option.progress >= good for option in fair):
             break
     # No cut was fair. The options that came closest may only need their shares shifted a little.
@@ -180,8 +185,9 @@ def choose_rates(
 class _Group:
     """The jobs to run together, and what doesn't depend on the cut.
 
-    `uses` has one row for the device and one for the link. A row says for which share of the time
-    each job occupies the lane if the job runs at its full speed.
+    The attribute `uses` has a row for the device and a row for the link. Each row has one number
+    per job: the fraction of time for which the job would keep the device (or the link) busy if it
+    ran as fast as it does alone.
     """
 
     jobs: tuple[Cuts, ...]
@@ -269,9 +275,9 @@ class _Group:
             yield found
             if found.is_fair and found.progress >= enough:
                 return
-            # A job only reached the part `kept` of its target, because it lost the rest to other
-            # jobs' turns. So demand that much more for it. The 0.1 keeps the demand finite if a job
-            # made almost no progress.
+            # A job only reaches the fraction `kept` of its target speed, because it loses time
+            # while other jobs have their turn. So ask the linear program for correspondingly more
+            # speed for this job. The 0.1 keeps the demand finite if a job made almost no progress.
             kept = [speed / target for speed, target in zip(found.speeds, targets, strict=True)]
             wanted = [self.floor * _MARGIN / max(part, 0.1) for part in kept]
         if max(pieces) > 1:
@@ -299,10 +305,10 @@ class _Group:
     def targets(self, wanted: Sequence[float]) -> list[float]:
         """Returns the speeds that add up to the most, where each job is at least as fast as wanted.
 
-        A lane can't be busy for more than 100% of the time. A job's use of a lane is proportional
-        to its speed, so this is a linear constraint on the speeds, and finding the best speeds is a
-        linear program. If the wanted speeds would already overload a lane, we scale all of them
-        down by the same factor.
+        Neither the device nor the link can be busy for more than 100% of the time. How long a job
+        keeps them busy is proportional to its speed, so this is a linear constraint on the speeds,
+        and finding the best speeds is a linear program. If even the wanted speeds would need more
+        than 100%, we scale all of them down by the same factor.
         """
         from scipy.optimize import linprog
 
@@ -319,7 +325,9 @@ class _Group:
     def weighted(self, targets: Sequence[float]) -> Weighted:
         """Returns the policy under which the jobs run at these speeds.
 
-        A job's share of the link is the number of bytes that it sends per second at this speed.
+        The policy divides the link's bytes among the jobs in proportion to their shares. So the
+        right share of a job is the number of bytes per second that it sends when it runs at its
+        target speed.
         """
         rows = zip(self.nbytes, targets, self.alone_s, strict=True)
         shares = [nbytes * target / own for nbytes, target, own in rows]
@@ -328,11 +336,14 @@ class _Group:
     def by_turns(self, pieces: Sequence[int], targets: Sequence[float]) -> tuple[int, ...]:
         """Returns numbers of pieces with which the jobs run at these speeds under round-robin.
 
-        Round-robin gives each job the same number of turns, and every piece needs a turn. So a job
-        whose step has twice as many pieces makes half as many steps.
+        Under round-robin, all jobs have the same number of turns, and in each turn a job runs one
+        piece of its step. So if a job's step is cut into twice as many pieces, the job makes half
+        as many steps.
         """
-        # At its target speed, a step takes `turns` seconds. All jobs get equally many turns per
-        # second, so the number of pieces of a step must be proportional to it.
+        # At a job's target speed, its step takes `turns` seconds. All jobs get equally many turns
+        # per second, so a step that takes twice as long gets twice as many turns. It should have
+        # exactly as many pieces as it gets turns, so the number of pieces must be proportional to
+        # the seconds.
         turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
         wanted = [max(pieces) * each / max(turns) for each in turns]
         return tuple(
@@ -376,8 +387,9 @@ def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
 def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
     """Returns the seconds per step of a job that runs alone, and the number of pieces to use.
 
-    Only simulates a few cuts, from coarse to fine. If a coarser cut is nearly as fast as the
-    fastest one, returns the number of pieces of the coarser one.
+    To save time, we only simulate a few cuts, from coarse to fine. We return the seconds of the
+    fastest one. But if a cut with fewer pieces is nearly as fast, we return its number of pieces,
+    because it sends fewer messages and needs less memory.
     """
     order = sorted(cuts)
     found = []

@@ -2,9 +2,10 @@
 
 Suppose that a step computes for c seconds and exchanges for m seconds. If the jobs run one after
 the other, each job-step takes c + m. If two or more equal jobs run alongside each other, one can
-compute while another exchanges, so at best each job-step takes max(c, m). In practice it's longer
-if the same processor computes and drives the network, because the two slow each other down. The
-expected speed-up takes this into account.
+compute while another exchanges, so at best each job-step takes max(c, m).
+
+In practice, a job-step takes longer than that if the same processor computes and drives the
+network, because the two slow each other down. The expected speed-up takes this into account.
 """
 
 from __future__ import annotations
@@ -209,9 +210,9 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         )
     cut_alone = None
     if cost.cut is not None:
-        # No cut can be faster than the busier lane. But the cut and the uncut step were timed
-        # separately, so noise may suggest that a cut is even faster. So we limit the speed-up to
-        # what's possible.
+        # A cut step can at best hide all of its exchange behind its computation, or the other way
+        # round. But the cut and the uncut step were timed separately, so noise may suggest that the
+        # cut is faster than that. So we limit the speed-up to what's possible.
         cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
     return Estimate(
         cost=cost,
@@ -227,10 +228,12 @@ def period_s(
 ) -> float:
     """Returns the seconds of a round, i.e. one step of each job, in the best order.
 
-    Without contention, the round takes as long as its bound (`bound_s`). With contention, we assume
-    that the lane with more work never idles, so that the other lane's work always overlaps with it
-    and slows it down for that long. This is exact for equal jobs whose steps first compute, then
-    exchange, then update.
+    Without contention, i.e. if computation and exchange don't slow each other down, a round takes
+    as long as its bound (`bound_s`).
+
+    With contention, we assume that the lane with more work never idles. So whenever the other lane
+    works, the two overlap and slow each other down. This is exact for equal jobs whose steps first
+    compute, then exchange, then update.
 
     Args:
         compute_s: Seconds that each job's step computes alone (c).
@@ -243,9 +246,10 @@ def period_s(
     longer = contention.exchange
     c = sum(compute_s)
     m = sum(exchange_s)
-    # Suppose that the compute lane has more work. The exchanges then take m * longer seconds, and
-    # in this time, the compute lane only does 1 / slower of its usual work. The rest of the work
-    # runs at full speed. The second line is the same with the lanes swapped.
+    # Suppose that the compute lane has more work. All exchanges then overlap with computation, so
+    # they take m * longer seconds. During this time, the compute lane gets only 1 / slower of its
+    # usual work done. The rest of its work runs at full speed. The second line is the same with the
+    # lanes swapped.
     computing = c + m * longer * (1 - 1 / slower)
     exchanging = m + c * slower * (1 - 1 / longer)
     busiest = computing if c * slower >= m * longer else exchanging

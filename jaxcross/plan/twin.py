@@ -2,20 +2,21 @@
 
 How long will a round of several jobs take? A formula such as the bound says what's possible at
 best, but not what actually happens: the order of exchanges is fixed by votes before it's known
-which exchange will be ready first, so a lane may wait although work is ready. Instead of modelling
-this, we run it. The interleaver is a pure state machine without threads and clocks, so the twin can
-use the same class and the same policy as a real run, and makes every decision that the real run
-would make. Only the durations are inputs:
+which exchange will be ready first, so a lane may wait although work is ready.
 
-- Each job is a script that repeats its step, with the duration of each segment taken from the job's
-  profile.
-- `Simulation` advances a virtual clock from one event to the next.
-- Contention changes how fast a segment runs while the other lane is busy.
-- The duration of a vote is an assumption (`VOTE_S`).
+Instead of modelling this, we run it. The interleaver is a pure state machine without threads and
+clocks, so the twin can use the same class and the same policy as a real run, and makes every
+decision that the real run would make. Only the durations are inputs:
 
-The simulation yields the same kind of spans as a real run, and they are analysed by the same code.
-So you can compare a prediction with a report number by number. The twin needs neither a device nor
-ranks.
+- A simulated job repeats its step over and over. The duration of each segment of the step comes
+  from the job's profile.
+- The class `Simulation` advances a virtual clock from one event to the next.
+- While computation and exchange overlap, contention slows both of them down.
+- How long a vote takes is an assumption (`VOTE_S`).
+
+The simulation records the same kind of spans as a real run, i.e. when each segment began and ended,
+and the same code analyses them. So you can compare a prediction with a report number by number. The
+twin needs neither a device nor ranks.
 
 We assume that all ranks are equally fast. All of them would then do the same at the same time, so
 it's enough to simulate one rank. The drawback is that the twin can't predict how long ranks wait
@@ -53,8 +54,9 @@ from jaxcross.report import JobSummary, Report, TimeBreakdown, break_down, plura
 from jaxcross.step import Profile
 
 VOTE_S = 0.0005
-"""Seconds that a vote takes on a local network. A vote sends few bytes, so only latency matters. If
-steps take less than about 20 ms, the cost of votes becomes noticeable.
+"""Seconds that a vote, by which the ranks agree on what to run next, takes on a local network. A
+vote sends few bytes, so only latency matters. If steps take less than about 20 ms, the cost of
+votes becomes noticeable.
 """
 MAX_STEPS = 100_000
 """Maximum number of steps of all jobs together in a prediction."""
@@ -165,8 +167,8 @@ def predict(
     contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
-    # There's one simulated rank, so we take the first result. The simulation knows jobs by their
-    # numbers, whereas spans of a real run have their names.
+    # We simulate a single rank, so there's only one result. The simulation identifies jobs by
+    # numbers, but the spans of a real run have the jobs' names, so put these in.
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
     spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
     summaries = [
@@ -197,9 +199,11 @@ def step_rates(
 ) -> tuple[float, ...]:
     """Predicts each job's steps per second while all jobs are running.
 
-    This is cheaper than `predict`. It also handles jobs with very different step lengths better,
-    because all jobs run until the end, whereas in `predict` some may finish early and leave the
-    others alone. If a job doesn't complete a step within `until_s`, all rates are 0.
+    This is cheaper than `predict`. It's also better suited to jobs whose step lengths differ a lot:
+    here all jobs run until the end, whereas in `predict` a job may finish early, after which the
+    others run faster than they would next to it.
+
+    If a job doesn't complete a step within `until_s` seconds, all rates are 0.
 
     Args:
         profiles: As in `predict`.
@@ -217,8 +221,8 @@ def step_rates(
     scripts = [_script(profile, None) for profile in profiles]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
-    # The simulation stops at `until_s`, in the middle of some steps. A step only counts if all of
-    # its segments have ended.
+    # The simulation stops after `until_s` seconds, when some jobs are in the middle of a step. So
+    # we only count the steps whose segments have all ended.
     ends: list[dict[int, list[float]]] = [{} for _ in profiles]
     for span in spans:
         ends[int(span.job)].setdefault(span.step, []).append(span.end_ns / 1e9)
@@ -228,14 +232,14 @@ def step_rates(
     ]
     if not all(whole):
         return tuple(0.0 for _ in profiles)
-    # The window in which we measure begins once every job has completed its first step, and ends
-    # before any job completes its last one. Within it, we measure over whole steps of the slowest
-    # job, because part of such a long step would distort its rate most.
+    # We measure within a window that begins once every job has completed its first step, and ends
+    # before any job completes its last one. In it, we start and stop at step ends of the slowest
+    # job. Its steps are the longest, so counting a fraction of one would distort its rate most.
     low = max(found[0] for found in whole)
     high = min(found[-1] for found in whole)
     slowest = [end for end in min(whole, key=len) if low <= end <= high]
-    # The slowest job has made so few steps that none of them lies within the window. The best we
-    # can do is to count the steps of the whole simulation.
+    # The slowest job has made so few steps that there's no whole one in the window. The best we can
+    # do is to count all steps of the simulation and divide by its length.
     if len(slowest) < 2:
         return tuple((len(found) - 1) / until_s for found in whole)
     low = slowest[0]
@@ -259,8 +263,8 @@ def _simulation(
     vote_s: float,
 ) -> Simulation:
     depth = checked_depth(getattr(policy, "depth", None))
-    # All ranks do the same at the same time, since we assume that they're equally fast, so it's
-    # enough to simulate one of them.
+    # Since we assume that all ranks are equally fast, all of them do the same at the same time, so
+    # it's enough to simulate one of them.
     return Simulation(
         [scripts],
         policy=policy,

@@ -1,9 +1,9 @@
 """A run as Chrome trace events, in the JSON Object Format. Perfetto can read these, too.
 
-In the trace viewer, each rank appears as a process with several tracks. There is one track per job,
-which shows the job's steps and, within each step, the waits and segments. Further tracks show what
-the compute lanes and the exchange lanes did. For each exchange, an arrow leads from the compute
-segment that produced the exchange's operands to the exchange itself.
+In the trace viewer, each rank appears as a process with several tracks. Each job has a track with
+its steps and, within each step, its waits and segments (the pieces into which a step is cut).
+Further tracks show what the compute lanes and the exchange lanes did. For each exchange, an arrow
+leads from the compute segment that produced the exchange's operands to the exchange itself.
 """
 
 from __future__ import annotations
@@ -136,8 +136,10 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]
 
     The first compute segment of a step doesn't communicate, so it may start before the previous
     step has ended. To keep steps from overlapping on the track, we then let the step begin where
-    the previous one ends. If a job failed in the middle of a step, that incomplete step is shown
-    after the job's last complete step and is labelled as such.
+    the previous one ends.
+
+    If a job failed in the middle of a step, that incomplete step is shown after the job's last
+    complete step, and its label says that it doesn't count.
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
@@ -161,9 +163,10 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
     """Cuts slices that partly overlap another slice on their track.
 
-    Viewers require that two slices on the same track are either nested or disjoint. In a run they
-    needn't be: for example, a job may start to wait for its next batch during one step and still be
-    waiting after that step has ended. The wait is then cut in two at the end of the step.
+    Viewers require that two slices (bars) on the same track are either nested or disjoint, but in a
+    run they may overlap partly. For example, a job may start waiting for its next batch during one
+    step and still be waiting after that step has ended. We then cut the wait in two at the end of
+    the step.
     """
     tracks: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
     for part in slices:
@@ -197,10 +200,10 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
         if producer is None:
             continue
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}
-        # A viewer attaches an arrow to the slice that contains the arrow's time stamp, and a slice
-        # doesn't contain its own end. So an arrow that starts exactly at the end of the compute
-        # segment wouldn't be attached to that segment. We let it start at 90% of the segment
-        # instead.
+        # The arrow should leave from the slice of the compute segment. A viewer attaches an arrow
+        # to whichever slice contains the arrow's time stamp, and a slice doesn't contain its own
+        # end. An arrow that starts exactly at the end would therefore be attached to nothing, so we
+        # let it start after 90% of the segment instead.
         left = min(
             producer.start_ns + (producer.end_ns - producer.start_ns) * 9 // 10, span.start_ns
         )

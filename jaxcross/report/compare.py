@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _LARGEST_RATIO = 1.2
 """Largest acceptable ratio between the compute times of the two ways, and between their exchange
-times. If a ratio is larger, the runs differ in more than the order of the work, e.g. because the
-machine was busy during one of them.
+times. Both ways do the same work, so a larger ratio means that something else differed, e.g. that
+the machine was busy during one of the runs.
 """
 NEGLIGIBLE = 0.01
 """Differences below this share of a round's work are ignored."""
@@ -46,8 +46,9 @@ class Comparison:
     def of(cls, first: Sequence[Report], second: Sequence[Report]) -> Comparison:
         """Compares the means of several runs of each way.
 
-        Alternate the runs (first, second, first, second). If other programs keep the machine busy
-        for a while, both ways are then slowed down equally.
+        Make the runs alternately (first, second, first, second), rather than all runs of one way
+        before those of the other. If other programs keep the machine busy for a while, both ways
+        are then slowed down about equally, and the comparison stays fair.
 
         Raises:
             ValueError: One of the ways has no run, or the runs don't all have the same jobs.
@@ -78,10 +79,12 @@ class Comparison:
     def most(self) -> float | None:
         """The largest speed-up that overlapping could achieve, as measured in the first way.
 
-        If the jobs run one after the other, a round takes at least as long as its compute and
-        exchange time together. With perfect overlap, it would only take as long as its bound. This
-        property is the ratio of the two. It's None unless the first way runs the jobs one after the
-        other.
+        If the jobs run one after the other, nothing overlaps, so a round (one step of each job)
+        takes at least its compute and exchange time together. With perfect overlap, it would take
+        only as long as its bound, e.g. only the compute time if that's the larger of the two. This
+        property is the ratio between these two times.
+
+        It's None unless the first way runs the jobs one after the other.
         """
         bound = self.first.bound_s
         work = self.first.compute_s + self.first.exchange_s
@@ -125,8 +128,9 @@ class Comparison:
     def _other_work(self) -> bool:
         """Whether a round contains a different amount of work in the two ways.
 
-        The amount differs if the jobs progress at unequal rates in one of the ways. A round then
-        contains several steps of a fast job, or only part of a step of a slow one.
+        A round has as many steps as there are jobs. If the jobs progress at unequal rates, these
+        are several steps of a fast job, but only part of a step of a slow one. Comparing such a
+        round with one that has a step of every job would compare different amounts of work.
         """
         pairs = zip(self.first.jobs, self.second.jobs, strict=True)
         more = sum(
@@ -143,10 +147,13 @@ class Comparison:
     def efficiency_alone(self) -> float | None:
         """The efficiency of the second way against the bound of undisturbed work.
 
-        When compute and exchange overlap, they slow each other down, which also raises the bound
-        that a run computes from its own times. Here we take the bound from the first way, in which
-        nothing overlaps, and divide it by the length of a round in the second way. None if rounds
-        contain a different amount of work in the two ways, or if one of the two numbers is missing.
+        When compute and exchange overlap, they slow each other down. This also raises the bound
+        that a run computes from its own times, so its efficiency looks better than it is. Here we
+        take the bound from the first way, in which nothing overlaps, and divide it by the length of
+        a round in the second way.
+
+        This property is None if rounds contain a different amount of work in the two ways, or if
+        one of the two numbers is missing.
         """
         if self._other_work or not self.first.bound_s or not self.second.period_s:
             return None
@@ -228,8 +235,9 @@ class Comparison:
 def _pooled(breakdowns: Sequence[TimeBreakdown]) -> TimeBreakdown:
     """Returns the mean of several runs.
 
-    The round of a run may cover only some of its jobs. Rounds with different numbers of jobs can't
-    be averaged, so we only use the runs whose rounds cover the most jobs.
+    A round is one step of every job. But if some jobs of a run were hardly ever in steady state
+    together with the others, the run's round leaves them out. Rounds with different numbers of jobs
+    can't be averaged, so we only use the runs whose rounds cover the most jobs.
     """
     most = max(len(breakdown.crossed) for breakdown in breakdowns)
     breakdowns = [breakdown for breakdown in breakdowns if len(breakdown.crossed) == most]

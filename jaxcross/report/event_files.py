@@ -1,7 +1,8 @@
 """Reads the ranks' event files after a run, to find out what each rank was doing when it ended.
 
-The files aren't trusted: we check every line and limit all sizes. The last line of a file is often
-incomplete, because the process was killed while writing it.
+The files aren't trusted: we check every line, and limit how much we read. A rank that was killed
+while writing leaves an incomplete last line, so an unreadable line at the end of a file doesn't
+count as damage.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Begun:
         step: Step of the job.
         segment: Segment of its program, or -1 if the operation isn't a segment.
         number: If the rank waits for other ranks, the position of this wait in the sequence of such
-        waits, which is identical across ranks. 0 for any other operation.
+            waits, which is identical across ranks. 0 for any other operation.
         at_s: When it began, in seconds since 1970.
     """
 
@@ -85,13 +86,13 @@ class RankRecord:
         done_of: For each job that was still running, the last of its operations that ended.
         entered: Number of waits for other ranks that the rank had begun.
         words: How the rank ended according to its last record: an `ExitKind`. "" if it ended
-        without writing such a record.
+            without writing such a record.
         text: The text of its last record.
         standing: The operation that it was in, according to its last record.
         lost: The ranks that its last record reports as lost.
         script_raised: Whether the script raised an exception, according to the last record. If
-        `words` is `failed`, it was raised on this rank; if `words` is `told`, on another rank,
-        which then made this one end.
+            `words` is `failed`, it was raised on this rank; if `words` is `told`, on another rank,
+            which then made this one end.
         unread: Number of lines that couldn't be read.
         saved: By job, the newest checkpoint for which this rank's part is on disk.
     """
@@ -118,9 +119,10 @@ class RankRecord:
     def where(self) -> Begun | None:
         """The operation that the rank was in when it ended; None if there was none.
 
-        A rank has several threads, so several operations may be in progress at once. If one of them
-        was a wait for other ranks, we return that one, because it matters most in a post-mortem.
-        Otherwise we return the operation that began last.
+        A rank has several threads, so several operations may have been in progress when it ended.
+        If one of them was a wait for other ranks, we return that one, because a post-mortem has to
+        find out first of all which ranks were waiting for which. Otherwise we return the operation
+        that began last.
         """
         now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
         return now[-1] if now else None
@@ -148,11 +150,12 @@ class RankRecord:
     def places(self) -> str:
         """All operations that the rank was in, as text.
 
-        If a rank died silently, any of its threads may be the cause, so we list the operations of
-        all threads.
+        If a rank died without saying why, any of its threads may be the cause, so we list the
+        operations of all threads.
 
-        If a job has no operation in progress, it was running its own code. We then name the last
-        operation that it completed.
+        A job without an operation in progress was running its own code, e.g. between two steps. The
+        event file doesn't record what that code did, so we name the last operation that the job
+        completed instead.
         """
         if self.words or self.where is None:
             return self.place
@@ -176,19 +179,20 @@ def read_event_files(
 ) -> list[RankRecord]:
     """Reads the records of the latest run in `folder`, sorted by rank.
 
-    Files that don't begin like an event file are skipped, unless there are no others. For example,
-    a rank leaves an empty file if it was killed right after its start or if the disk was full.
+    A rank leaves an empty file if it was killed right after its start, or if the disk was full.
+    Such files, and any others that don't begin like an event file, are skipped, so that the records
+    of the other ranks can still be used. If no file at all can be read, this raises instead.
 
     Args:
         folder: The event folder.
         tail_bytes: How many bytes to read from the end of each file. Makes frequent reads of a long
-        run cheap. If None, reads up to 32 MiB per file, and also the older part of the file if it
-        has been rotated.
+            run cheap. If None, reads up to 32 MiB per file, and also the older part of the file if
+            it has been rotated.
         skipped: If given, we add the reason why a file was skipped to it, by rank.
 
     Raises:
         ValueError: There are no event files, or this version can't read any of them; the text says
-        which is the case.
+            which is the case.
         OSError: The folder or all files can't be read.
     """
     names = [
@@ -243,7 +247,8 @@ def _read_file(
 ) -> RankRecord:
     """Reads the end of one file.
 
-    If the file continues an older one, `before` is the record of the older file, and is updated.
+    A rank starts a new file when its event file gets long. If this is the new file, `before` is the
+    record of the old one, and we update it.
     """
     # Don't follow symbolic links out of the folder, and don't block on a pipe without a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:

@@ -1,12 +1,14 @@
 """Draws the lanes of a run over time, as a PNG.
 
-The picture shows which work overlapped. Each rank has one row per compute lane and one row per
-exchange lane, and each job has its own colour. To compare two runs, we draw one above the other on
-the same time axis, so that you can see how much time the second one saved.
+The picture shows which work overlapped. A lane runs one piece of work at a time: compute lanes run
+on the device, exchange lanes use the network. Each rank has one row for each of its lanes, and each
+job has its own colour. To compare two runs, we draw one above the other on the same time axis, so
+that you can see how much time the second one saved.
 
-The difficulty is that a run has far more segments than the picture has pixels. If we drew all of
-them, matplotlib would take minutes, and the edges of the bars would cover everything else. So most
-of this module decides what to leave out or to simplify:
+The difficulty is that a run has far more segments (single computations and exchanges) than the
+picture has pixels. If we drew every segment as a bar, matplotlib would take minutes, and the edges
+of the bars would hide everything else. So most of this module decides what to leave out or to
+simplify:
 
 - The picture begins when the jobs are in steady state. Otherwise it would mostly show compilation.
 - It ends before any lane has more than `MOST_BARS` bars.
@@ -78,8 +80,8 @@ def draw_gantt(
         path: Where to write the PNG.
         compare: A run to draw above `report`, on the same time axis.
         window: Begin and end of the picture, in seconds since the run began. If None, the picture
-        starts when the jobs are in steady state, and ends early enough that single segments can be
-        told apart.
+            starts when the jobs are in steady state, and ends early enough that single segments can
+            be told apart.
         headline: Text at the top. If None, states the speed-up of `report` over `compare`.
 
     Raises:
@@ -87,8 +89,9 @@ def draw_gantt(
         MissingExtraError: matplotlib is not installed.
     """
     require_extra("plot", "a picture of a run", "matplotlib")
-    # We create the figure and its canvas directly. `pyplot` would be shorter, but it chooses a
-    # backend, which may need a display, and keeps figures and settings in global state.
+    # We create the figure and its canvas ourselves. The functions of `pyplot` would make this
+    # shorter, but they choose a backend, which may need a display, and keep figures and settings in
+    # global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -103,8 +106,9 @@ def draw_gantt(
         name: COLOURS[i % len(COLOURS)]
         for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
     }
-    # All sizes are in inches and grow with the number of rows, so that a row always has the same
-    # height. The positions of texts are relative, hence the divisions by `total`.
+    # A row should have the same height in inches in every picture, so the figure gets taller with
+    # the number of rows. But matplotlib expects positions as fractions of the figure's height, so
+    # we divide lengths in inches by `total`.
     heights = [len(r) * 0.34 + 0.55 for r in rows]
     second = 0.22 if _is_long(colours) else 0.0  # inches for a second line of the legend
     total = sum(heights) + 1.75 + second
@@ -188,9 +192,9 @@ def _rows(report: Report) -> list[Row]:
         lanes = sorted({s.lane for s in own if s.kind == "compute"} or {0})
         for lane in lanes:
             mine = [s for s in own if s.kind == "compute" and s.lane == lane]
-            # Compilations and waits for batches have no lane of their own. During either, the job
-            # doesn't compute, so we draw them in the first compute lane, where they explain its
-            # gaps.
+            # While a job compiles or waits for its next batch, it can't compute, which leaves a gap
+            # in the compute lane. Neither of the two belongs to a lane itself. So we draw them in
+            # the first compute lane, where they explain such gaps.
             rows.append(
                 (
                     rank,
@@ -218,8 +222,9 @@ def _steady_begin(report: Report) -> int:
 
     A job is in steady state from the end of its first step, in which it compiles. So if the jobs
     run alongside each other, we return the moment when the last of them has ended its first step.
-    If they run one after the other, or if there is no round, we return the moment when any job has
-    ended its first step, because waiting for the last job would skip most of the run. If no job
+
+    If the jobs run one after the other, or if there is no round, we return the moment when any job
+    has ended its first step, because waiting for the last job would skip most of the run. If no job
     made a second step, nothing is in steady state, and we return the start of the first segment.
     """
     rank = next(iter(report.ranks), 0)
@@ -283,8 +288,9 @@ def _panel(
                     bars = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < shown_s]
                 narrow = [bar for bar in bars if bar[1] < EDGED * thin.pixel_s]
                 wide = [bar for bar in bars if bar[1] >= EDGED * thin.pixel_s]
-                # A vote mostly waits for other ranks while the exchange lane has nothing to do. At
-                # full height it would look like work, so draw it as a thin line.
+                # In a vote, the ranks agree on what to run next. A vote mostly waits for other
+                # ranks while the exchange lane has nothing to do. At full height it would look like
+                # work, so we draw it as a thin line.
                 place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
                 for some, look in (
                     (wide, style),
@@ -387,9 +393,10 @@ def _legend(
 class _Tint:
     """The segments of one lane that are shorter than a pixel, by colour.
 
-    All thin segments of a lane are drawn together, as an image that is a single row of pixels. The
-    darkness of a pixel column is the share of its time that was spent on work, so a lane that is
-    busy half of the time looks half as dark as a lane that is always busy.
+    A segment that is shorter than a pixel can't be drawn as a bar of the right width. Instead, all
+    such segments of a lane are drawn together, as an image that is a single row of pixels. The
+    darkness of each pixel is the share of its time that was spent on work, so a lane that is busy
+    half of the time looks half as dark as one that is always busy.
     """
 
     def __init__(self, shown_s: float) -> None:
@@ -413,14 +420,15 @@ class _Tint:
         taken = {colour: bars for colour, bars in self._bars.items() if bars}
         if not taken:
             return
-        # `strip` has the colour of each pixel column, which is white at first. `free` is the share
-        # of the column that is still white.
+        # For each pixel column, `strip` holds its colour, which is white at first, and `free` holds
+        # the share of the column that is still white.
         strip = np.ones((_PIXELS, 3))
         free = np.ones(_PIXELS)
         for colour, bars in taken.items():
             part = self._coverage(bars)
-            # Even the smallest amount of work gets the minimum tint. This could make several
-            # colours add up to more than the whole column, so limit each of them to what is left.
+            # A column with very little work would look empty, so any work at all gets at least the
+            # minimum tint. In a column with several colours, these tints could add up to more than
+            # the whole column, so limit each colour to the share that is still white.
             part = np.minimum(np.where(part > 0, np.maximum(part, _PALEST), 0), free)
             free -= part
             rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
@@ -444,9 +452,10 @@ class _Tint:
     def _coverage(self, bars: Sequence[tuple[float, float]]) -> np.ndarray:
         """Returns how much of each pixel column the bars cover, from 0 to 1.
 
-        Every bar here is thinner than a pixel, so it ends either in the column where it began or in
-        the next one. Two additions per bar are therefore enough, one for each of these columns, and
-        `bincount` makes them without a Python loop.
+        Every bar here is shorter than a pixel, so it covers parts of at most two pixel columns: the
+        one in which it begins and the next one. Two additions per bar are therefore enough, one for
+        each of these columns. We let `bincount` add up all bars at once, because a Python loop
+        would be slow.
         """
         begin, length = np.array(bars).T / self.pixel_s
         end = np.clip(begin + length, 0, _PIXELS)

@@ -1,8 +1,8 @@
 """The metrics of a run on disk: one JSONL and one CSV file per job, written by rank 0.
 
-Even if the run is killed and resumed, the files contain each step exactly once. The killed run may
-have logged steps that came after its last checkpoint. The resumed run repeats these steps and logs
-them again, so it first drops their old lines.
+Even if a run is killed and resumed, the files contain each step exactly once. The killed run may
+have logged steps that came after its last checkpoint. The resumed run starts from that checkpoint,
+so it repeats these steps and logs them again. To avoid duplicates, it first drops their old lines.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ class MetricFiles(Instrument):
     """Writes the metrics that jobs log, as soon as their values are back from the device.
 
     Each line of `JOB.jsonl` is an object with `step`, `time` (seconds since 1970) and the metrics.
-    The names of nested metrics are joined by slashes. `JOB.csv` has the same content, except that
-    it omits lists. If a metric first appears after the first line, it gets its column only when the
-    file is closed. In both files, NaN and infinities are written as text. A folder belongs to one
-    run and to the later runs that resume from its checkpoints.
+    The names of nested metrics are joined by slashes. In both files, NaN and infinities are written
+    as text.
+
+    `JOB.csv` has the same content, except that it omits lists. If a metric is first logged after
+    the first line, its column is only added when the file is closed.
+
+    A folder belongs to one run and to the later runs that resume from its checkpoints.
 
     Args:
         folder: The folder to write to. It's created if it doesn't exist.
         goes_on: The run's checkpoint folder, or None if it has none. A later run that resumes this
-        one uses the same checkpoint folder, which is how we recognise it.
+            one uses the same checkpoint folder, which is how we recognise it.
     """
 
     def __init__(self, folder: str | Path, goes_on: Path | None = None) -> None:
@@ -68,7 +71,7 @@ class MetricFiles(Instrument):
 
         Raises:
             ValueError: The folder contains other files or another run's metrics, or another run is
-            currently writing to it.
+                currently writing to it.
             OSError: The folder can't be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +107,7 @@ class MetricFiles(Instrument):
             job: The job's name.
             step: The step that it restored, or 0 if it starts from the beginning.
             without: Name of an evaluation whose lines at that step are dropped, too. It will run
-            again, because its result isn't in the checkpoint.
+                again, because its result isn't in the checkpoint.
 
         Returns:
             The remaining lines of earlier runs.

@@ -2,8 +2,10 @@
 
 When one rank dies, the others fail within moments, so at the end every event file looks as if its
 rank had been cut off. The last time stamps don't tell which rank was first: a rank only records a
-sign of life about once a second, and the clocks of two hosts may differ. So `_first` looks for
-evidence that doesn't depend on time, and goes from the most to the least reliable kind:
+sign of life about once a second, and the clocks of two hosts may differ.
+
+So `_first` looks for evidence that doesn't depend on time, and goes from the most to the least
+reliable kind:
 
 1. A rank recorded that it failed, with its exception. If several did, the earliest record counts.
 2. A rank reported which ranks it had lost. Then the lost ranks ended first.
@@ -66,8 +68,9 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
         if record.words == ExitKind.FAILED:
             return [record], f"ended first ({record.text})"
     unrecorded = [r for r in records if not r.words]
-    # 2. A rank that lost others names them. Either their processes were gone, so they died without
-    # writing anything, or they were alive but didn't respond; in that case, we quote the report.
+    # 2. A rank that lost contact with other ranks reports which ones. If it found that their
+    # processes were gone, they died without writing anything. Otherwise they were still alive but
+    # didn't respond, and we quote the report.
     for record in recorded:
         if record.words == ExitKind.REPORTED and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
@@ -76,9 +79,9 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
             if lost:
                 return lost, why
             return [], f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read."
-    # 3. The waits for other ranks are numbered identically on all ranks. If a rank that has ended
-    # normally has entered fewer of them than the ranks that are still waiting, they're waiting for
-    # this rank.
+    # 3. Every rank numbers its waits for other ranks, and the n-th wait is in the same operation on
+    # all of them. If a rank has ended normally after fewer waits than the ranks that are still
+    # waiting, then they're waiting in an operation that this rank never entered.
     waiting = max(
         (r.entered for r in unrecorded if r.where is not None and r.where.number), default=0
     )

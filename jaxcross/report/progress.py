@@ -116,9 +116,10 @@ class StepRate:
         first_s, first = changes[0]
         last_s, last = changes[-1]
         length_s = last_s - first_s
-        # Normally we only count whole steps. But then a job that stalls would keep its old rate for
-        # ever. So once the current step has taken more than twice as long as the earlier ones, we
-        # also count the time since the last step, and the rate falls.
+        # Normally the rate only counts completed steps. But a job that hangs in the middle of a
+        # step would then keep its old rate forever. So once the current step has taken more than
+        # twice as long as the earlier ones did on average, we also count the time since the last
+        # step ended, and the rate falls.
         overdue = (now_s - last_s) * (last - first) > 2 * length_s
         return (last - first) / (now_s - first_s if overdue else length_s)
 
@@ -141,8 +142,10 @@ class LatestMetric:
             if isinstance(value, int | float):
                 self._text = f"{name} {number(value)}"
                 break
-        # The job's thread may have appended entries since we read `new`. They'd be skipped if we
-        # set this to `len(history)`. The history may also have become shorter, hence the `min`.
+        # The job's thread may have appended entries after we read `new`, and we haven't searched
+        # these. So we advance by the number of entries that we did search; if we advanced to
+        # `len(history)`, the next call would skip the others. The history may also have become
+        # shorter, hence the `min`.
         self._seen = min(self._seen + len(new), len(history))
         return self._text
 
@@ -201,8 +204,8 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
 def _cleaned(run: RunProgress) -> RunProgress:
     """Returns the progress without control characters and with shortened texts.
 
-    The file isn't trusted, and we print these texts to a terminal, where control characters could
-    move the cursor.
+    The file isn't trusted. We print its texts to a terminal, where control characters could move
+    the cursor or do other harm.
 
     Raises:
         ValueError: A number is NaN or infinite.

@@ -22,16 +22,17 @@ class Recorder(Instrument):
         self._seen = 0
 
     def span(self, span: Span) -> None:
-        # Appending to a deque is atomic, so this needs no lock. Incrementing the counter isn't
-        # atomic, so if several threads report spans, `dropped` may be off by a few.
+        # Several threads may report spans at the same time. Appending to a deque is atomic, so we
+        # need no lock for that. Incrementing the counter isn't atomic, so an increment may get lost
+        # and `dropped` may be off by a few, which doesn't matter.
         self._spans.append(span)
         self._seen += 1
 
     def spans(self) -> tuple[Span, ...]:
         """Returns the spans that were kept, oldest first."""
-        # Don't iterate over the deque itself: up to Python 3.11, a garbage collection during the
-        # iteration may let another thread run, which appends a span, and the iteration then raises.
-        # `copy` isn't interrupted.
+        # Copy the deque before iterating over it. Up to Python 3.11, a garbage collection during
+        # the iteration may let another thread run. If that thread appends a span, the deque changes
+        # and the iteration raises an error. `copy` can't be interrupted like this.
         return tuple(self._spans.copy())
 
     @property
@@ -61,8 +62,10 @@ def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
     A blocking collective ends on all ranks at nearly the same time, within a network latency. So
     for each exchange in which two ranks took part, the difference between the recorded end times is
     an estimate of their clock offset. In a few exchanges a rank leaves later than that, so we take
-    the median over all exchanges. If a rank shares no exchange with the lowest rank, its offset is
-    0. Parameter-server messages aren't used, because each rank sends its own.
+    the median over all exchanges.
+
+    If a rank shares no exchange with the lowest rank, its offset is 0. Parameter-server messages
+    aren't used, because each rank sends its own.
     """
     ranks = sorted({span.rank for span in spans})
     ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)

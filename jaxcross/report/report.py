@@ -43,7 +43,7 @@ class Report:
         dropped: Number of spans that were discarded because there were too many.
         fusion: Which jobs `jaxcross.fuse` fused and which it didn't, with the reasons.
         rounds: The breakdown of the time: the length of a round, its bound and the losses. It's
-        computed from the other attributes.
+            computed from the other attributes.
     """
 
     spans: tuple[Span, ...]
@@ -84,9 +84,11 @@ class Report:
         """Gathers the spans of all ranks into a report.
 
         If `control` is given, this call communicates and waits: all ranks must make it, on the
-        thread that may use `control`. The returned report is identical across ranks. The spans, the
-        begin and end times and each job's `left_over` are gathered from all ranks; all other facts
-        are those of rank 0. Keeps only the latest spans, about a million over all ranks.
+        thread that may use `control`. The returned report is identical across ranks.
+
+        The report contains the spans, the begin and end times and each job's `left_over` from all
+        ranks; all other facts are those of rank 0. If there are too many spans, it keeps only the
+        latest ones, about a million over all ranks.
 
         Args:
             spans: This rank's spans, oldest first.
@@ -146,9 +148,11 @@ class Report:
     def speedup(self, over: Report) -> float | None:
         """Returns how many times shorter a job-step is in this run than in `over`.
 
-        Returns None if one of the runs has no round. Doesn't check whether the two runs are
-        comparable: if the machine was busy during one of them, the result is misleading.
-        `Comparison` does check this.
+        Returns None if one of the two runs has no round, i.e. if we couldn't measure its time for
+        one step of every job.
+
+        We don't check whether the two runs are comparable: if the machine was busy during one of
+        them, the result is misleading. Use `Comparison` if you need this check.
         """
         one = over.rounds.s_per_step
         other = self.rounds.s_per_step
@@ -295,8 +299,8 @@ class Report:
             path: Where to write the PNG.
             compare: Another run of the same jobs, drawn on the same time axis.
             window: Begin and end of the picture, in seconds since the run began. If None, the
-            picture starts when the jobs are in steady state, and ends early enough that single
-            segments can be told apart.
+                picture starts when the jobs are in steady state, and ends early enough that single
+                segments can be told apart.
 
         Raises:
             ValueError: `window` doesn't end after it begins, or `compare` has other jobs.

@@ -64,8 +64,9 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
 def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
     """Reads how far the latest run in `folder` is. Returns None if no run has begun.
 
-    The progress file doesn't say for which ranks a job is waiting, but the event files do. Since
-    there's one event file per rank, we only read them if a job has been waiting for a while.
+    If a job is waiting for other ranks, the progress file doesn't say which ones, but the ranks'
+    event files do. There's one event file per rank, so reading them is much more expensive. We
+    therefore only do so if a job has been in the same operation for a while.
 
     Raises:
         ValueError: A file is damaged or of another version.
@@ -110,9 +111,9 @@ _ENDS: dict[str, str] = {
 def with_late_ranks(run: RunProgress, records: Sequence[RankRecord]) -> RunProgress:
     """Adds which ranks each job of rank 0 is waiting for, if the event files show it.
 
-    The progress comes from rank 0, which only knows that it's waiting for others. The event files
-    of the other ranks show which of them haven't begun the same operation yet. Returns a new
-    object.
+    The progress comes from rank 0, which knows that a job is waiting for other ranks, but not which
+    ones. So we look into the event files of the other ranks: those that haven't begun the operation
+    in which rank 0 waits are the ones it's waiting for. Returns a new object.
     """
     if run.over or not 1 < len(records) <= _MOST_RANKS or records[0].rank != 0:
         return run

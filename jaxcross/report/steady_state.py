@@ -1,8 +1,9 @@
 """Finds the part of a run to measure: a stretch of time that consists of whole rounds.
 
-If we measured between two arbitrary moments, we'd count parts of steps, and the result would depend
-on which parts these are. So we measure from the end of one step to the end of another step. If
-possible, we choose these such that every job makes the same number of steps in between.
+If we measured between two arbitrary moments, we'd cut some steps into parts, and the measured rates
+would depend on how much of these steps happens to be inside. So we measure from the end of one step
+to the end of another step. If possible, we choose the two such that every job makes the same number
+of steps in between.
 """
 
 from __future__ import annotations
@@ -55,13 +56,18 @@ class Stretch:
 
         We only consider the time after every job has completed its first step and before any job
         completes its last one. In it, we look for two step ends of the same job between which all
-        jobs made the same number of steps. To find them without comparing all pairs, we note at
-        each step end how many steps every other job is ahead: if these numbers are the same at two
-        step ends, all jobs made equally many steps in between.
+        jobs made the same number of steps.
 
-        If the jobs progress at unequal rates, no such pair exists, or only one that spans a short
-        time. In that case we measure over all whole steps of the slowest job instead. Returns None
-        if the slowest job made no whole step in this time.
+        To find them without comparing all pairs, we note at each step end how many steps every
+        other job is ahead. If these numbers are the same at two step ends, all jobs made equally
+        many steps in between.
+
+        If the jobs progress at unequal rates, there may be no two moments between which all jobs
+        make the same number of steps, or only two that are close together. In that case, we measure
+        over all whole steps of the slowest job instead, and count how many steps the other jobs
+        make in this time.
+
+        Returns None if the slowest job made no whole step in this time.
         """
         every = {job: _ends(timeline, job) for job in jobs}
         low = max(ends[0] for ends in every.values())
@@ -82,9 +88,10 @@ class Stretch:
                     rounds = index - start
         whole = inside[slowest]
         most = len(whole) - 1
-        # Several steps may end within a short time by coincidence, e.g. when two slow jobs happen
-        # to end a step together. Such a stretch is far shorter than the steps that end in it, so
-        # its length says nothing about the jobs' rates.
+        # It may be a coincidence that each job ends a step in this stretch, e.g. if two slow jobs
+        # happen to do so during a single step of a fast job. We'd then count one step of each of
+        # them, although the stretch is far shorter than their steps. So we only accept a stretch
+        # that is at least half as long as the steps that each job has ended in it.
         longest = max(_steps_ended(ends, begin, end) for ends in every.values()) if rounds else 0
         if 2 * rounds >= max(most, 1) and end > begin and 2 * (end - begin) >= longest:
             return cls((begin, end), dict.fromkeys(jobs, rounds))
@@ -101,10 +108,11 @@ class Stretch:
 def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the sets of two or more jobs that were in steady state at the same time.
 
-    Larger sets come first; among sets of the same size, those that were together for longer. For
-    each set, we also return the subsets that remain after removing the slowest job, the two slowest
-    jobs, and so on. If a slow job doesn't complete a single step, the whole set can't be measured,
-    but the other jobs may have made many steps in the meantime.
+    Larger sets come first; among sets of the same size, those that were together for longer.
+
+    For each set, we also return the subsets that remain after removing the slowest job, the two
+    slowest jobs, and so on. If a slow job doesn't complete a single step, the whole set can't be
+    measured, but the other jobs may have made many steps in the meantime.
     """
     reach = {job: own.window for job in jobs if (own := Stretch.own(timeline, job)) is not None}
     moments = sorted({at for window in reach.values() for at in window})

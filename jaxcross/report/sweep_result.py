@@ -40,7 +40,7 @@ class SweepTrial:
 
     Attributes:
         number: Number of the trial. We count from 0, in the order in which the search proposed the
-        trials.
+            trials.
         name: Name of the trial's job and of its files.
         params: The trial's parameters.
         status: `finished`, `pruned`, `failed`, or `stopped` by `job.stop`.
@@ -71,11 +71,11 @@ class SweepResult:
         mode: `max` if larger values are better, otherwise `min`.
         trials: All trials, sorted by number.
         best: The finished trial with the best last value; if several are equal, the first of them.
-        None if no trial finished with a value other than NaN.
+            None if no trial finished with a value other than NaN.
         state: The best trial's final state. None if the trial ended before the sweep was restarted,
-        since the state isn't in this process then. In that case, read it with
-        `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)`, where `state` is
-        any state with the same structure.
+            since the state isn't in this process then. In that case, read it with
+            `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)`, where `state`
+            is any state with the same structure.
         reports: The reports of the sweep's runs. Usually there's only one run.
     """
 

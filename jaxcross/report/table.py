@@ -36,9 +36,9 @@ other texts. Longer texts are wrapped.
 def printed_text(group: Group, most: int = WIDTH) -> str:
     """Returns text without colours, which fits into the terminal and into `most` characters.
 
-    If a table doesn't fit, we first drop its lines and wrap its texts. Numbers are never wrapped,
-    so if the numbers still don't fit, we split the table into several tables. Each of them repeats
-    the columns with the names of the rows.
+    If a table is too wide, we first leave out its border lines and wrap its texts. Numbers are
+    never wrapped. If they still don't fit, we distribute the columns over several narrower tables.
+    Each of these tables repeats the leftmost columns, which say what each row is about.
     """
     out = io.StringIO()
     width = min(most, screen_width(os.environ) or most)
@@ -109,8 +109,9 @@ def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
 def screen_width(environ: Mapping[str, str]) -> int:
     """Returns `COLUMNS` from the environment, or else the terminal's width; 0 if there's neither.
 
-    The ranks of `jaxcross launch` write to a pipe and so can't ask for the terminal's width.
-    `jaxcross launch` therefore sets `COLUMNS` for them.
+    Ranks that were started by `jaxcross launch` write to a pipe, so they have no terminal that they
+    could ask for its width. Instead, the launcher passes the width of its own terminal to them as
+    `COLUMNS`.
     """
     text = environ.get("COLUMNS", "")
     if text.isdecimal():
@@ -165,8 +166,9 @@ def unit(jobs: Sequence[JobTiming]) -> str:
 def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     """Returns the cells of a job: steps, steps/s, examples/s, compute, exchange and hidden share.
 
-    If the job takes no part in the round, all cells but the steps are `-`. The last row of the
-    table sums up the round, so numbers of such a job would make the column not add up.
+    The last row of the table shows the sums over a round, i.e. over one step of every job. A job
+    that takes no part in the round isn't included in these sums. If we showed its times, the
+    columns wouldn't add up to the last row, so all its cells except the steps are `-`.
     """
     facts = job.facts
     steps = str(facts.steps)
@@ -213,7 +215,7 @@ def too_small(rounds: TimeBreakdown) -> str:
     work = rounds.compute_s + rounds.exchange_s
     if votes < max(
         work - rounds.bound_s, 0.1 * work
-    ):  # at most what overlap can save; a tenth of the work for jobs that hardly exchange
+    ):  # the first is what overlap can save at most, the second is for jobs that hardly exchange
         return ""
     return f"Too small to gain: {seconds(votes / jobs)} of votes on a {seconds(work / jobs)} step."
 

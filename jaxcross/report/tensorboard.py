@@ -16,9 +16,11 @@ from jaxcross.report.metric_files import flatten_metrics
 class TensorBoard(Instrument):
     """Writes the numbers that jobs log to event files, with one folder per job.
 
-    Pass it to `instruments` on one rank only. When a run resumes from a checkpoint, it logs some
-    steps a second time; from the first of these on, TensorBoard shows only the new values. If a run
-    is killed, the values of its last seconds may be missing.
+    Pass this object to `instruments` on one rank only.
+
+    A run that resumes from a checkpoint repeats the steps after that checkpoint, so it logs them a
+    second time. From the first repeated step on, TensorBoard then shows only the new values. If a
+    run is killed, the values of its last seconds may be missing.
 
     Args:
         folder: The folder for `tensorboard --logdir`.
@@ -47,8 +49,9 @@ class TensorBoard(Instrument):
         if writer is None:
             from tensorboardX import SummaryWriter
 
-            # `purge_step` tells TensorBoard to hide earlier values from this step on. A killed run
-            # may have logged these steps before, and this run logs them again.
+            # If this run resumes a killed run, that run may already have logged some of the steps
+            # that this one will log again. `purge_step` makes TensorBoard hide all earlier values
+            # from this step on, so that the old curve doesn't overlap with the new one.
             writer = SummaryWriter(
                 str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
             )

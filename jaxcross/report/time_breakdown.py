@@ -2,19 +2,22 @@
 
 **Round.** A round is one step of every job. We measure whole rounds while all jobs are in steady
 state at the same time: after every job has completed its first step (in which it compiles, and
-touches each memory page for the first time), and before any job completes its last step. If this
-time is missing or very short, the round covers only the largest set of jobs for which it isn't.
+touches each memory page for the first time), and before any job completes its last step.
 
-If the policy runs the jobs one after the other, they are never in steady state together. In that
-case the round is the sum of each job's own step. This way, both `Sequential` and crossover are
-measured with the same rule, and can be compared. In all other cases, there's no round and we report
-none.
+If the jobs were never in steady state at the same time, or only very briefly, the round covers only
+the largest set of jobs that were together for long enough.
 
-**Bound.** A lane does one thing at a time, so a round takes at least as long as the work of the
-busiest lane. It also takes at least as long as the compute and exchange of any single job, because
-a job's steps follow one another. We measure this work over exactly the same time as the round.
-Otherwise the bound could come out longer than the round, because the jobs don't work at the same
-rate throughout the run.
+The `Sequential` policy runs the jobs one after the other, so they are never in steady state at the
+same time. For such a run, we take the sum of one step of each job as the round. This way, its
+rounds can be compared with those of a run in which the jobs overlap. With any other policy, a run
+in which no jobs were together has no round, and we report none.
+
+**Bound.** The bound is the shortest time that a round could take. A lane does one thing at a time,
+so a round takes at least as long as the work of the busiest lane. It also takes at least as long as
+the compute and exchange of any single job, because a job's steps follow one another.
+
+We measure the work of a round over exactly the same time as its length. Otherwise the bound could
+come out longer than the round, because the jobs don't work at the same rate throughout the run.
 
 **Losses.** If the bottleneck (the busiest lane, or the job with the longest critical path) worked
 all the time, the round would be as short as the bound. So we look at each gap in which the
@@ -77,8 +80,9 @@ class _Terms:
 class _MeasuredRank:
     """One rank's timeline and the time we measure on it.
 
-    The attribute `own` has the steady state of each job by itself. The attribute `stretches` has
-    the parts of the run on which we measure the round: usually a single one, but one per job if the
+    The attribute `own` holds, for each job, the part of the run in which this job was in steady
+    state. The attribute `stretches` holds the parts over which we measure the round (one step of
+    every job): usually a single part in which all jobs ran together, but one part per job if the
     jobs run one after the other.
     """
 
@@ -92,9 +96,11 @@ class _MeasuredRank:
     ) -> dict[int, _MeasuredRank]:
         """Chooses on which part of the run to measure the round.
 
-        Normally, that's the time in which all jobs are in steady state together. If there's no such
-        time, we use the largest set of two or more jobs for which there is one. If this set was
-        together for less than a tenth of the time of another, smaller set, we use the smaller one.
+        Normally, we measure the round (one step of every job) over the time in which all jobs are
+        in steady state together. If there's no such time, we use the largest set of two or more
+        jobs for which there is one. If this set was together for less than a tenth of the time of
+        another, smaller set, we use the smaller one.
+
         The set is the same on every rank.
         """
         own = {
@@ -103,9 +109,9 @@ class _MeasuredRank:
             }
             for rank, timeline in timelines.items()
         }
-        # Jobs that run one after the other are never in steady state together, so there is no
-        # common time to measure. Instead we measure each job on its own and add up the times per
-        # step.
+        # Jobs that run one after the other are never in steady state at the same time, so no part
+        # of the run contains a step of every job. Instead, we measure each job while it runs, and
+        # then add up the jobs' times per step.
         if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
             return {
                 rank: cls(timeline, own[rank], tuple(own[rank].values()))
@@ -123,9 +129,10 @@ class _MeasuredRank:
             }
             if shared:
                 found.append((max(s.window[1] - s.window[0] for s in shared.values()), shared))
-        # A round should cover as many jobs as possible, even if we can only measure it over a
-        # shorter time. But if this time is very short, the measured rates depend on which steps
-        # happen to end just within it, so we require a tenth of the longest time.
+        # A round should cover as many jobs as possible, even if these were together for a shorter
+        # time. But over a very short time, the measured rates depend on which steps happen to end
+        # just within it. So we only consider sets of jobs that were together for at least a tenth
+        # as long as the set that was together longest.
         longest = max((length for length, _ in found), default=0)
         enough = [shared for length, shared in found if length >= BRIEF * longest]
         shared = max(enough, key=lambda shared: len(next(iter(shared.values())).steps), default={})
@@ -173,9 +180,9 @@ class _MeasuredRank:
     def measured(self, job: str) -> Stretch | None:
         """Returns the part of the run on which we measure this job's own numbers.
 
-        If the job takes part in the round, we use the same time as for the round, so that the
-        numbers add up to the round's. Otherwise we use the job's own steady state. None if the job
-        has none.
+        If the job takes part in the round (one step of every job), we measure it over the same time
+        as the round, so that the jobs' times add up to the round's. Otherwise we use the job's own
+        steady state. Returns None if the job made too few steps to have one.
         """
         with_others = (stretch for stretch in self.stretches if job in stretch.steps)
         return next(with_others, self.own.get(job))
@@ -208,8 +215,8 @@ def break_down(
     }
     ranks = _MeasuredRank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
-    # All other ranks wait in every exchange for the rank with the highest bound, so this rank
-    # determines how long a round takes.
+    # In every exchange, the other ranks wait for the rank that has the most work, i.e. the one with
+    # the highest bound. So it's this rank that determines how long a round takes.
     decisive = max(measured, key=lambda rank: measured[rank].bottleneck[0], default=min(ranks))
     part = ranks[decisive]
     wall = max(wall_ns.values(), default=0)
@@ -218,14 +225,16 @@ def break_down(
     bound = None
     bottleneck = ""
     lost = {}
-    # A step with a parameter server appears as a single span from its begin to its end. Its
-    # critical path would be as long as the step itself, so the bound would always be equal to the
-    # round and wouldn't tell us anything.
+    # If a job trains with a parameter server, each of its steps is recorded as a single span, so we
+    # don't know when it computed and when it exchanged. A bound that is computed from such spans
+    # would always be equal to the measured round, which wouldn't tell us anything, so we don't
+    # compute one.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
     if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
-        # We report the bound of the mean work over all ranks, because that's what a round could
-        # take if the work were spread evenly. The bound of the slowest rank is higher, and the
-        # difference between the two is the time lost to imbalance.
+        # Some ranks may have more work than others. We report the bound for the mean work per rank,
+        # because that's how short a round could be if the work were spread evenly. The bound of the
+        # slowest rank is higher, and the difference between these two bounds is the time lost to
+        # imbalance.
         bound, bottleneck = _Terms.mean(list(measured.values())).bottleneck
         lost = part.lost()
         lost["imbalance"] = measured[decisive].bottleneck[0] - bound
@@ -249,7 +258,8 @@ def break_down(
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
     """Returns the time in which the job computed or exchanged.
 
-    A job's steps follow one another, so a round takes at least as long as this.
+    A job's steps follow one another, so a round (one step of every job) can't be shorter than the
+    compute and exchange of one step of this job.
     """
     return merge_intervals([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
@@ -257,8 +267,8 @@ def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
     """Returns the work of the busiest lane.
 
-    A lane does one thing at a time, so a round takes at least as long as the work of any single
-    lane. Work on different lanes may overlap, so we can't add it up.
+    A lane does one thing at a time, so a round takes at least as long as the work of its busiest
+    lane. We can't add up the work of several lanes, because they may work at the same time.
     """
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
@@ -287,17 +297,18 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     }[bottleneck]
     left = subtract([stretch.window], busy)
     if bottleneck == "chain":
-        # The longest job isn't doing anything in this gap. If a lane works for other jobs at this
-        # time, the job waits for that work. So this isn't a dispatch loss, even if some other
-        # segment could have started.
+        # Here the bottleneck is a job, the one with the longest critical path, so a gap is a time
+        # in which this job does nothing. If a lane works for other jobs during the gap, our job may
+        # have to wait for that work. So we don't count this time as lost to dispatch, even if some
+        # other segment was ready to start.
         late = subtract(late, working)
-        # `late` includes the time in which an exchange was ready but hadn't begun. If the exchange
-        # lane was voting at that time, the exchange had to wait for the vote, so the vote is to
-        # blame rather than the dispatch. A vote doesn't occupy a compute lane, so it can't hold up
-        # compute segments.
+        # `late` includes any time in which an exchange was ready but hadn't begun. If the exchange
+        # lane was voting at that time, the exchange had to wait for the vote, so we blame the vote
+        # rather than the dispatch. We don't do this for compute segments: they run on other lanes,
+        # so a vote can't hold them up.
     voting = late if bottleneck != "compute" else []
-    # Several causes may cover the same gap. It's attributed to the first of them in this list, so
-    # the order matters: specific causes come before general ones.
+    # Several causes may explain the same gap. We attribute it to the first of them in this list, so
+    # the order matters: specific causes must come before general ones.
     causes = [
         ("host", intersect(timeline.together, voting)),
         ("votes", intersect(timeline.vote, voting)),
@@ -305,8 +316,9 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
-        # A vote or the preparation of a batch costs nothing while the lane can't work for another
-        # reason, so these only get the time that no other cause explains.
+        # While the lane can't work for some other reason, a vote or the preparation of a batch
+        # doesn't cost any additional time. So these causes come late in the list, where they only
+        # get the time that no earlier cause explains.
         ("host", timeline.host),
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),

@@ -1,19 +1,22 @@
 """One rank's spans as sets of time: when each lane worked, waited for other ranks, or was idle.
 
-The numbers in a report come from set operations on time. For example, to find out how much of a
+We compute the numbers of a report by set operations on time. For example, to find out how much of a
 job's exchange is hidden, we intersect the time in which the job exchanged with the time in which
 any job computed.
-This module makes these sets from a rank's spans. The raw spans can't be used directly, for two
-reasons:
+
+This module makes these sets from a rank's spans, i.e. from its records of when something began and
+ended. The raw spans can't be used directly, for two reasons:
 
 - A compute span begins when the segment is enqueued on the device. The device may still be busy
   with earlier segments at that time, so spans on the same lane overlap. `in_lane_order` clips them.
 - An exchange span begins when this rank enters the collective. Until the last rank has entered it,
   nothing is transferred, and this rank only waits. A rank can't observe when the others enter, and
-  comparing the ranks' clocks isn't accurate enough. But the rank that entered last didn't wait at
-  all, so its span is as long as the transfer. Hence the shortest span of an exchange over all ranks
-  tells how long the transfer took (`shortest_exchanges`), and any longer span begins with a wait
-  (`_arrival`). This only compares lengths, so it doesn't matter whether the clocks are aligned.
+  comparing the ranks' clocks isn't accurate enough.
+
+  But the rank that entered last didn't wait at all, so its span is as long as the transfer. Hence
+  the shortest span of an exchange over all ranks tells how long the transfer took
+  (`shortest_exchanges`), and any longer span begins with a wait (`_arrival`). This only compares
+  lengths, so it doesn't matter whether the clocks are aligned.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ ranks.
 def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Clips compute spans so that spans on the same lane don't overlap.
 
-    A span begins when its segment is enqueued, but a device runs its queue in order. So if a
-    segment was enqueued while the previous one was running, we let its span begin where the
-    previous one ends. Otherwise the device's busy time would be counted twice.
+    The span of a compute segment begins when the segment is enqueued on the device. But the device
+    runs its queue in order, so a segment that was enqueued while the previous one was running only
+    starts when that one has ended. We move the begin of its span to this moment, because otherwise
+    the device's busy time would be counted twice.
     """
     last_end: dict[tuple[int, int], int] = {}
     clipped: list[Span] = []
@@ -57,10 +61,10 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
 def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Replaces each vote's step by a number that identifies the vote across ranks.
 
-    Every rank takes part in every vote and in the same order, so a vote is identified by its
-    position in this order. In a long run, each rank only keeps its latest spans, and may have
-    discarded a different number of votes than the others. So we count backwards from the last vote,
-    which all ranks have kept.
+    We need to know which votes on different ranks are the same vote. All ranks take part in all
+    votes in the same order, so a vote's position in this order identifies it. But in a long run,
+    each rank keeps only its latest spans, and may have discarded a different number of votes than
+    the others. So we count backwards from the last vote, which all ranks have kept.
     """
     spans = tuple(spans)
     left = Counter(span.rank for span in spans if span.kind == "vote")
@@ -76,10 +80,11 @@ def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
     """Returns the nanoseconds that each exchange or numbered vote took on its fastest rank.
 
-    The shortest span of an exchange tells how long the exchange took without waiting, because the
-    rank that arrived last didn't have to wait for any other rank. Parameter-server messages are
-    left out: ranks send them independently of each other, so the messages for step n on two ranks
-    don't belong together.
+    The rank that enters an exchange last doesn't have to wait for any other rank, so its span is
+    the shortest, and is as long as the transfer itself.
+
+    Parameter-server messages are left out. Ranks send them independently of each other, so the
+    messages for step n on two ranks don't belong together.
     """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
@@ -100,25 +105,25 @@ class Timeline:
         compute: For each job, when its compute segments ran.
         exchange: For each job, when its exchanges ran, including waiting for other ranks.
         transfer: For each job, the part of `exchange` in which data was transferred, i.e. after the
-        last rank had entered the exchange.
+            last rank had entered the exchange.
         computing: When compute segments of any job ran.
         compute_lanes: For each compute lane, by its number, when it worked. A lane does one thing
-        at a time, but several lanes can work at the same time.
+            at a time, but several lanes can work at the same time.
         exchange_lanes: For each exchange lane, by its number, when it transferred data.
         peer: When an exchange waited for another rank.
         vote: When the exchange lane voted, without waiting for other ranks.
         vote_peer: When a vote, or a collective call of a job, waited for another rank.
         together: When the exchange lane ran a job's collective call, without waiting for other
-        ranks.
+            ranks.
         input: When a job waited for its next batch.
         host: When a job compiled, ran a collective call, or did other work on the host for which it
-        records spans.
+            records spans.
         late_compute: When a compute lane was idle even though its next segment was ready.
         late_exchange: When the next exchange was ready but its exchange lane hadn't begun it. The
-        lane may have been voting at that time.
+            lane may have been voting at that time.
         step_ends: For each job, the number of each step and the end of its last segment, in the
-        order of steps. Calls that aren't steps, such as evaluations, aren't listed here, but their
-        work is included in the other attributes.
+            order of steps. Calls that aren't steps, such as evaluations, aren't listed here, but
+            their work is included in the other attributes.
     """
 
     rank: int
@@ -157,8 +162,9 @@ class Timeline:
         ends: dict[str, dict[int, int]] = defaultdict(dict)
         for span in own:
             if span.kind == "vote":
-                # Votes and collective calls of a job are both recorded as votes, since both run on
-                # the exchange lane. A collective call is work of the job, so it's kept apart.
+                # A span of the kind `vote` is either a vote on what to run next, or a collective
+                # call that a job made, since both run on the exchange lane. A collective call is
+                # work of the job rather than overhead, so we keep it apart.
                 arrived = _arrival(span, shortest)
                 (together if span.label == ON_ALL_RANKS else vote).append((arrived, span.end_ns))
                 vote_peer.append((span.start_ns, arrived))
@@ -208,9 +214,9 @@ class Timeline:
     def without_undone(self, made: Mapping[str, int]) -> Self:
         """Returns the timeline without the ends of incomplete steps.
 
-        If a job fails or stops in the middle of a step, it leaves spans of a step that doesn't
-        count. `made` is the number of steps that each job completed; ends beyond that number are
-        dropped.
+        If a job fails or stops in the middle of a step, this step doesn't count, but we've already
+        recorded some of its spans. `made` is the number of steps that each job completed, so we
+        drop all step ends beyond that number.
         """
         return replace(
             self,
@@ -235,9 +241,9 @@ def _late(spans: Iterable[Span]) -> list[Interval]:
     free: dict[int, int] = {}
     late: list[Interval] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
-        # A segment isn't late as long as its lane is busy with another one. So the lost time begins
-        # when the inputs are ready and the lane is free. If the span began before that, the
-        # interval is empty, and is dropped at the end.
+        # A segment can start once its inputs are ready and its lane has ended the previous segment,
+        # so the late time begins at the later of these two moments. If the span began before that,
+        # the interval is empty, and `merge_intervals` drops it.
         late.append((max(span.ready_ns, free.get(span.lane, span.ready_ns)), span.start_ns))
         free[span.lane] = max(span.end_ns, free.get(span.lane, span.end_ns))
     return merge_intervals(late)
