@@ -73,8 +73,8 @@ def _finish(
 ) -> np.ndarray:
     top, left, height, width = box
     crop = image[top : top + height, left : left + width]
-    # If the image is scaled down, averaging over areas avoids aliasing. If it's scaled up, that
-    # would show blocks, so we interpolate linearly instead.
+    # Averaging over areas avoids aliasing when an image is scaled down. When it's scaled up,
+    # averaging would show blocks, so we interpolate linearly instead.
     shrinks = height > image_size and width > image_size
     crop = cv2.resize(
         crop,

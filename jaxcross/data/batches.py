@@ -62,15 +62,17 @@ class BatchStream:
         order = grain.MapDataset.range(len(self.records))
         if self.train:
             order = order.shuffle(seed=self.seed % 2**32)
-        # We use the world's rank and size rather than JAX's, because under mpirun, JAX considers
-        # itself process 0 of 1 on every rank.
+        # We take this rank's number and the number of ranks from our own `world`. JAX can't tell
+        # us: under mpirun, it considers itself process 0 of 1 on every rank, so all ranks would
+        # read the same records.
         return order[self.rank :: self.size][: self.steps_per_epoch * self.batch_size].repeat()
 
     def example(self, position: StreamPosition, arrival: Arrival | None = None) -> Batch:
         """Reads, decodes and augments a record.
 
-        The random augmentation depends only on the seed, the pass and the record. If there's a
-        cache, `arrival` is the record that was read ahead.
+        The random augmentation depends only on the seed, the pass over the data set and the record.
+        If records are read through a cache, `arrival` is the record that the cache has already
+        read.
         """
         try:
             image, label = self._image(position.record, arrival)
@@ -193,8 +195,9 @@ class Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except Exception:
-            # If we continued with the same Grain iterator, it would skip the unreadable record. So
-            # we close it, and the next call raises the same error again.
+            # Grain's iterator would continue after the unreadable record, so the record would be
+            # missing from the batches. Instead, we close the iterator. The next call then opens a
+            # new one at the same position, and raises the same error again.
             self.close()
             raise
         self.step += 1
@@ -304,9 +307,10 @@ def train_batches(
 ) -> Batches:
     """Opens one rank's training stream: shuffled on each pass, randomly cropped and flipped.
 
-    This only reads metadata, and doesn't communicate. Which images a rank gets in a step depends on
-    `seed`, `batch_size`, `size` and `rank`. How a record is cropped and flipped depends only on
-    `seed` and the number of the pass, so the augmented images are the same on any number of ranks.
+    Opening the stream only reads metadata, and doesn't communicate. Which images a rank gets in a
+    step follows from the seed, the batch size, the rank and the number of ranks. How an image is
+    cropped and flipped follows from the seed and the number of the pass, so the augmented images
+    are the same on any number of ranks.
 
     Args:
         data_dir: TFDS's root folder, the data set's folder in it, or the versioned folder. With a

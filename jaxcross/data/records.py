@@ -25,8 +25,8 @@ REMEDY = (
     "imagenet2012 --file_format=array_record --data_dir=DIR --manual_dir=FOLDER_OF_THE_TAR_FILES`, "
     "and pass DIR."
 )
-# These small files contain a data set's metadata. If the data set is at a URL, we copy them into
-# the cache, because TFDS reads them from a local folder.
+# These small files contain a data set's metadata. TFDS can only read them from a local folder, so
+# if the data set is at a URL, we copy them into the cache.
 _REQUIRED = (INFO_FILE, "features.json")
 _OPTIONAL = ("label.labels.txt", "metadata.json")
 

@@ -21,8 +21,9 @@ class SharedDecode:
     its batches again for itself, which `redecoded` counts. It still gets bit for bit the same
     batches, because a batch depends only on its number.
 
-    Jobs that run interleaved stay within a few batches of each other, so they share all decoding.
-    Jobs that run one after the other share nothing.
+    How much this saves depends on when the jobs need a batch. Jobs that run interleaved stay within
+    a few batches of each other, so each batch is decoded just once. Jobs that run one after the
+    other share nothing, because at most `window` batches are kept.
 
     Jobs can share a stream if they need the same images, i.e. if they read the same split of the
     same folder with the same seed, batch size and image size. A job with a different seed needs
@@ -53,13 +54,14 @@ class SharedDecode:
         # The number of the oldest kept batch. The next batch to decode has the number
         # `_first + len(_kept)`.
         self._first = batches.step
-        # True until the first batch is decoded at the current position. As long as it's true, a
-        # reader that resumes at an earlier step may move the stream back.
+        # True as long as the shared stream hasn't decoded a batch at its current position. Until
+        # then, a reader that resumes at an earlier step may move the stream back, because no reader
+        # has taken a batch from it.
         self._untouched = True
         self._readers: list[SharedReader] = []
         self._lock = threading.Lock()  # protects the attributes; never held for long
-        # A reader holds this lock while it decodes the next batch for all readers. A thread that
-        # needs both locks must take this one first.
+        # Held by a reader while it decodes the next batch for all readers, so that no other reader
+        # decodes the same batch. A thread that needs both locks must take this one first.
         self._decoding = threading.Lock()
         self.decoded = 0
         self.redecoded = 0
@@ -88,13 +90,15 @@ class SharedDecode:
     def _moved(self) -> None:
         """Moves the shared stream if necessary, after a reader has been repositioned.
 
-        If all readers are now ahead of the shared stream, moves it to the slowest reader. Suppose
-        that all jobs resume from a checkpoint at step 1,000. If the shared stream stayed at step 0,
-        each job would decode its batches separately for the rest of the run.
+        The shared stream decodes batches in order. Suppose that all jobs resume from a checkpoint
+        at step 1,000. If the shared stream stayed at step 0, each job would decode its batches
+        separately for the rest of the run. So if all readers are ahead of the shared stream, we
+        move it to the slowest of them.
         """
         with self._decoding, self._lock:
             # Ignore readers that were never asked for a batch, e.g. because their job had already
-            # finished in an earlier run. They'd keep the stream from moving on with the others.
+            # finished in an earlier run. They'd stay at their first step, and the shared stream
+            # could never move past it.
             first = min((reader.step for reader in self._readers if reader.asked), default=0)
             at = self._first + len(self._kept)
             if first > at or (first < at and self._untouched):

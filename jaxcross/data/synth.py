@@ -30,8 +30,8 @@ def class_image(
 ) -> np.ndarray:
     """Returns a uint8 BGR image whose hue and stripe width depend on the class.
 
-    Everything else in the image is random. Hue and stripe width survive a random crop and a flip,
-    so a model can learn the class even with the usual augmentation.
+    Everything else in the image is random. A random crop or a flip changes neither the hue nor the
+    width of the stripes, so a model can learn the class even with the usual augmentation.
     """
     hue = 180 * label / classes + rng.normal(0, 20 / classes)
     base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[
@@ -131,8 +131,9 @@ def _check_same(folder: Path, arguments: dict[str, int]) -> None:
 def _write(
     folder: Path, arguments: dict[str, int], progress: Callable[[int, int], None] | None
 ) -> None:
-    # TFDS also has builder classes, which generate data themselves, but a builder would fetch its
-    # description from the network. So we use TFDS's writer for data that comes from elsewhere.
+    # TFDS also has builder classes, which generate a data set themselves. But a builder would
+    # download its description from the network, so we use TFDS's writer for data that comes from
+    # elsewhere.
     identity = DatasetIdentity(
         name=NAME, version=tfds.core.Version(VERSION), data_dir=str(folder), module_name=__name__
     )

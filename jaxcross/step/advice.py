@@ -27,9 +27,14 @@ _log = logging.getLogger("jaxcross")
 def advise(traced: Traced, program: Program, warned: set[str]) -> None:
     """Warns if a step does something that's legal but probably a mistake.
 
-    We look for steps that exchange nothing, exchange inside a loop, or exchange every mini- or
-    micro-batch separately; for averages of averages; for optimizers that differentiate the loss
-    themselves; and for a state whose element types change from one step to the next.
+    There's a warning for each of these problems:
+
+    - The step exchanges nothing, so every rank trains a model of its own.
+    - It exchanges inside a loop, so that the exchanges can't overlap with any computation.
+    - It exchanges every mini- or micro-batch separately, although once would be enough.
+    - It averages over ranks what each rank has already averaged over its own batch.
+    - Its optimizer differentiates the loss itself, so the gradient isn't exchanged.
+    - The state comes back with different element types, so the next step is compiled again.
 
     Args:
         traced: The step.
@@ -128,9 +133,10 @@ def _advice(traced: Traced) -> Iterator[str]:
 def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.ShapedArray] | None:
     """Finds the first leaf of the state that comes back with a different element type.
 
-    We take a donated argument for state if one of the results has the same structure and shapes.
-    We ignore arguments that aren't donated: such an argument may be the parameters of a model, and
-    the result of the same structure may be their gradients rather than new parameters.
+    We can't know which argument is the state, so we guess: it's a donated argument that has the
+    same structure and shapes as one of the results. An argument that isn't donated doesn't count,
+    because it may be the parameters of a model, and the result that looks like it may be their
+    gradients rather than new parameters.
 
     Returns:
         The leaf's path, and its types before and after the step; None if there's no such leaf.

@@ -2,7 +2,7 @@
 
 The ranks decide whether to skip a step in a vote, which takes place after the step's exchanges. To
 let the compiled step depend on the outcome, we add a boolean argument to it, the commit flag. For
-each array of the state, the step then selects the new value if the flag is true, and the old value
+each array of the state, the step then returns the new value if the flag is true, and the old value
 otherwise. The exchanges don't read the flag, so they can run before the vote.
 """
 
@@ -54,9 +54,10 @@ def with_commit_flag(
 
     def flagged(*args: PyTree, **kwargs: PyTree) -> PyTree:
         *given, commits = args
-        # A step may write its results into a dict or an NNX state that it was given. So we copy the
-        # containers first (the arrays stay shared); otherwise we'd find the new values where we
-        # look for the old ones.
+        # We need the arguments' old values in case the step is skipped. But a step may write new
+        # values into a dict that it was given, and return this dict. So we first copy the dicts and
+        # other containers, without copying the arrays in them, and take the old values from these
+        # copies.
         own = {
             place: jax.tree.map(lambda leaf: leaf, argument)
             for place, argument in (*enumerate(given), *kwargs.items())
@@ -111,8 +112,10 @@ class _Results:
         """
         lacking: list[int | str] = []
         alike = _by_form(states)
-        # We start with the parts at the smallest depth. Otherwise we might take a part of one
-        # state for another argument that happens to have the same form.
+        # An argument may happen to have the same form (structure, shapes and types) as an inner
+        # part of some larger state. So we first match the forms that occur closest to the top of
+        # the results. Once the larger state has been matched as a whole, its inner parts can't be
+        # mistaken for that argument.
         for kind, numbers in sorted(alike, key=lambda item: self._positions(item[0])[0]):
             depth, parts = self._positions(kind)
             if parts and not depth:
@@ -136,9 +139,10 @@ class _Results:
     def check_scattered(self, donated: dict[int | str, PyTree]) -> None:
         """Raises CutError if a donated argument seems to come back in a different structure.
 
-        If a step is skipped, we restore the parts of the results that match a donated argument. An
-        argument that comes back in a different structure has no matching part, so its arrays would
-        change even in a skipped step.
+        When a step is skipped, the state must keep its old values. We find the state in the results
+        by the structure of the donated arguments. If a donated argument comes back in a different
+        structure, we can't find it there, so its arrays would change even though the step was
+        skipped.
         """
         free = Counter(
             form_of([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1]
@@ -167,9 +171,10 @@ class _Results:
     def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:
         """Returns the smallest depth at which parts of this form occur, and each part's leaves.
 
-        Skips parts that we've already identified as state. If the form is that of a single array,
-        we only accept a whole result, i.e. what the step returns or an element of the tuple that it
-        returns. Further inside, an array of the right shape could just as well be a metric.
+        We use this to find an argument's new value among the step's results. A part that already
+        belongs to another argument doesn't count. If the argument is a single array, only a whole
+        result counts, i.e. what the step returns, or an element of the tuple that it returns.
+        Deeper inside, an array of the right shape could just as well be a metric.
         """
         found: list[tuple[int, list[int]]] = []
         for path, part in jax.tree.leaves_with_path(

@@ -1,7 +1,8 @@
 """Limits how long a search for the fastest cut may take, if the length of the run is known.
 
-A search that takes longer than its result can save would slow the run down. All ranks use the same
-limit and the same measured times, so they end the search at the same point.
+To find out into how many segments a step should be cut, we compile and time several cuts. In a
+short run, that would take longer than the best cut can save, so we limit the time. All ranks use
+the same limit and the same measured times, so they end the search at the same point.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Budget:
     def allows_another(self) -> bool:
         """Whether there's time to try another cut.
 
-        We assume that the next cut takes at least as long to compile and time as the one that was
-        tried since the previous call. The slowest rank's time counts, so all ranks get the same
-        answer. Waits for all ranks, unless there's no limit.
+        We assume that compiling and timing the next cut takes at least as long as it took for the
+        previous one, i.e. the time since the previous call. The slowest rank's time counts, so that
+        all ranks get the same answer. Waits for all ranks, unless there's no limit.
         """
         if math.isinf(self.limit_s):
             return True

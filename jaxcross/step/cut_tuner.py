@@ -102,8 +102,9 @@ def gather_hint(
     if resumed is not None and not 0 <= resumed <= max(SEGMENT_COUNTS):
         resumed = None
 
-    # While `run_on_all_ranks` is running, no job can exchange anything, so reading from a slow disk
-    # inside of it would delay all jobs. So we read the cache file here, and only on rank 0.
+    # Earlier runs may have stored a cut in a file. Only rank 0 reads it, and it does so before
+    # calling `run_on_all_ranks`: while that function runs, no job can exchange anything, so reading
+    # from a slow disk would delay all jobs.
     cached = CutCache(key).read() if rank == 0 else None
     own = [resumed, in_process, cached, steps]
     gathered = run_on_all_ranks("cut", lambda control: gather(control, own))
@@ -130,22 +131,25 @@ class _UncutError(Exception):
 class CutSearch:
     """One rank's part in a search for the fastest of a few cuts.
 
-    The search doubles the number of exchange segments until two finer cuts in a row bring no
-    speed-up. If the length of the run is known, the search may take only a fraction of that time
-    (`Budget`), so a short run stays uncut rather than spending its time on compiling cuts.
+    A cut divides the step's exchanges among a number of segments. The search doubles this number
+    until two finer cuts in a row bring no speed-up. If the length of the run is known, the search
+    may take only a fraction of that time (`Budget`), because a short run would otherwise spend its
+    time on compiling cuts.
 
-    The winner must also beat the uncut step in a final race; otherwise the step stays uncut. We
-    reject a cut if compiling or running it fails on any rank. If even the uncut step can't be
-    tried, e.g. because there isn't enough memory for copies of its arguments, the step stays uncut.
+    At the end, the best cut is timed against the uncut step, and if it turns out to be slower, the
+    step stays uncut. A cut is rejected if compiling or running it fails on any rank. If even the
+    uncut step can't be timed, e.g. because there isn't enough memory for copies of its arguments,
+    there's nothing to compare with, so the step stays uncut.
 
-    All ranks must call `run` with the same step, and `run` waits for all of them. The ranks compare
-    cuts by the slowest rank's time, which all of them receive, so they all choose the same cut.
+    All ranks must call `run` for the same step, because timing a step includes its exchanges, and
+    `run` waits for all of them. The time of a cut is that of the slowest rank. All ranks receive
+    this time, so they all choose the same cut.
 
     If JAX keeps compiled programs (`jax_compilation_cache_dir`), we store the choice in the same
-    folder, together with the time of an uncut step. The network may have changed by the next run.
-    So that run first races the stored cut once against the uncut step. It repeats the search if the
-    cut has become slower than the uncut step, or if the uncut step's time has changed by more than
-    a quarter.
+    folder, together with the time of an uncut step. By the next run, the network may have changed.
+    So that run first times the stored cut against the uncut step. If the cut has become slower than
+    the uncut step, or if the uncut step's time has changed by more than a quarter, it searches
+    again.
 
     Args:
         traced: The step.
@@ -207,9 +211,9 @@ class CutSearch:
         n_segments, best = self._try_finer(uncut)
         gain = 1.0
         if best is not uncut:
-            # Each cut was only raced against the best one before it, so we know just indirectly
-            # that the winner is faster than the uncut step. Race these two directly, and report the
-            # speed-up that this race measures.
+            # During the search, each cut was only timed against the best one before it, so the
+            # winner may never have been compared with the uncut step itself. So we time these two
+            # against each other now, and report the speed-up that we measure here.
             self._uncut_s, best_s = self._race(n_segments, uncut, best)
             gain = self._uncut_s / best_s
             if gain < 1:
@@ -263,9 +267,10 @@ class CutSearch:
         logged_s = time.perf_counter()
         name = self._traced.name
         for n in SEGMENT_COUNTS[1:]:
-            # Exchanges that depend on one another limit how finely a step can be cut, so a larger
-            # number may give no more segments than the previous one. Then there's nothing new to
-            # time. All ranks skip the same numbers, because their programs have the same exchanges.
+            # If exchanges depend on one another, a step can't be cut into arbitrarily many
+            # segments, so asking for more segments (`n`) doesn't always give more. If it doesn't,
+            # there's nothing new to time. All ranks skip the same numbers, because their programs
+            # have the same exchanges.
             n_collectives = len(self._cut(n).collectives)
             if n_collectives <= finest:
                 continue
@@ -318,8 +323,10 @@ class CutSearch:
         start_s = time.perf_counter()
         try:
             compiled = self._build(self._cut(n))
-        # Compilation may fail on just one rank, so the ranks exchange their error texts below. If
-        # the agreement in `build` fails, that's a different error, which all ranks raise.
+        # If compilation fails on this rank alone, we mustn't simply raise, because the other ranks
+        # would wait for us. Instead, all ranks exchange their error texts below, and reject the cut
+        # together. If the ranks' exchanges differ, `build` raises a different error, but that one
+        # is raised on all ranks.
         except JaxRuntimeError as error:
             error_text = summary(error)
         self._compiling_s += time.perf_counter() - start_s
@@ -383,12 +390,13 @@ def _race(
 ) -> tuple[float, ...]:
     """Times one or two cuts, alternating between them, and returns each one's seconds per step.
 
-    Every rank takes the time of a cut's fastest step, and the slowest rank's time counts. If the
+    A cut's time is that of its fastest step, taken from the rank on which this is slowest. If the
     second cut fails on some rank, its time is infinite. If the first cut fails, there's nothing to
-    compare with, so both times are infinite.
+    compare the second one with, so both times are infinite.
 
-    Each timed step is a separate call of `run_on_all_ranks`, so the watchdog's time limit for an
-    exchange applies to one step rather than to the whole race.
+    Each timed step is a separate call of `run_on_all_ranks`, rather than one call for all steps
+    together. A watchdog limits how long an exchange may take, so that a hanging run is noticed.
+    This way, its limit applies to a single step rather than to the whole comparison.
     """
     running: list[Compiled | None] = [*rivals]
     times_ns: list[list[int]] = [[] for _ in rivals]

@@ -1,14 +1,14 @@
 """Makes sure, before a program runs, that all ranks are about to make the same exchanges.
 
 MPI matches collectives by their order alone. If one rank's third exchange is a gradient and another
-rank's third exchange is a loss, they deadlock, or silently mix the two values if these happen to
-have the same shape. So the ranks first compare signatures, which list the kind, shape and type of
-each exchange.
+rank's third exchange is a loss, the ranks deadlock, or silently mix the two values if these happen
+to have the same shape. So before a program runs, the ranks compare its signature: a list of the
+kind, shape and type of each exchange.
 
-Equal signatures aren't enough: if a step averages two arrays of the same shape and type, ranks that
-exchange them in different orders still have equal signatures. To tell such exchanges apart, we also
-compare labels that are computed from each exchange's operand and from what uses its result
-(`jaxcross.program.exchange_labels`).
+Equal signatures aren't enough. If a step averages two arrays of the same shape and type, and one
+rank does so in a different order than the others, all signatures are still equal. To tell such
+exchanges apart, the ranks also compare a label for each exchange, computed from where its operand
+comes from and what uses its result (`jaxcross.program.exchange_labels`).
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
     if variant.is_unit:
         variant.record.units.agree(host, world, program, variant.cache_key)
     elif program.exchanges:
-        # If the host decides which branch of a `cond` runs, the ranks make an agreement on every
-        # call. In that case they must also be at the same call, even if their exchanges are equal.
+        # If the host decides which branch of a `cond` runs, the exchanges can be different in every
+        # call, so the ranks compare them in every call. They also compare the number of the call,
+        # because equal exchanges don't show that all ranks are at the same call.
         by_call = bool(variant.traced.choices)
         function = host.function
         host.agree(
@@ -93,10 +94,12 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
 def comparison_of_calls(variant: Variant, host: Standalone) -> Callable[[], None] | None:
     """Returns a check that all ranks are calling the same step, to be run before the exchanges.
 
-    Once ranks have agreed on two steps whose exchanges look alike, they might call these steps in
-    different orders, and outside a runner nothing else would detect that. The check waits for all
-    ranks. If they're calling different steps, it raises `ExchangeError` on every rank. A step that
-    calls mpi4jax isn't checked, so we return None for it.
+    Suppose that a script has two steps whose exchanges look alike. After the ranks have agreed on
+    both steps, one rank might call them in a different order than the others, and the two steps'
+    values would be mixed. Outside a runner, nothing else would detect that.
+
+    The check waits for all ranks. If they're calling different steps, it raises `ExchangeError` on
+    every rank. A step that calls mpi4jax isn't checked, so we return None for it.
     """
     # mpi4jax calls may involve only some of the ranks, and the others wouldn't run the check.
     return None if variant.is_unit else partial(_compare_calls, variant, host)
@@ -107,9 +110,10 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
     world = variant.world
     if not world.exchange_owner.check_due():
         return
-    # Another rank may be in a full agreement at this point (`ExchangeAgreement.standalone`). We
-    # send a vector of the same length as it does, so that its all-reduce matches up with ours, and
-    # the ranks find out that they differ.
+    # This rank only checks that all ranks call the same step. Another rank may be comparing the
+    # exchanges of a new step instead (`ExchangeAgreement.standalone`), which begins with an
+    # all-reduce of two numbers. So we send two numbers as well. The two all-reduces then match up,
+    # and the ranks find out that they differ.
     numbers = [host.number, 0]
     with world.monitor(job=program.name, step=host.calls, segment=-1, what="agreement"):
         if not which_equal(world.control, numbers)[0]:
@@ -197,8 +201,9 @@ class ExchangeAgreement:
     def in_run(self, control: Control) -> None:
         program = self.program
         agree_on_order(control, program, self.order)
-        # Creating a communicator is a collective call. We make it here rather than during
-        # compilation, because a rank that fails to compile would leave the others waiting.
+        # Creating an MPI communicator is a collective call, i.e. it waits until all members have
+        # made it. We make it here rather than during compilation, because a rank that fails to
+        # compile would never make it, and the other ranks would wait for it forever.
         self.world.wire().create_communicators(program.exchanges, dict(program.axes))
 
     def standalone(self) -> None:
@@ -224,9 +229,10 @@ class ExchangeAgreement:
     def resolve(self) -> None:
         """Gathers what each rank is about to run, after a comparison has shown a difference.
 
-        Returns normally if all ranks turn out to call the same step after all. This can happen if a
-        call fails on one rank before its first exchange. That rank starts a new agreement in its
-        next call, while the other ranks are still waiting for it in the failed call.
+        If the ranks seem to be at different steps, that isn't always an error. Suppose that a call
+        fails on one rank before its first exchange. This rank's next call starts a new agreement,
+        while the other ranks are still waiting for it in the failed call. If it turns out that all
+        ranks are calling the same step, this returns normally.
 
         Raises:
             ExchangeError: The ranks differ; raised on every rank.
@@ -254,9 +260,10 @@ class ExchangeAgreement:
 def order_hash(program: Program) -> int:
     """Returns a 62-bit hash of the labels of a program's exchanges, in their order.
 
-    Different hashes aren't necessarily an error. If the batch on one rank is shorter than on the
-    others, that rank's labels may differ even though the exchanges match. So if hashes differ,
-    `check_order` compares the labels themselves. Does not wait or communicate.
+    If two ranks' hashes differ, that isn't necessarily an error. For example, if the batch on one
+    rank is shorter than on the others, this rank's labels may differ even though its exchanges are
+    the same. So in that case, `check_order` compares the labels themselves. Does not wait or
+    communicate.
     """
     return hash_62(label_text(order_of(program)))
 

@@ -1,12 +1,13 @@
 """An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
 
-With mpi4jax, one rank may send what another rank receives, so we can't require that all ranks make
-the same calls. Instead, the ranks gather one another's lists of calls and simulate them, which
-finds messages that nobody receives, and deadlocks (`mpi4jax_lists`).
+With mpi4jax, one rank may send what another rank receives. So the ranks' calls may legitimately
+differ, and we can't just compare them. Instead, the ranks gather one another's lists of calls and
+simulate them (`mpi4jax_lists`). This finds deadlocks, and messages that nobody receives.
 
-In a job, all ranks take part in this agreement, and the job gets communicators of its own, so that
-its messages can't be mistaken for another job's. Outside a runner, only ranks that exchange with
-one another take part, because the remaining ranks may not call the step at all.
+If a job of a runner calls the step, all ranks take part in this agreement. It also gives the job
+communicators of its own, so that its messages can't be mistaken for another job's. Outside a
+runner, only ranks that exchange with one another take part, because the remaining ranks may not
+call the step at all.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 class Units:
     """The agreements on a step's programs that call mpi4jax. All variants of the step share them.
 
-    A new agreement needs all ranks that exchange with one another, so a rank may only start one
-    when the others do, too. That's the case if a static argument, the structure of the arguments or
-    JAX's configuration changes, since these change on all ranks. New shapes of the arguments alone
-    don't start an agreement, because the batch may be shorter on just one rank. If the shape of a
-    message changes, however, so does this rank's list of calls. The list at the other end of the
-    message changes with it, so both ranks start a new agreement.
+    To agree, i.e. to compare their calls, all ranks that exchange with one another are needed. So a
+    rank may only start a new agreement if the others are certain to start one, too. That's the case
+    if a static argument, the structure of the arguments or JAX's configuration changes, since these
+    change on all ranks.
+
+    New shapes alone aren't a reason to start an agreement, because the batch may be shorter on just
+    one rank. If the shape of a message changes, however, the lists of calls at both of its ends
+    change, so both ranks start a new agreement.
 
     Attributes:
         latest: The latest agreement outside a runner, as a pair: what distinguishes the step's
@@ -67,8 +70,9 @@ class Units:
     def agree(self, host: StepHost, world: World, program: Program, cache_key: object) -> str:
         """Makes sure that the ranks' calls match up, unless the job has already checked that.
 
-        In a job, waits for all ranks, and returns a hash of all ranks' lists of calls. Outside a
-        runner, waits only for the ranks that exchange with this one, and returns "".
+        In a job, this waits for all ranks, and returns a hash of all ranks' lists of mpi4jax calls.
+        Outside a runner, it waits only for the ranks that exchange with this one, and returns an
+        empty string.
 
         Raises:
             ExchangeError: The calls don't match up; raised on every rank that took part.
@@ -157,8 +161,10 @@ class UnitAgreement:
             (rank, x) for rank, calls in lists.items() for x in calls if mpi4jax_lists.is_call(x)
         ]
         self._check_names(named)
-        # All members of a communicator must pick the same number for it, and a number that's free
-        # on one rank may be in use on another. So the ranks have gathered all numbers in use.
+        # Several jobs may need a communicator with the same members and name. Each job uses one of
+        # its own, so we number them. All members must pick the same number, but a number that's
+        # free on one rank may be in use on another. So we take one that's free on all ranks, which
+        # is why the ranks have gathered the numbers in use.
         taken = {(_key(key), number) for _, busy in gathered for key, number in busy}
         own_comms = comms.for_job(self.host)
         for key in sorted({comm_key_of(x) for _, x in named} - set(own_comms)):
@@ -213,9 +219,10 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     text = mpi4jax_lists.encode(calls)
     name = program.name
     everyone = list(range(world.size))
-    # If the step makes a collective over all ranks, all ranks must be calling it, so we can gather
-    # by a collective, too. Otherwise we can only count on the ranks that our calls name as partners
-    # and on their partners, so we gather from neighbour to neighbour.
+    # We need the lists of all ranks that exchange with this one. If the step makes a collective
+    # over all ranks, they must all be calling it, so we can gather the lists by a collective as
+    # well. Otherwise, other ranks may not call the step at all. So we only ask the ranks that our
+    # calls name as partners, these ask their own partners, and so on.
     if not any(_over_ranks(x, everyone) for x in calls):
         accepts = partial(_accepts, rank) if mpi4jax_lists.expects_unknown(calls) else None
         texts = world.gather_connected(
@@ -225,9 +232,10 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     number = hash_62(mpi4jax_lists.comparison_text(calls))
     order = order_hash(program)
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
-        # A rank whose program doesn't call mpi4jax calls `ExchangeAgreement.standalone` instead of
-        # this function. We send a vector of the same length as that rank does, so that the two
-        # all-reduces match up, and the ranks find out that they differ.
+        # Another rank's program may have no mpi4jax calls. That rank then calls
+        # `ExchangeAgreement.standalone` instead of this function, which begins with an all-reduce
+        # of two numbers. So we send two numbers as well. The two all-reduces then match up, and the
+        # ranks find out that they differ.
         same_calls, same_order = which_equal(world.control, [number, order])
         if same_calls and not same_order:
             check_order(world.control, program)

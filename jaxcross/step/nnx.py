@@ -6,8 +6,9 @@ All objects of a call are split together, so that variables that they share stay
 the step adds to an object, and objects that it returns, come back as well. Arguments that aren't
 objects keep their positions and types.
 
-While a call is in progress, `nnx` has to remember which object each graph belongs to. It does so
-under a tag, for which we use the `Step` itself.
+While the step runs, each NNX object is represented by its graph and its state. Flax remembers which
+object each graph belongs to, so that it can update the object afterwards. It keeps this information
+under a tag that we choose, for which we use the `Step` itself.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     """Whether any argument is or contains an NNX object: a module, optimizer, metric, or variable.
 
-    Random streams (`nnx.Rngs`) are objects as well. State that has already been split from its
-    object (`nnx.State`) isn't. Does not wait or communicate, and takes no time unless Flax has been
-    imported.
+    Random streams (`nnx.Rngs`) count as objects. State that the user has already split from its
+    object (`nnx.State`) doesn't. Does not wait or communicate. Returns at once if Flax hasn't been
+    imported, because there can't be any objects then.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -39,8 +40,8 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     is_object = nnx.graph.is_graph_node
     split = (nnx.State, nnx.statelib.FlatState)
     found: list[object] = []
-    # NNX takes microseconds to tell whether something is an object, and we'd ask for every leaf of
-    # every new kind of call. So we ask only once per type.
+    # It takes NNX microseconds to tell whether a leaf is an object, and the arguments may have many
+    # leaves. The answer depends only on the leaf's type, so we ask only once per type.
     stops_at: dict[type, bool] = {}
 
     def stop(x: object) -> bool:
@@ -78,8 +79,8 @@ def bind(
 ) -> tuple[Traced, list[PyTree]]:
     """Traces `step` on the state of the objects among its arguments, without changing the objects.
 
-    Returns the traced step and the flat arguments, in which the objects are replaced by their
-    state. Does not compile, wait or communicate.
+    Returns the traced step, and the arguments as a flat list in which each object is replaced by
+    its state. Does not compile, wait or communicate.
     """
     from flax import nnx
 
@@ -132,8 +133,9 @@ def _split(
 def _without(
     args: Sequence[PyTree], kwargs: Mapping[str, PyTree], static: Sequence[int | str]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    # Static arguments may be any Python objects, including ones that JAX takes for a pytree but
-    # can't flatten. So we replace them by None before we split the objects.
+    # To split NNX objects, all arguments are flattened. Static arguments may be any Python objects,
+    # including ones that JAX takes for a pytree but can't flatten, so we first replace them by
+    # None.
     return (
         tuple(None if n in static else a for n, a in enumerate(args)),
         {name: None if name in static else a for name, a in kwargs.items()},

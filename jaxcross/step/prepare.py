@@ -15,13 +15,14 @@ from jaxcross.step.variant import ChosenCut, Variant
 def prepare(variant: Variant, host: StepHost) -> Compiled:
     """Returns a variant's executables for a host, compiled at the first call.
 
-    All ranks must agree on the step's exchanges before anything is compiled. A standalone step has
-    done that before it calls this function; a job does it here, when it first runs the variant.
+    All ranks must agree on the step's exchanges before anything is compiled. Outside a runner,
+    they've done so before this function is called. In a job, they do it here, when the job calls
+    the step with these argument types for the first time.
 
-    Each job makes its own agreement, which also creates its communicators. It can't rely on the
-    agreement of another job that runs the same step. Which of the two jobs gets here first may
-    differ between ranks, so on some ranks one job would wait in the agreement, and on other ranks
-    the other job.
+    If several jobs run the same step, each of them makes an agreement of its own, which also
+    creates the job's communicators. A job can't rely on another job's agreement. Which of the two
+    jobs gets here first may differ between ranks, so some ranks would wait in the agreement of one
+    job, and other ranks in that of the other.
     """
     if variant.tunes_cut or (variant.is_unit and host.in_run):
         compiled = variant.of_host.get(host)
@@ -58,9 +59,9 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
     record = variant.record
     world = variant.world
     agree_once(variant, host, variant.default)
-    # Read the trial arguments before the ranks synchronize again. At that point another job with
-    # the same step may join the run, and it may reset `variant.trial_args` in this function before
-    # our thread continues.
+    # Get the arguments on which cuts are timed now, before the ranks synchronize in `gather_hint`.
+    # As soon as they have, another job with the same step may join the run. Its thread executes
+    # this function as well, and may reset `variant.trial_args` before our thread has read it.
     trial_args = variant.trial_args
     chosen = record.chosen_cuts.get(variant.signature)
     # Outside a run, all ranks have made the same calls, so they remember the same choice.
@@ -82,9 +83,10 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         steps=host.steps_left,
     )
     is_only_job = host.is_only_job  # read right after all ranks synchronized, so they're all equal
-    # A job that was restarted keeps its previous cut, because a different cut may round
-    # differently, and its results are supposed to be bitwise identical. A new job gets the default
-    # cut if it runs alongside other jobs, because their computation hides its exchanges anyway.
+    # A job that was restarted keeps its cut, i.e. the segments into which its step was divided. A
+    # different cut may round differently, whereas a restarted job's results are supposed to be
+    # bitwise identical. A new job gets the default cut if it runs alongside other jobs, because
+    # their computation hides its exchanges anyway.
     n_segments = hint.resumed
     if n_segments is None:
         n_segments = hint.in_process if is_only_job else 0
@@ -95,8 +97,10 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         program = variant.program_in(n_segments)
         agree_once(variant, host, program)
         compiled = _compile(variant, host, n_segments, program)
-    # Only one job of a run can be both the only job and the first job. So all ranks remember the
-    # cut of the same job, even if their job threads get here in different orders.
+    # Later jobs with the same step may reuse a cut that was found here. If several jobs could set
+    # it, the ranks might remember the cuts of different jobs, because their job threads may get
+    # here in different orders. Only one job of a run can be both its only job and its first one, so
+    # we take that job's cut.
     if is_only_job and hint.is_first:
         record.chosen_cuts[variant.signature] = ChosenCut(
             n_segments, compiled.program.exchange_hash()
@@ -111,8 +115,8 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
 def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Program] | None:
     """Returns the number of segments that was chosen before, and the program in that cut.
 
-    Returns None if there's no earlier choice, or if it doesn't apply to these shapes: it may have
-    been made for other shapes, for which that number of segments gives different exchanges.
+    Returns None if no cut was chosen before. Also returns None if the cut was chosen for other
+    shapes of the arguments, for which the same number of segments gives different exchanges.
     """
     if chosen is None:
         return None

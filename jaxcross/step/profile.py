@@ -116,9 +116,10 @@ class Profile:
     def of(cls, report: Report, name: str, *, mbps: float | None = None) -> Self:
         """Returns the profile of a job that ran alone, or in turn with other jobs.
 
-        The times are means over all of the job's steps except the first one. For a computation, the
-        slowest rank's time counts. An exchange is timed from the moment when the last rank has
-        reached it, so the time that other ranks spend waiting for a slow rank isn't included.
+        A segment's time is the mean over all of the job's steps except the first one. If the
+        segment is a computation, the slowest rank's time counts. An exchange is timed from the
+        moment when the last rank has reached it, so that the time other ranks spend waiting for a
+        slow rank isn't included.
 
         Args:
             report: The report of the run, which may have been loaded from a file.
@@ -168,9 +169,10 @@ class Profile:
     def cut_evenly(self, pieces: int) -> Self:
         """Estimates the profile of the same step with its backward pass cut into equal segments.
 
-        We assume that the backward pass takes twice as long as the forward pass, i.e. two thirds of
-        the computation before the exchange, and that it can be cut into segments that all take the
-        same time. If you can run the cut step, a profile of that is more accurate.
+        This doesn't measure anything. It assumes that the backward pass takes twice as long as the
+        forward pass, i.e. two thirds of the computation before the exchange, and that it can be cut
+        into segments that all take the same time. If you can run the cut step, measuring its
+        profile is more accurate.
 
         Args:
             pieces: Number of exchange segments.
@@ -279,8 +281,9 @@ def segment_times(
 ) -> tuple[tuple[float, ...], float]:
     """Returns the mean seconds of each segment, and the median seconds between steps.
 
-    For each segment, the slowest rank's mean counts. The time between steps is the time from a
-    step's return to the job's next call. Neither of them includes the first step on each rank.
+    A segment's time is the slowest rank's mean over its steps. The time between steps runs from the
+    moment when a step returns to the job's next call, during which the job may load data or write a
+    log. Neither includes each rank's first step, which takes longer than the others.
 
     Args:
         spans: The spans of a run.

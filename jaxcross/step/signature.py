@@ -127,9 +127,9 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
         TypeError: A leaf is only a type, or is traced.
         ValueError: A leaf was donated.
     """
-    # We get here on every step that has a NumPy array or a random key among its arguments, so this
-    # has to be fast. Comparing a leaf's exact type takes a tenth as long as
-    # `isinstance(leaf, jax.Array)`, so we do that first.
+    # This has to be fast, because a step that has a NumPy array or a random key among its arguments
+    # gets here every time. Comparing a leaf's exact type takes a tenth as long as `isinstance(leaf,
+    # jax.Array)`, so we do that first.
     for n, leaf in enumerate(leaves):
         if type(leaf) is not ArrayImpl:
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -220,9 +220,9 @@ def _many_places() -> bool:
 def _cure(before: ArgType, after: ArgType) -> str:
     """Tells the user how to start from an array if a state started as a Python number.
 
-    A Python number has a weak type, but the array that the step returns in its place doesn't. So
-    the argument types of the second call differ from those of the first call, and the step is
-    compiled again. Returns "" for any other change.
+    Suppose that a step is first called with a Python number, which has a weak type, and returns an
+    array in its place, which doesn't. The second call gets this array, so its argument types differ
+    from those of the first call, and the step is compiled again. Returns "" for any other change.
     """
     old, new = (t[0] if isinstance(t, tuple) else t for t in (before, after))
     if old.shape != new.shape or not old.weak_type or new.weak_type:

@@ -1,9 +1,11 @@
 """`crossover`: turns an ordinary train step into one that is cut and runs segment by segment.
 
-`crossover` itself only checks its arguments and returns a `Step`. The work happens when this step
-is called: it binds the static arguments and looks up the `Variant` that was traced for these
-argument types, or traces a new one. If the caller is a job, the job runs the variant. Otherwise the
-step runs it on its own ("standalone").
+`crossover` itself only checks its arguments and returns a `Step`. The work happens when the step is
+called. The first call with new argument types traces the function, which gives a `Variant`: the
+step for these types. Later calls with the same types reuse it.
+
+If the caller is a job of a runner, the job runs the variant, interleaved with other jobs. Otherwise
+the step runs it on its own ("standalone").
 """
 
 from __future__ import annotations
@@ -267,8 +269,10 @@ class Step(Generic[P, R]):
                     "values inside by `jax.debug.print`; without exchanges the function itself can "
                     "run under `disable_jit`."
                 )
-            # Searching the arguments for NNX objects takes longer than flattening them, so we only
-            # do it for a new structure. A structure that got past this point before had no objects.
+            # If there are Flax NNX objects among the arguments, the call takes a different path.
+            # Searching for them takes longer than flattening the arguments, so we only search if
+            # the arguments have a new structure. A structure that got past this point before
+            # contains no objects.
             if (last is None or last[0][0] != tree) and nnx.holds_objects(args, kwargs):
                 if skips:
                     raise CutError(
@@ -281,8 +285,10 @@ class Step(Generic[P, R]):
             with nullcontext() if job is None else job.preparing():
                 variant = self._variant(world, function, arrays, named, leaves, cache_key)
         if world.estimate_request:
-            # The command `jaxcross estimate` runs the user's script, and measures the step that the
-            # script calls. This is the only place in this folder that imports from an outer layer.
+            # The command `jaxcross estimate` runs the user's script, and measures a step that the
+            # script calls. The measurement is in `gains`, an outer layer that imports this folder.
+            # So we import it here rather than at the top; no other module of this folder imports
+            # from an outer layer.
             from jaxcross.gains import estimate_in_script
 
             estimate_in_script(variant, leaves, job)
@@ -295,9 +301,9 @@ class Step(Generic[P, R]):
     def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
         """Runs one step without a runner.
 
-        If the step exchanges something and another thread is in a step, this raises JobError. Which
-        of two threads exchanges first may differ between ranks, so one step's values would be mixed
-        with the other's.
+        Raises JobError if the step exchanges something while another thread is running a step.
+        Outside a runner, the order of two threads' exchanges may differ between ranks, so one
+        step's values would be mixed with the other's.
         """
         assert variant.program is not None
         if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
@@ -354,8 +360,9 @@ class Step(Generic[P, R]):
         if known is None:
             settings = (self.axes, self.cut, self.bucket_bytes, self.donate, self.static, profiles)
             made = Step(make_function(), *settings)
-            # Several jobs' threads may get here at once. `setdefault` is atomic, so they all get
-            # the step that the first thread made.
+            # If several jobs' threads get here at once, each of them creates a step. `setdefault`
+            # is atomic: it stores only the first of these steps, and returns that one to all
+            # threads.
             known = self.__dict__.setdefault(name, made)
         return known
 
@@ -375,8 +382,8 @@ class Step(Generic[P, R]):
     def latest_program(self) -> Program | None:
         """The program that the latest call ran, in the cut that was chosen.
 
-        It's None before the first call. It's also None if the host decides which branch of a `cond`
-        runs, because each branch has a program of its own.
+        This is None before the first call. It's also None for a step in which the host decides
+        which branch of a `cond` runs, because such a step has a separate program for each branch.
         """
         return None if self._last is None else self._last[2].program
 
@@ -418,10 +425,10 @@ class Step(Generic[P, R]):
             try:
                 agree_standalone(variant, host)
             except ExchangeError:  # raised on every rank
-                # If the script continues, the next step may be known to some ranks and new to
-                # others, and only the latter would start an agreement. So every rank starts one
-                # with its next step. We can't require that after a step that calls mpi4jax, since
-                # it may involve only some of the ranks.
+                # The script may catch this error and continue. Its next step may then be new to
+                # some ranks and known to others, and only the former would start an agreement. So
+                # we make all ranks start one with their next step. The exception is a step that
+                # calls mpi4jax, which may involve only some of the ranks.
                 owner.must_agree = not variant.is_unit
                 raise
             owner.must_agree = False
@@ -486,9 +493,10 @@ class Step(Generic[P, R]):
     ) -> Variant:
         """Returns the variant for these arguments. Traces the step if they're new.
 
-        If x64 is set for this thread only, also replaces the NumPy leaves by JAX arrays, in place.
-        They may be dispatched by a different thread, which would convert them to different types
-        because it doesn't have this thread's setting.
+        JAX's x64 mode may be set for this thread only. If so, we convert NumPy arrays among the
+        leaves to JAX arrays here, in place. Otherwise a different thread, which may be the one that
+        dispatches the step, would convert them to different types, because it doesn't have this
+        thread's setting.
         """
         try:
             arg_types = arg_types_of(leaves)
@@ -532,8 +540,9 @@ class Step(Generic[P, R]):
         self._noticed = True
         old_key, old_types, _ = last
         if old_key[0] != cache_key[0]:
-            # Often just a static part of an argument is new. The step is then traced again, but not
-            # compiled again, because executables are cached by what they compute.
+            # Often, only a static part of an argument has changed, and the step still computes the
+            # same. It's then traced again, but not compiled again, because executables are cached
+            # by what they compute.
             change = describe_structures(old_key[0], cache_key[0])
             text = (
                 "`%s` is traced again, and compiled again if its program is new: %s. This notice "

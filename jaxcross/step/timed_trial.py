@@ -1,7 +1,8 @@
 """Runs one step on copies of its arguments, to time it.
 
-If copying or computing fails on one rank, e.g. because it's out of memory, all ranks give up the
-trial together. Otherwise the other ranks would wait for the failed rank's exchanges.
+The copies keep the measurement from affecting the training. If copying or computing fails on one
+rank, e.g. because it's out of memory, all ranks give up the trial together. Otherwise the other
+ranks would wait for the failed rank's exchanges.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def time_segments(
 ) -> list[int] | str:
     """Returns how many nanoseconds each segment of a step takes, or an error text (`time_step`).
 
-    Runs the segments one after another, so that none of them overlaps with another one. An exchange
-    is timed from the moment when all ranks have reached it, so its time doesn't include waiting for
-    a slow rank. Waits for all ranks.
+    The segments run one after another, without any overlap, so that each time is that of a single
+    segment. Before an exchange, the ranks wait until all of them have reached it, and only then
+    start measuring. So the exchange's time doesn't include waiting for a slow rank. Waits for all
+    ranks.
     """
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
@@ -111,9 +113,10 @@ def summary(error: Exception) -> str:
 class _Trial:
     """A step in flight that keeps exchanging after an XLA failure, so that no other rank hangs.
 
-    After the first failure, the step computes nothing more, but still makes its remaining
-    exchanges, with zeros. It raises only if an exchange itself fails, or if the number of exchanges
-    depends on data, because then this rank can't know how many the other ranks are waiting for.
+    After the first failure, the step computes nothing more. It still makes its remaining exchanges,
+    with zeros, because the other ranks wait for them. It raises in only two cases: if an exchange
+    itself fails, or if the number of exchanges depends on data, so that this rank can't know how
+    many the other ranks are waiting for.
 
     Attributes:
         error_text: Describes the first failure; empty if there was none.

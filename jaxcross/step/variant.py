@@ -72,13 +72,14 @@ class StepRecord:
 class Variant:
     """A traced step, its programs and their executables.
 
-    If the host decides which branch of a `cond` runs, the variant has no programs of its own, but a
-    child variant for each branch.
+    A step may contain a `cond` whose branch is decided on the host, before the step runs. Each
+    branch then has a program of its own, so the variant itself has no programs, but a child variant
+    for each branch.
 
-    With `cut="auto"`, several jobs may run the same variant in different cuts, but each job keeps
-    its cut until it ends. Job threads may get here in a different order on each rank. If a job
-    adopted a cut that another job had stored here, the same job could end up with different cuts on
-    different ranks. So a job's cut depends only on what all ranks report about that job.
+    With `cut="auto"`, several jobs may run the same step in different cuts, but each job keeps its
+    cut until it ends. A job's cut depends only on what all ranks report about that job. If a job
+    adopted a cut that another job had stored here, it could end up with different cuts on different
+    ranks, because job threads may get here in a different order on each rank.
 
     Attributes:
         traced: The step for one set of argument types.
@@ -125,8 +126,10 @@ class Variant:
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # A variant lives as long as its step. It must not keep the first call's arrays alive for
-        # that long, unless it still needs them to try cuts on.
+        # We keep this variant for as long as the step exists. If it held on to the arrays of the
+        # first call, they'd stay in memory for all that time, so we remove them here. The exception
+        # is a variant that still has to choose a cut. It gets the arrays back below, because it
+        # needs real arguments to time the candidates.
         leaves = self.trial_args or ()
         self.trial_args = None
         if self.traced.undecided is not None:
@@ -140,17 +143,19 @@ class Variant:
             except CutError as error:
                 if program.is_unit:
                     raise
-                # Don't raise yet. If only this rank was given such a profile, the other ranks
-                # would wait for it in their agreement. So we add the text to what the ranks
-                # compare, and raise after that.
+                # The profile that the user passed doesn't fit this step. We can't raise yet: if
+                # only this rank was given such a profile, the other ranks would wait for it when
+                # they agree on the step. So we add the error text to what the ranks compare, and
+                # raise after the comparison.
                 self.refusal = str(error)
         self.program = self.default = program
         # Computing these takes time and every call needs them, so they're attributes.
         self.is_unit = program.is_unit
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.arg_types = _without_values(self.traced, leaves)
-        # We don't search for a cut if it can't make a difference: exchanges that stay on this rank
-        # take the same time in any cut, and a step that calls mpi4jax can only be cut in one way.
+        # There are two cases in which we needn't search for the fastest cut. If none of the step's
+        # exchanges leaves this rank, they take the same time in any cut. If the step calls mpi4jax,
+        # it can only be cut in one way.
         exchanges = any(not program.is_single_rank(s) for s in program.collectives)
         self.tunes_cut = self.record.cut == "auto" and not self.is_unit and exchanges
         if self.tunes_cut:
@@ -218,8 +223,8 @@ def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
 def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the types of the arguments, including their shardings.
 
-    We store the types, because we may compile the step in another cut much later, when the arrays
-    themselves have long been donated.
+    We may compile the step again with another cut much later, when the arrays of this call have
+    long been donated. Compiling doesn't need their values, so we only store their types.
     """
     places = [x.sharding if isinstance(x, jax.Array) and x.committed else None for x in leaves]
     return tuple(

@@ -1,8 +1,9 @@
 """Tensor parallelism as Flax layers: Megatron-LM's 1-D, Optimus' 2-D, and SUMMA2.5-LM's 2.5-D.
 
-You write a model just once, with a field `mesh`, and choose the layout by the mesh that you pass.
-With `Mesh()`, you get the serial model. The 2.5-D layout is also Tesseract's. For the layouts, see
-`docs/reference/tensor-layouts.md`.
+You write a model just once, with a field `mesh`. The mesh that you pass determines how the model's
+parameters are divided among the ranks; with `Mesh()`, you get the ordinary model on a single rank.
+The layouts are described in `docs/reference/tensor-layouts.md`. The 2.5-D layout is also
+Tesseract's.
 
 mesh          axes and layouts: which rank holds which part of a tensor
 layers        dense layer, normalisation, embedding

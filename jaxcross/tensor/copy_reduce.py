@@ -39,9 +39,9 @@ def copy_to(x: Arrays, axes: Axes) -> Arrays:
 def reduce_from(x: Arrays, axes: Axes) -> Arrays:
     """Returns the sum of `x` over the ranks of `axes`. Each rank receives the whole gradient.
 
-    Use it after a computation that's divided among the ranks, to add up their partial results. This
-    takes one all-reduce in the forward pass, after which all ranks of `axes` continue with the same
-    sum. The backward pass sends nothing, because every rank already has the sum's gradient. This is
+    Use it after a computation that's divided among the ranks, to add up their partial results. The
+    forward pass makes one all-reduce, after which all ranks of `axes` continue with the same sum.
+    The backward pass sends nothing, because every rank already has the sum's gradient. This is
     Megatron-LM's operator g.
 
     Args:

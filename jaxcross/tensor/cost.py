@@ -4,14 +4,16 @@ It also estimates the step's time with an alpha-beta model:
 
     seconds = alpha_s * messages + received_bytes / bytes_per_s + operations / operations_per_s
 
-All of this is computed from shapes, without running or sending anything. The numbers of bytes are
-exact: a test compares them with the layers' exchanges in a traced step. The time is only an
-estimate. It assumes that exchanges and computation don't overlap, that all links are equally fast,
-and that each collective receives the minimum number of bytes.
+All of this is computed from the model's shapes, without running a step or sending anything. The
+numbers of bytes are exact: a test compares them with the exchanges in a traced step. The time is
+only an estimate. It assumes that exchanges and computation don't overlap, that all links are
+equally fast, and that each collective receives the minimum number of bytes.
 
-If each of P ranks contributes n bytes, a rank receives 2(P-1)/P n bytes in 2(P-1) messages in an
-all-reduce (as a ring), (P-1) n bytes in P-1 messages in an all-gather, and (P-1)/P n bytes in P-1
-messages in a reduce-scatter.
+If each of P ranks contributes n bytes, a rank receives:
+
+- 2(P-1)/P n bytes in 2(P-1) messages in an all-reduce (as a ring),
+- (P-1) n bytes in P-1 messages in an all-gather,
+- (P-1)/P n bytes in P-1 messages in a reduce-scatter.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Flax layers over a mesh: dense, layer and RMS normalisation, token and position embedding.
 
-There's only one implementation of each layer for all meshes. On `Mesh()` it's the ordinary layer.
-On a larger mesh, each rank holds its own blocks of the same global parameters, which are drawn from
-the same key, and the ranks exchange data with named-axis collectives in both passes.
+Each layer has a single implementation, which works on all meshes. On `Mesh()`, i.e. on one rank,
+it's the ordinary layer. On a larger mesh, each rank holds some blocks of the parameters, and the
+ranks exchange data with named-axis collectives in both passes. The parameters are drawn from the
+same key on all ranks, so their values don't depend on the mesh.
 
-The features of a layer's input and output are cut over `mesh.hidden` between the blocks of a model,
-and over `mesh.inner` inside a block. If several ranks hold the same part of a parameter, the
-backward pass sums its gradient over these ranks, so that their copies stay equal.
+Between the blocks of a model, a tensor's features are cut over the axis `mesh.hidden`, and inside a
+block over `mesh.inner`. Several ranks may hold a copy of the same part of a parameter. The backward
+pass then sums the parameter's gradient over these ranks, so that their copies stay equal.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def parameter(
 ) -> jax.Array:
     """Returns this rank's part of a parameter of `module`.
 
-    If several ranks hold the same part but have different data, the backward pass sums its gradient
-    over these ranks with one all-reduce, so all of them get the same gradient. The forward pass
-    sends nothing.
+    Several ranks may hold the same part of the parameter, but work on different parts of the batch.
+    The backward pass then sums the gradient over these ranks with one all-reduce, so that all of
+    them get the same gradient and their copies stay equal. The forward pass sends nothing.
 
-    To initialise the parameter, we draw the whole array from the key that the serial model would
-    use, and cut this rank's part out of it. So during initialisation, memory temporarily holds the
-    whole array.
+    To initialise the parameter, every rank draws the whole array from the same key, and cuts its
+    own part out of it. So the initial values are those of the serial model, whatever the mesh. The
+    price is that memory temporarily holds the whole array.
 
     Args:
         module: A module with the fields `mesh` and `param_dtype`.
@@ -64,12 +65,14 @@ def parameter(
 class Dense(nn.Module):
     """Computes `y = x W + b`: column- or row-parallel on a line of ranks, with SUMMA on a grid.
 
-    Use a `"column"` layer as the first layer of a block; it turns `[..., hidden]` into `[...,
-    inner]`. Use a `"row"` layer as the last one, which does the reverse.
+    Use a `"column"` layer as the first layer of a block, and a `"row"` layer as the last one. The
+    column layer turns features that are cut as they are between blocks into features that are cut
+    as they are inside a block: `[..., hidden]` into `[..., inner]`. The row layer does the reverse.
 
-    In 1-D (Megatron-LM, section 3), a column layer all-reduces the gradient of its input in the
-    backward pass, and a row layer all-reduces its output in the forward pass. In 2-D and 2.5-D,
-    both kinds use `summa.ab`, and the gradients of the weights are summed over `depth`.
+    On a line of ranks (1-D; Megatron-LM, section 3), a column layer all-reduces the gradient of its
+    input in the backward pass, and a row layer all-reduces its output in the forward pass. On a
+    grid (2-D and 2.5-D), both kinds multiply with `summa.ab`, and the gradients of the weights are
+    summed over the axis `depth`.
 
     Attributes:
         features: Global length of the output's last dimension.
@@ -156,8 +159,9 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """RMS normalisation of `[..., hidden]`.
 
-    In 2-D, the forward and the backward pass each make one all-reduce of one number per token. In
-    1-D nothing is sent.
+    On a grid (2-D), a token's features are cut over several ranks. So the forward and the backward
+    pass each make an all-reduce of one number per token. In 1-D, every rank has all features of its
+    tokens, and nothing is sent.
 
     Attributes:
         mesh: The ranks.
@@ -241,8 +245,9 @@ class Embedding(nn.Module):
     def attend(self, x: jax.Array) -> jax.Array:
         """Turns `[..., hidden]` into logits `[..., vocabulary]`, which are cut over `mesh.inner`.
 
-        Use it as a head that shares the token table with the embedding. In 2-D it's the product
-        `summa.abt`. In 1-D, the backward pass all-reduces the gradient of the input.
+        Use this as the last layer of a model whose input and output share one token table. In 2-D,
+        it computes the product `summa.abt`. In 1-D, the backward pass all-reduces the gradient of
+        the input.
         """
         mesh = self.mesh
         table = self.table.astype(self.dtype)
@@ -270,8 +275,9 @@ def in_vocabulary(labels: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def _rows(table: jax.Array, mesh: Mesh) -> jax.Array:
-    # We don't have to define a derivative here. JAX transposes the all-gather to a reduce-scatter,
-    # which is right on every backend, and only keeps the tokens for the backward pass.
+    # We don't have to define a derivative for this all-gather. JAX transposes it to a
+    # reduce-scatter, which is right on every backend. For the backward pass, only the tokens have
+    # to stay in memory.
     return jax.lax.all_gather(table, *mesh.row, axis=0, tiled=True)
 
 

@@ -15,14 +15,14 @@ def cross_entropy(
 ) -> jax.Array:
     """Returns the mean of `-log softmax(logits)[label]` over all ranks' tokens, as a scalar.
 
-    The result is the same on every rank. We divide by the number of tokens in the *global* batch
-    (or by the sum of their weights), so that the sum of the ranks' gradients is the gradient of the
-    serial model.
+    The result is the same on every rank: the sum of all tokens' losses, divided by the number of
+    tokens in the *global* batch (or by the sum of their weights). We don't divide by the number of
+    this rank's tokens, so the sum of the ranks' gradients is the gradient of the serial model.
 
-    A token's logits are spread over several ranks. To compute the softmax, these ranks make two
-    all-reduces over `mesh.inner` per token, of a maximum and of two sums. Then the losses of all
-    tokens, and the weights if there are any, are summed over `mesh.batch`. The backward pass sends
-    nothing. All of this is computed at least in float32.
+    A token's logits are spread over the ranks of `mesh.inner`. To compute the softmax, these ranks
+    make two all-reduces: one for the largest logit of each token, and one for two sums per token.
+    Then the losses of all tokens, and the weights if there are any, are summed over `mesh.batch`.
+    The backward pass sends nothing. All of this is computed at least in float32.
 
     Args:
         logits: `[..., vocabulary / ranks]`, this rank's columns for its own tokens.
@@ -49,10 +49,10 @@ def cross_entropy(
             )
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if weights is not None:
-        # If the logits of a token that's left out are NaN or infinite, multiplying its loss by a
-        # weight of 0 would still give NaN, in the backward pass as well. So we replace such logits
-        # by 0. We don't replace finite logits: they're needed for the derivative with respect to
-        # the weight.
+        # A weight of 0 is supposed to leave a token out. But if the token's logits are NaN or
+        # infinite, 0 times its loss is NaN, in the backward pass as well. So we replace such logits
+        # by 0. We don't replace finite logits, because they're needed for the derivative with
+        # respect to the weight.
         left_out = (weights == 0) & ~jnp.all(jnp.isfinite(x), -1)
         x = jnp.where(left_out[..., None], 0, x)
     largest = jax.lax.stop_gradient(jnp.max(x, -1))

@@ -24,8 +24,9 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
-# For each role of a parameter, the axis over which each of its dimensions is cut, or None. These
-# two tables are the only place that says how grids and lines of ranks store a model.
+# How a parameter is cut depends on its role in the model. For each role, these tables contain the
+# axis over which each of the parameter's dimensions is cut, or None if that dimension isn't cut.
+# Nothing else determines how grids and lines of ranks store a model.
 _GRID: dict[Role, Spec] = {
     "column": ("row", "col"),
     "row": ("row", "col"),
@@ -124,8 +125,9 @@ class Mesh:
     def batch(self) -> tuple[str, ...]:
         """The axes over which the batch is cut.
 
-        The rank at position `(data, depth, row)` gets chunk `(data d + depth) q + row`, where d is
-        the number of layers and q the side of the grid (SUMMA2.5-LM, section 3).
+        The batch is cut into one chunk per position along these axes. The rank at position `(data,
+        depth, row)` gets chunk `(data d + depth) q + row`, where d is the number of layers and q
+        the side of the grid (SUMMA2.5-LM, section 3).
         """
         return self._live("data", "depth", "row")
 
@@ -219,9 +221,9 @@ class Mesh:
     def local_batch(self, batch: PyTree, rank: int) -> PyTree:
         """Returns the rows of a global batch that `rank` computes. Sends nothing.
 
-        Pass tokens and labels together in one tree, so that they're cut in the same way. Ranks that
-        only differ in their position along `col` or `tensor` compute the same rows together, so
-        they get the same rows.
+        Pass tokens and labels together in one tree, so that they're cut in the same way. Ranks
+        whose positions differ only along `col` or `tensor` divide the computation of the same rows
+        among themselves, so they get the same rows.
 
         Raises:
             ValueError: The batch can't be cut into equal chunks, a leaf has no rows, or there's no

@@ -1,8 +1,9 @@
 """Norms of trees that are cut over ranks, and clipping by the global norm.
 
-An optimizer that updates each element independently, such as optax's SGD, Adam or AdamW, works with
-sharded parameters as it is: each rank applies it to its own parts. Clipping, however, needs the
-norm of the whole gradient, which no rank can compute by itself, so this module does it.
+An optimizer that updates each element independently, such as optax's SGD, Adam or AdamW, needs no
+changes for sharded parameters: each rank applies it to its own parts. Clipping by the global norm
+is different. No rank can compute the norm of the whole gradient by itself, so this module computes
+it on all ranks together.
 
 Optimizers that use whole matrices or their norms (LARS, LAMB, Adafactor, Shampoo) don't work with
 sharded parameters. They would compute with a rank's part as if it were the whole matrix, and give
@@ -22,9 +23,9 @@ from jaxcross.tensor.mesh import Mesh, named
 def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
     """Returns the L2 norm of the whole tree, which is the same on every rank.
 
-    Each element counts only once, even if several ranks hold it. Leaves that are cut over the same
-    axes are summed together, with one all-reduce of a scalar. There are at most two such
-    all-reduces. Squares are summed at least in float32.
+    Each element counts only once, even if several ranks hold it. We sum the squares of all leaves
+    that are cut over the same axes, and then make one all-reduce of the sum over these axes. There
+    are at most two such all-reduces, each of a scalar. Squares are summed at least in float32.
 
     Args:
         tree: This rank's parts. Leaves that are None or were left out by `optax.masked` are
@@ -54,8 +55,8 @@ def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.Gra
     """Returns `optax.clip_by_global_norm` for gradients that are cut over ranks.
 
     The transformation has no state, and communicates as `global_norm` does. If the norm isn't
-    finite, it sets every element to NaN on all ranks, even on ranks whose own parts are finite. So
-    if a later transformation checks for non-finite gradients, e.g. `optax.apply_if_finite`, it
+    finite, it sets every element to NaN on all ranks, even on ranks whose own parts are finite. A
+    later transformation may check for non-finite gradients, e.g. `optax.apply_if_finite`. It then
     makes the same decision on every rank.
 
     ```python

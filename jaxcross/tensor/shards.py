@@ -1,7 +1,8 @@
 """Converts between the serial model's tree of parameters and each rank's.
 
-`shard` and `unshard` are pure functions that a single process can call, without the other ranks of
-the mesh. So you can store each checkpoint in the serial model's form, and load it on any mesh.
+`shard` cuts a serial model's parameters into the ranks' parts, and `unshard` joins these parts
+again. Both are pure functions that a single process can call, without the other ranks of the mesh.
+So you can store each checkpoint in the serial model's form, and load it on any mesh.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def partition(model: nn.Module, tokens: Tokens) -> PyTree:
 def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyTree:
     """Returns the parameters that `rank` holds. Sends nothing.
 
-    They're bit for bit the same as if you initialised the serial model with the same key, and
-    passed the result to `shard`. With `Mesh()`, they're the serial model's parameters.
+    The result is bit for bit the same as if you initialised the serial model with the same key, and
+    then passed its parameters to `shard`. If the model's mesh is `Mesh()`, the result is the serial
+    model's parameters.
 
     A rank may not have enough memory for the serial model. So we draw one parameter after another,
     and cut each of them immediately. At any time, memory holds at most a few copies of a single
@@ -131,8 +133,9 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
 def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     """Gathers the serial tree on every rank, inside a step.
 
-    Makes one all-gather for each dimension that is cut. Every rank then holds the whole model, most
-    of which it has to receive. So use this for saving or sampling rather than on every step.
+    Makes one all-gather for each dimension that is cut. Afterwards, every rank holds the whole
+    model, most of which it has received from other ranks. That's fine for saving or sampling, but
+    sends too much to be done on every step.
     """
     to = "invarying" if checks_varying() else "varying"
 
@@ -150,9 +153,10 @@ def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: PyTree) -> PyTree:
     """Returns the specs of an optimizer's state. Computes nothing.
 
-    The state contains arrays that belong to parameters, such as Adam's moments. They get the specs
-    of these parameters. Everything else, such as counters, gets an empty spec, because every rank
-    holds all of it. If `optax.masked` leaves a parameter out of the state, there's no spec for it.
+    A spec says over which axes an array is cut. Arrays in the state that belong to a parameter,
+    such as Adam's moments, get the parameter's spec. Everything else, such as a counter, gets an
+    empty spec, because every rank holds all of it. If `optax.masked` leaves a parameter out of the
+    state, there's no spec for it.
     """
     state = jax.eval_shape(tx.init, params)
     replicated = PartitionSpec()
@@ -178,8 +182,9 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     equal, and infinite if one of them isn't finite. The result is a tree of vectors `[ranks]`,
     which is the same on every rank. Pass it to `check_replicas` before the first step.
 
-    Call this inside a step. It makes two all-reduces for each leaf, one of the leaf itself and one
-    of a number per rank.
+    Call this inside a step. It makes two all-reduces for each leaf. The first one sends the first
+    rank's copy to the ranks that should have the same one. The second one collects, from every
+    rank, the distance between its own copy and that one.
 
     Args:
         tree: What this rank holds. This may be parameters, or a batch, whose specs are all
@@ -203,8 +208,9 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
         apart = jnp.abs(
             wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32)
         )
-        # Two different large integers may become equal when they're rounded to float32. So if two
-        # elements differ, their distance is at least the smallest positive number.
+        # Large integers that differ may become equal when they're rounded to float32, so that their
+        # distance would be 0. So if two elements differ, their distance is at least the smallest
+        # positive number.
         apart = jnp.max(
             jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0
         )

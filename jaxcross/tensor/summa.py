@@ -12,14 +12,15 @@ accumulator is enough, so we round only once. The price is memory: while the pro
 its operands take q times as much. So that this concerns only one product at a time, we don't keep
 the gathered operands for the backward pass, but gather them again.
 
-**Derivatives.** If G is the cotangent of C = A B, the cotangents of A and B are G B^T and A^T G.
-These are again products of matrices that are cut into the same blocks. In the same way, the
-derivative of each of the three products consists of the other two, so we need no further products.
+**Derivatives.** Let G be the gradient of the loss with respect to C = A B. Then the gradients with
+respect to A and B are G B^T and A^T G. These are again products of matrices that are cut into q x q
+blocks. In the same way, the derivative of each of the three products consists of the other two, so
+we need no further products.
 
-**2.5-D.** A mesh [q, q, d] consists of d layers, each of which is such a grid. Every layer holds
-all weights, and works on its own part of the batch. So the layers don't communicate with each other
-in these products, and `depth` doesn't occur in this module. The gradients of the weights are summed
-over `depth` in `layers.parameter`.
+**2.5-D.** A mesh [q, q, d] is a stack of d grids, the layers. Every layer holds all weights, but
+works on its own part of the batch. So the layers don't communicate with each other in these
+products, and the axis `depth` doesn't occur in this module. Only the gradients of the weights are
+summed over `depth`, which is done in `layers.parameter`.
 
 Sources: van de Geijn and Watts, SUMMA (1997); Xu et al., Optimus, arXiv 2104.05343, algorithms 1 to
 3; Wang et al., arXiv 2105.14500, for the 2.5-D mesh.
@@ -42,8 +43,8 @@ def ab(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
     """Computes this rank's block of C = A B: `[..., K/q]`, `[K/q, N/q]` -> `[..., N/q]`.
 
     If A is an M x K matrix and B a K x N matrix, a rank receives (q-1)/q (M K / q + K N / q)
-    elements in two all-gathers, and twice as many elements in the backward pass. Accumulates at
-    least in float32, and rounds once.
+    elements in the forward pass, which makes two all-gathers. In the backward pass, it receives
+    twice as many. Accumulates at least in float32, and rounds once.
 
     Args:
         a: This rank's block of A. Its leading dimensions together are the rows. It must have the
@@ -52,8 +53,9 @@ def ab(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
         row: The axis along which the number i of the grid's row varies.
         col: The axis along which the number j of the grid's column varies.
     """
-    # The blocks in one row of A differ in j, so they're gathered along `col`. Those in one column
-    # of B differ in i.
+    # The rank in row i and column j of the grid needs row i of A and column j of B. The blocks in a
+    # row of A differ in j, so they're gathered along `col`. The blocks in a column of B differ in
+    # i, so they're gathered along `row`.
     return _dot(_gather(a, col, a.ndim - 1), _gather(b, row, 0), ((a.ndim - 1,), (0,)))
 
 
@@ -65,8 +67,9 @@ def abt(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
     elements in an all-gather and a reduce-scatter. The partial products are sent in the operands'
     type.
     """
-    # The product is a sum over N. This rank only has N/q columns of A and of B, so `part` is just
-    # one term of that sum, but for all K columns of C. The reduce-scatter adds up the terms.
+    # Each element of C is a sum over N, but this rank only has N/q columns of A and of B. So `part`
+    # is just one term of that sum, for all K columns of C. The reduce-scatter adds up the ranks'
+    # terms, and leaves each rank with its own columns of C.
     part = _dot(a, _gather(b, row, 0), ((a.ndim - 1,), (1,)))
     return _sum_scatter(part, col, part.ndim - 1)
 
@@ -78,8 +81,9 @@ def atb(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
     If A is an M x K matrix and B an M x N matrix, a rank receives (q-1)/q (M K / q + K N / q)
     elements in an all-gather and a reduce-scatter.
     """
-    # The product is a sum over M. This rank only has M/q rows of A and of B, so `part` is just one
-    # term of that sum, but for all K rows of C. The reduce-scatter adds up the terms.
+    # Each element of C is a sum over M, but this rank only has M/q rows of A and of B. So `part` is
+    # just one term of that sum, for all K rows of C. The reduce-scatter adds up the ranks' terms,
+    # and leaves each rank with its own rows of C.
     rows = tuple(range(a.ndim - 1))
     part = _dot(_gather(a, col, a.ndim - 1), b, (rows, rows))
     return _sum_scatter(part, row, 0)

@@ -1,8 +1,8 @@
 """A decoder-only Transformer over a mesh: attention, MLP, block, and the whole model.
 
-The model computes the same function on every mesh. Like GPT-2, it normalises the input of each
-attention layer and MLP, and it has no dropout. All of its exchanges are made by the dense layers,
-the normalisations and the embedding.
+The model computes the same function on every mesh. As in GPT-2, a normalisation comes before each
+attention layer and each MLP; unlike GPT-2, there's no dropout. Only the dense layers, the
+normalisations and the embedding exchange data between ranks.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Block(nn.Module):
 
     Each of the two has a normalisation before it and a residual connection around it.
 
-    How much does a rank receive? Let b be the number of sequences, s the number of tokens in each
-    of them, and h the number of features. The following formulas count float32 elements. They don't
-    include normalisations and biases.
+    The following formulas say how much a rank receives, where b is the number of sequences, s the
+    number of tokens per sequence, and h the number of features. They count float32 elements, and
+    don't include normalisations and biases.
 
     - In 1-D on p ranks, a rank receives 4(p-1)/p bsh elements in the forward pass, and as many in
       the backward pass.
@@ -106,8 +106,9 @@ class Block(nn.Module):
       pass, and twice as many in the backward pass. Summing the weights' gradients over the d layers
       adds 2(d-1)/d 12h^2/q^2.
 
-    With a 16-bit type, a rank receives half as many bytes, except in sums that are smaller than
-    64 KiB on all ranks together.
+    If the block computes in a 16-bit type, a rank receives half as many bytes. The exception is
+    sums that are smaller than 64 KiB on all ranks together, because these are sent in a different
+    way.
 
     Attributes:
         heads: Number of attention heads on all ranks together.
@@ -135,8 +136,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Turns tokens `[batch, length]` into logits `[batch, length, vocabulary]`.
 
-    The logits are cut over `mesh.inner`, so no rank has all the logits of a token. To compute the
-    loss from them, use `cross_entropy`.
+    The logits are cut over `mesh.inner`, so each rank has only some of a token's logits.
+    `cross_entropy` computes the loss from logits that are cut in this way.
 
     Attributes:
         vocabulary: Number of tokens. Pad it to a multiple of the number of ranks over which it's

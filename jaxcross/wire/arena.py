@@ -29,8 +29,9 @@ from jaxcross._jax_compat import collect_garbage
 
 # Below this size, NumPy's own allocator is at least as fast, and much of a page would be wasted.
 SMALLEST_BYTES = 64 * 1024
-# How long we keep a slot that nobody uses. A running job takes its slots again within seconds, even
-# if it alternates with other jobs, so only the slots of finished jobs are released.
+# How long a slot, i.e. a piece of memory for a receive buffer, is kept while nobody uses it. A
+# running job takes its slots again within seconds, even if it alternates with other jobs. So this
+# only releases the slots of jobs that have finished.
 IDLE_S = 60.0
 
 
@@ -66,8 +67,9 @@ class Arena:
             slots = self._slots.setdefault(size, [])
             slot = _free(slots)
             if slot is None:
-                # When a JAX array is garbage-collected, JAX doesn't release the NumPy array under
-                # it until JAX is called the next time. Trigger that here, as it may free a slot.
+                # No slot of this size is free, but some arrays may be gone already: after a JAX
+                # array has been garbage-collected, JAX keeps the NumPy array under it until the
+                # next call of JAX. We make such a call here, because it may free a slot.
                 collect_garbage()
                 slot = _free(slots)
             if slot is None:
@@ -96,8 +98,9 @@ def _free(slots: list[_ArenaSlot]) -> _ArenaSlot | None:
 
 
 def _memory(size: int) -> mmap.mmap:
-    # We make the mapping private. If this process is forked, the child then keeps seeing the data
-    # that a slot had at that time, even when this process reuses the slot.
+    # This process may be forked. We make the mapping private, so that the child process keeps the
+    # data that the memory contained at that time, even if this process uses the memory for another
+    # exchange.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # raised by a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,8 +1,8 @@
 """Computes how many bytes a rank receives in an exchange, in two independent ways.
 
-`wire_bytes` predicts the number with a formula, before the exchange is lowered to messages.
-`issued_bytes` adds up the messages of the lowered jaxpr. The tests check that both functions return
-the same number.
+`wire_bytes` predicts the number with a formula, before the exchange is turned into MPI messages.
+`issued_bytes` adds up the messages that it was turned into. The tests check that both give the same
+number, so a mistake in either of them is noticed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ _BLOCKS = ("all_to_all", "reduce_scatter", "mpi.alltoall")
 def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     """Predicts how many bytes a rank receives in an exchange, on the rank that receives most.
 
-    Suppose that each of P ranks contributes n bytes. Then a rank receives 2(P-1)/P n bytes in an
-    all-reduce (whether MPI uses a ring or recursive halving), (P-1) n bytes in an all-gather,
-    (P-1)/P n bytes in an all-to-all or a reduce-scatter, and n bytes in a permutation or a
-    broadcast.
+    Suppose that each of P ranks contributes n bytes. Then a rank receives:
 
-    If the exchange is inside a loop, the result is multiplied by the number of iterations. We can't
-    predict that number for a `while` loop, so there we assume a single iteration. Does not
+    - 2(P-1)/P n bytes in an all-reduce, whether MPI uses a ring or recursive halving,
+    - (P-1) n bytes in an all-gather,
+    - (P-1)/P n bytes in an all-to-all or a reduce-scatter,
+    - n bytes in a permutation or a broadcast.
+
+    If the exchange is inside a loop, the result is multiplied by the number of iterations. For a
+    `while` loop, this number depends on data, so we count a single iteration there. Does not
     communicate.
 
     Args:

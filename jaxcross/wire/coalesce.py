@@ -12,9 +12,10 @@ different exchange. An equation that only computes doesn't end the collection: w
 of the joint message, or behind it if it reads the result of a collected sum. Sums over the same
 ranks and with the same element type then share a message.
 
-**All ranks join the same sums.** Otherwise, one rank would wait in a message that another rank
-never sends. What we join depends on nothing but the equations, so it's identical across ranks
-without any communication, and this module is pure.
+**All ranks join the same sums.** If one rank joined two sums while another rank sent them
+separately, they'd wait for messages that are never sent. So what we join depends on nothing but the
+program's equations, which makes it identical across ranks without any communication. This module is
+pure.
 
 **Why the program's shared buffers aren't enough.** `program/assemble` has already packed exchanges
 smaller than `bucket_bytes` (1 MB by default) into shared buffers. These are part of the program,
@@ -63,16 +64,18 @@ def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator
         exchange = sum_of(eqn, axes)
         reads = not written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))
         ordered = any(map(compat.is_ordered_effect, eqn.effects))
-        # A sum joins the run unless it reads the result of an earlier sum in it. Any other exchange
-        # and any ordered callback ends the run.
+        # Collect consecutive sums that may share a message (`run`). If a sum reads the result of an
+        # earlier sum in the run, it can't share a message with it, so we end the run and start a
+        # new one. Any other exchange and any ordered callback ends the run as well.
         if run and not (exchange and not reads) and (ordered or involves_axes(eqn, axes)):
             yield from (*_messages(run, axes), *behind)
             run = []
             behind = []
             written = set()
             reads = False
-        # An equation that computes something for a later sum of the run has to come before the
-        # joint message, and one that reads a sum of the run has to come after it.
+        # An equation that only computes may stand between two sums that share a message. If it
+        # reads the result of one of the sums, it has to come after the message. Otherwise we move
+        # it in front of the message, because a later sum may need what it computes.
         if exchange:
             run.append((eqn, exchange))
         elif reads:
@@ -123,9 +126,10 @@ def _messages(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> l
         dtype = jnp.dtype(exchange.dtype)
         nbytes = exchange.count * dtype.itemsize
         if is_narrow_float(dtype):
-            # A tiny sum of narrow floats is computed from an all-gather instead of an all-to-all.
-            # If we joined it with others, the message would become too large for that, and
-            # the sum would be sent in a different way, with a different number of bytes.
+            # A tiny sum of 8- or 16-bit floats is sent as a single all-gather, a larger one as an
+            # all-to-all and an all-gather. If we joined a tiny sum with others, the message would
+            # be too large for a single all-gather. The sum would then be sent in a different way,
+            # with a different number of bytes.
             fits = not gathers(exchange.count, dtype.itemsize, group_size(exchange, axes))
         else:
             fits = dtype.kind in "iufc"

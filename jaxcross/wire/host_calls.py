@@ -71,8 +71,9 @@ def _alltoall(x: np.ndarray, receive: Receive, *, comm: Any, **_: Any) -> np.nda
 
 
 def _bcast(x: np.ndarray, receive: Receive, *, comm: Any, root: int, **_: Any) -> np.ndarray:
-    # We make a copy even on the root. A later segment may overwrite the result, whereas `x` may be
-    # an array of the user.
+    # On the root, the result has the same values as `x`, but it can't be the same array: `x` may
+    # belong to the user, and a later segment of the step may overwrite the result in place. So we
+    # make a copy even there.
     result = receive(x.shape, x.dtype)
     if comm.Get_rank() == root:
         result[...] = x
@@ -95,8 +96,8 @@ def _sendrecv(
     return result
 
 
-# We recognise the user's own mpi4jax calls by the names of mpi4jax's primitives, so ours need a
-# prefix to have different names.
+# The name of each of our primitives starts with a prefix, so that it differs from the names of
+# mpi4jax's primitives, by which we recognise the user's own mpi4jax calls.
 _MAKE: dict[str, Callable[..., np.ndarray]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,

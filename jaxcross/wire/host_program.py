@@ -1,7 +1,8 @@
 """Runs a collective segment as a list of executables and host exchanges, on the exchange lane.
 
-**Problem.** An executable that makes MPI calls through Python would need a callback, which occupies
-one of XLA's threads for as long as the call takes.
+**Problem.** With mpi4py, an exchange is a Python call. To make it from within an XLA executable,
+the executable would have to call back into Python, which occupies one of XLA's threads for as long
+as the exchange takes.
 
 **Idea.** We split the segment at its messages instead. Casts, concatenations and small arithmetic
 are compiled into executables. Between two executables, the host makes each message with a single
@@ -9,14 +10,14 @@ mpi4py call on NumPy views of the arrays. If a loop or a conditional contains an
 runs the loop, and its body is again a list of executables and messages. That costs a few dispatches
 per iteration.
 
-**As few executables as possible.** If a message needs values that haven't been computed, we compute
-them in an executable directly before it. The same executable also computes whatever later messages
-need, as far as that's possible without waiting for another message. Everything that no message
-depends on is computed in the last executable, after all messages.
+**As few executables as possible.** If a message needs values that haven't been computed, an
+executable directly before it computes them. The same executable also computes whatever later
+messages need, as far as that doesn't depend on a message itself. Everything that no message needs
+is computed in the last executable, after all messages.
 
-**Small results.** A large result becomes a JAX array without a copy. Creating a JAX array takes 15
-us, whatever its size. So a small result remains a NumPy array, since passing a NumPy array to an
-executable only takes 5 us.
+**Small results.** A large result is turned into a JAX array without a copy. That takes 15 us,
+whatever the array's size, whereas passing a NumPy array to an executable takes only 5 us. So we
+leave a small result as a NumPy array.
 """
 
 from __future__ import annotations
@@ -221,8 +222,9 @@ class HostProgram:
     def memory_analysis(self) -> _Memory:
         """Returns how much memory a run takes, without its arguments.
 
-        The temporary memory consists of all values that are passed from one stage to another, and
-        of the temporary memory of the stage that needs most.
+        The program consists of stages, which run one after another. Its temporary memory is that of
+        all values passed from one stage to another, plus the temporary memory of the single stage
+        that needs most.
         """
         between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(
             self._outvars
@@ -281,13 +283,15 @@ def _stages(
 def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
     """Divides the equations into stages: a single message, loop or conditional, or an executable.
 
-    Messages keep their order. An executable comes directly before the first message that needs it.
-    The last list contains the equations after all messages, and may be empty.
+    The messages keep their order. An executable is placed directly before the first message that
+    needs one of its results. The last list contains all equations that are left after the last
+    message, and may be empty.
     """
     needs = _dependences(eqns)
     by_host = [_by_host(eqn) for eqn in eqns]
-    # The equations on which any message depends, directly or indirectly. We go backwards, so an
-    # equation is in the set before we look at what it depends on itself.
+    # First collect the equations that compute anything for a message, directly or indirectly. We go
+    # backwards, because the equations that an equation depends on come before it. When we reach an
+    # equation, we already know whether it's needed.
     sent: set[int] = set()
     for i in reversed(range(len(eqns))):
         if by_host[i] or i in sent:
@@ -297,8 +301,9 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
     for i, eqn in enumerate(eqns):
         if not by_host[i]:
             continue
-        # The message needs something that hasn't been computed. The executable that computes it
-        # also computes what later messages need, unless that has to wait for a message itself.
+        # If the message needs values that haven't been computed yet, put an executable in front of
+        # it. It also computes what later messages need, except for values that depend on a message
+        # that hasn't been sent yet.
         if not needs[i] <= placed:
             ready: list[int] = []
             for j in sorted(sent - placed):
@@ -315,8 +320,8 @@ def _dependences(eqns: Sequence[Any]) -> list[set[int]]:
     """Returns, for each equation, the numbers of the equations that must run before it.
 
     An equation depends on those whose results it reads. In addition, each message depends on the
-    previous one, because all ranks must send them in the same order. The same goes for equations
-    with effects, e.g. callbacks.
+    previous one, because all ranks must send their messages in the same order. Equations with
+    effects, e.g. callbacks, keep their order in the same way.
     """
     maker: dict[Any, int] = {}
     found: list[set[int]] = []
@@ -367,8 +372,9 @@ def _carried_out(eqn: Any, site: _Site) -> _Stage:
     run, programs = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, site)
 
     def owned(*operands: Any) -> list[Any]:
-        # A loop with zero iterations returns its operands. These may be arrays of the user, which a
-        # later segment must not overwrite, so we copy them.
+        # A loop with zero iterations returns the arrays that it was given, which may belong to the
+        # user. A later segment of the step may overwrite the loop's results in place, so we copy
+        # such arrays.
         taken = set(map(id, operands))
         return [jnp.array(x) if id(x) in taken else x for x in run(*operands)]
 
@@ -399,9 +405,10 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
 def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
     """Returns a function that runs a `scan` on the host, and the program of its body.
 
-    The host runs one iteration after the other. To keep slicing out of Python, the compiled body
-    gets the number of the iteration and the stacked operands, takes its slices itself, and writes
-    its results into the stacked results in place.
+    The host runs one iteration after the other. In each iteration, the loop's inputs must be sliced
+    and its outputs stacked, which would be slow in Python. So the compiled body does it: it gets
+    the number of the iteration and the whole arrays, takes its slices, and writes its outputs into
+    the stacked results in place.
     """
     n_consts, n_carry = compat.scan_counts(eqn)
     length = eqn.params["length"]
@@ -444,9 +451,9 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
     """Returns a function that runs a `while` on the host, and its condition and body as programs.
 
-    The host reads the condition before each iteration. If the loop is inside `vmap`, the elements
-    of the batch may need different numbers of iterations. The host then continues until the
-    condition is false for all elements. An element that has finished earlier keeps its values
+    The host evaluates the condition before each iteration. If the loop is inside `vmap`, the
+    elements of the batch may need different numbers of iterations. The host then continues until
+    the condition is false for all elements. An element that has finished earlier keeps its values
     during the remaining iterations.
     """
     n_condition = eqn.params["cond_nconsts"]
@@ -495,9 +502,9 @@ def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 def _own_results(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
     """Returns a variable for each result, and maps results that have to be copied to the originals.
 
-    A later segment may overwrite a result in place. So if a result is the same array as an argument
-    or another result, it needs memory of its own, and we copy it. We also copy small results of
-    messages, because these are still NumPy arrays.
+    Each result needs memory of its own, because a later segment of the step may overwrite it in
+    place. So if a result is the same array as an argument or another result, we copy it. We also
+    copy small results of messages, because these are still NumPy arrays.
     """
     small = (
         var

@@ -46,12 +46,15 @@ def lower(
     """Returns a closed jaxpr in which every exchange has been replaced by one or several messages.
 
     The jaxpr's arguments and results stay the same. The messages are sent in the order of the
-    equations, with one exception: if there are only sums between two exchanges, several sums may be
-    joined into a single message, which is sent in the place of the last of them.
+    equations, with one exception: several sums may be joined into a single message if there's no
+    other exchange between them. This message takes the place of the last of these sums.
 
-    If a group has no communicator yet, this function creates it, and waits for the group's other
-    members, which must lower the same jaxpr. `comms` maps the communicators of the user's own
-    mpi4jax calls to replacements. A call whose communicator isn't in `comms` stays as it is.
+    Ranks that exchange with one another form a group, and need an MPI communicator. If a group has
+    none yet, this function creates it, and waits for the group's other members, which must lower
+    the same jaxpr.
+
+    The user's own mpi4jax calls already have communicators. `comms` maps these to replacements. A
+    call whose communicator isn't in `comms` stays as it is.
     """
     if comms:
         jaxpr = compat.close(with_communicators(compat.open_jaxpr(jaxpr)[0], comms))
@@ -97,8 +100,9 @@ def _equation(
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
         results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
-        # JAX may have inferred a weak type for the original result, which ours doesn't have. That
-        # makes no difference to the equations that read it, because the element type is the same.
+        # JAX may have given the original result a weak type, which ours doesn't have. The equations
+        # that read the result were traced with the weak type, but that makes no difference to them,
+        # because the element type is the same.
         return [
             jnp.asarray(r, dtype=compat.array_type(o).dtype)
             for r, o in zip(results, eqn.outvars, strict=True)
@@ -140,9 +144,9 @@ def _sums(
     # multiple. We pad each value of a joint message as well, so that the message takes exactly as
     # many bytes as `wire_bytes` predicts for the separate sums.
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
-    # The barriers keep XLA from fusing the packing with what comes before and after it. If the step
-    # is cut into segments, XLA can't do that anyway. If it did when the step is one executable, the
-    # results would differ in their last bits between the two.
+    # Without these barriers, XLA could fuse the packing of the joint message with the computation
+    # before and after it. It can't do so if the step is cut into segments, so the last bits of the
+    # results would depend on whether the step is cut. With the barriers, they don't.
     flat = jax.lax.optimization_barrier(
         coalesce.packed(jax.lax.optimization_barrier(values), blocks)
     )
@@ -161,8 +165,9 @@ def _exchange(exchange: Exchange, x: Any, mesh: RankGrid, connect: Connect) -> A
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
-        # Loops have named tuples among their parameters, which contain no jaxprs and can't be
-        # constructed from an iterator. We compare the exact type, so as to leave them alone.
+        # We only convert plain tuples and lists, which is why we compare the exact type. A loop's
+        # parameters also include named tuples. These can't be constructed from an iterator, and
+        # contain no jaxprs, so we leave them alone.
         if type(value) in (tuple, list):
             return type(value)(convert(v) for v in value)
         return function(value) if compat.is_closed_jaxpr(value) else value

@@ -4,9 +4,9 @@ If two jobs call mpi4jax on the same communicator, or if the script also uses th
 outside of its steps, MPI may match a message with the wrong receive. So each job gets its own
 communicators, and we replace the user's communicators by these in the job's calls.
 
-When a job leaves, we keep its communicators for the next job on the same ranks. We can't create new
-ones for every job, because MPI only has a few thousand of them, and we can't free them, because
-compiled executables contain their handles.
+When a job ends, we keep its communicators, and give them to the next job on the same ranks. We
+can't create new ones for every job, because MPI only has a few thousand of them, and we can't free
+them, because compiled executables contain their handles.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def calls_of(
     """Returns all exchanges of a program in order, each with its group's `ranks`.
 
     A program may use several communicators with the same ranks and the same name. To tell them
-    apart, we append `#1` to the name of the second communicator, `#2` to that of the third one, and
-    so on.
+    apart, we number them by a suffix of the name: `#1` for the second communicator, `#2` for the
+    third one, and so on.
 
     Args:
         program: The program.

@@ -1,9 +1,9 @@
 """JAX's named-axis collectives built from messages: one function per collective.
 
-Each function takes an equation's operand and, as keyword arguments, its parameters. It returns a
-result with the shape that JAX expects of the collective. Calling a function only traces its
-messages; they're sent when the wire region that contains them runs. All ranks of the channel must
-trace the same functions in the same order.
+Each function takes a collective's operand and, as keyword arguments, its parameters. It returns a
+result of the shape that JAX expects. These functions are called while a program is traced, and only
+add messages to it. The messages are sent when the program runs. All ranks of the channel (the
+communicator) must trace the same functions in the same order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from jaxcross.wire import mpi_messages
 from jaxcross.wire.mpi_messages import Channel
 
-# A sum of 8- or 16-bit floats normally takes two messages, an all-to-all and an all-gather. As long
-# as all ranks' operands together aren't larger than this, latency matters more than bytes, so we
-# gather all of them with a single message instead.
+# A sum of 8- or 16-bit floats normally takes two messages, an all-to-all and an all-gather. If all
+# ranks' operands together are no larger than this, a second message costs more time than additional
+# bytes do. So we send every rank's operand to all ranks, in a single all-gather.
 GATHER_BYTES = 64 * 1024
 # The result of a float sum depends on the order of its additions. Up to this many ranks, we fix the
-# order by adding one rank's value after the other. With more ranks, such an unrolled program would
-# become too long.
+# order by writing out one addition per rank, starting with the lowest rank. With more ranks, the
+# program would become too long for that.
 _UNROLLED_RANKS = 64
 
 
@@ -148,15 +148,17 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
         return functools.reduce(pick, [parts[i] for i in range(channel.size)])
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return mpi_messages.allreduce(x, op, channel)
-    # This type has no sign bit. If we read its bit patterns as unsigned integers, they're in the
-    # same order as the numbers, with NaN at the upper end, so MPI can compare the integers.
+    # `float8_e8m0fnu` has no sign bit. So if we read its bit patterns as unsigned integers, these
+    # are in the same order as the numbers, and NaN is the largest. MPI can then compare the
+    # integers.
     if x.dtype == jnp.float8_e8m0fnu:
         # In a minimum, NaN must be the smallest. Adding 1 wraps NaN around to 0.
         keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)
         keys = mpi_messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
         return jax.lax.bitcast_convert_type(keys, x.dtype)
-    # In these types, NaN has the bit pattern of a negative zero, and all other patterns are
-    # numbers. So there's no integer at either end of the range that we could map NaN to.
+    # In the `fnuz` types, NaN has the bit pattern of a negative zero, and every other pattern is a
+    # number. So there's no integer below or above all numbers that we could map NaN to. We compare
+    # the numbers as float32 instead.
     if x.dtype.name.endswith("fnuz"):
         return _extreme(x.astype(jnp.float32), channel, largest=largest).astype(x.dtype)
     # MPI's maximum of NaN and a number depends on which of the two comes first, whereas XLA always

@@ -1,8 +1,8 @@
 """Messages of any JAX element type and any number of elements, sent by mpi4jax or the host.
 
 **Problem.** MPI doesn't have JAX's 8- and 16-bit floats, and mpi4jax can't send more than 2**31 - 1
-elements at once. `mpi_collectives` shouldn't have to care, so we hide both limits here, in the five
-calls from which all collectives are built.
+elements at once. All collectives in `mpi_collectives` are built from the five calls in this module.
+So we hide both limits here, and the collectives needn't deal with them.
 
 **Element types.** All calls except `allreduce` only move bits. If MPI lacks an array's element
 type, they send it bit-cast to unsigned integers of the same width. Converting to float32 instead
@@ -14,9 +14,9 @@ computes sums of narrow floats itself, from calls that only move bits.
 possible and of about the same length. All ranks have the same shapes, so they split their arrays
 in the same way, and the messages match up. An array that fits into one message isn't copied.
 
-**When it communicates.** The functions are traced inside a wire region, and send their messages
-over `channel` when the region runs. All ranks of the channel must make the same calls in the same
-order.
+**When it communicates.** These functions are called while a program is traced, and only add
+messages to it. The messages are sent over `channel`, which wraps a communicator, when that part of
+the program runs. All ranks of the channel must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
 
     MPI must be able to compute with the element type.
     """
-    # Nothing has to be sent in a group of one rank, or if the array is empty. All ranks have the
-    # same shapes, so they all skip the message.
+    # If the group consists of one rank, or if the array is empty, there's nothing to send. All
+    # ranks have the same shapes, so either all of them skip the message, or none.
     if channel.size == 1 or x.size == 0:
         return x
     return _in_pieces(
@@ -166,8 +166,9 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
     null = MPI.PROC_NULL
 
     def one(piece: jax.Array) -> jax.Array:
-        # If there's no source, we receive from PROC_NULL. MPI then leaves the receive buffer as it
-        # is, so the buffer may be empty, and we return zeros instead of it.
+        # A rank that receives from nobody passes MPI's PROC_NULL as the source. MPI then doesn't
+        # write anything to the receive buffer. So the buffer may be empty, and we return zeros
+        # instead of its contents.
         buffer = jnp.zeros((0,), piece.dtype) if source is None else piece
         # If `x` is sent in several messages, they all have the same tag. They can't be mixed up,
         # because MPI delivers messages between two ranks in the order in which they were sent.
@@ -197,8 +198,8 @@ def _in_pieces(
 ) -> jax.Array:
     """Sends `x` as one message if it's short enough. Otherwise flattens it and sends several.
 
-    If `stacked` is true, `send` returns an array with a leading axis over ranks. The parts are then
-    joined along the second axis, separately for each rank.
+    If `stacked` is true, `send` returns a value for every rank, stacked along the first axis. The
+    results of the several messages are then joined along the second axis, separately for each rank.
     """
     counts = split_counts(x.size, channel.max_count)
     if len(counts) == 1:

@@ -1,8 +1,9 @@
 """The exchange lane's wire: recognises exchanges and lowers them to MPI messages.
 
-We can exchange over MPI in two ways, and the world decides which one all ranks use. With *mpi4jax*,
-a segment is a single XLA executable that contains the exchanges as calls. With *mpi4py*, the host
-makes the exchanges between two executables, and receives into its own buffers (`host_program`).
+There are two ways to make a step's exchanges over MPI, and all ranks of a world use the same one.
+With *mpi4jax*, each segment of the step is a single XLA executable that contains the exchanges as
+calls. With *mpi4py*, the host makes each exchange between two executables, and receives into its
+own buffers (`host_program`).
 """
 
 from __future__ import annotations
@@ -63,9 +64,12 @@ class MpiWire:
     def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Lowered:
         """Lowers a closed jaxpr to one that makes its exchanges over MPI, in equation order.
 
-        If a group has no communicator yet, waits for the group's other members. If the jaxpr itself
-        contains mpi4jax calls, we make all of its exchanges with mpi4jax, even if the world has
-        chosen mpi4py, because only then does XLA keep them all in one order.
+        If the ranks of an exchange have no communicator yet, this creates it, and waits for the
+        exchange's other ranks.
+
+        If the jaxpr contains mpi4jax calls of the user, we make all of its exchanges with mpi4jax,
+        even if the world has chosen mpi4py, because only then does XLA keep all of them in one
+        order.
         """
         grid = self._world.rank_grid(axes)
         if self._over == "mpi4jax" or calls_mpi4jax(jaxpr):

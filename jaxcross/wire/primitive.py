@@ -1,8 +1,8 @@
 """The mpi4jax wire's only primitive: a region that contains exchanges, without a JAX effect.
 
-mpi4jax uses a JAX effect to keep its calls in order. But each call of a jitted function with such
-an effect takes hundreds of microseconds, and the function can't be compiled ahead of time
-(`benchmarks/wire_call.py`).
+mpi4jax uses a JAX effect to keep its calls in order. That has two disadvantages: each call of a
+jitted function with such an effect takes hundreds of microseconds, and the function can't be
+compiled ahead of time (`benchmarks/wire_call.py`).
 
 So we wrap the mpi4jax calls in a region that has no effect. When JAX lowers the region, we create
 an XLA token, which JAX then passes from one mpi4jax call to the next, in equation order, even
@@ -45,9 +45,10 @@ def _lower(ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
 
 
 def _keep(*args: Any) -> tuple[list[bool], Any]:
-    # Dead code elimination must keep the region and all of its operands, even if this rank doesn't
-    # use the result: the other ranks make the exchange in any case, and wait for this one. In JAX
-    # 0.12 the equation is preceded by one more argument than before, so we take the last argument.
+    # Dead code elimination must keep the region and all of its operands. Even if this rank doesn't
+    # use the result, the other ranks make the exchange, and would wait for this rank forever. In
+    # JAX 0.12, the equation is preceded by one more argument than before, so we take the last
+    # argument.
     eqn = args[-1]
     return [True] * len(eqn.invars), eqn
 

@@ -1,7 +1,8 @@
 """Recognises exchanges: JAX's named-axis collectives over our axes, and mpi4jax's primitives.
 
-The functions here only read equations and never communicate. For the same step, they find the same
-exchanges on every rank, except for mpi4jax's point-to-point calls, whose peers depend on the rank.
+The functions here only read a program's equations, and never communicate. If the ranks run the same
+step, each of them finds the same exchanges. The exception is mpi4jax's sends and receives, whose
+peers depend on the rank.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program import Exchange, holds
 from jaxcross.wire.rank_grid import RankGrid
 
-# Maps JAX's names of collectives to ours. Some collectives have several variants in JAX, which only
-# differ in the type that JAX gives to the result. They send the same data, so we treat them alike.
+# Maps JAX's names of collectives to ours. JAX has several variants of some collectives, which send
+# the same data and differ only in the type that JAX gives to the result. So we treat them alike.
 _OPS = {
     "psum": "psum",
     "psum_invariant": "psum",
@@ -52,8 +53,8 @@ LOCAL_PRIMITIVES = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_
 def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
     """Returns an equation's exchanges, one per operand, or None if it doesn't exchange over `axes`.
 
-    For an mpi4jax call, returns exactly one exchange, no matter how many operands it has. Returns
-    None if the call is the transpose of an all-reduce, because mpi4jax sends nothing in that case.
+    An mpi4jax call counts as exactly one exchange, no matter how many operands it has. The
+    transpose of an mpi4jax all-reduce counts as none, because mpi4jax sends nothing in that case.
 
     Raises:
         ExchangeError: The equation is a collective over our axes that we can't make over MPI.
@@ -105,8 +106,9 @@ def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
 
     The order of the axes determines how the ranks of a group are numbered.
     """
-    # XLA numbers the ranks in the order in which the user names the axes. A permutation is an
-    # exception: for `ppermute`, XLA uses the order in which the mesh names the axes.
+    # We number a group's ranks as XLA does. It normally uses the order in which the user names the
+    # axes. The exception is `ppermute`, for which it uses the order in which the mesh names the
+    # axes.
     axes = exchange.axes
     if exchange.op == "ppermute":
         axes = tuple(a for a in mesh.names if a in axes)
@@ -188,8 +190,9 @@ def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
     """Recognises a call of mpi4jax on a communicator of the user.
 
-    To identify the communicator, the exchange contains its members instead of its handle, because
-    ranks compare their exchanges and handles differ between processes.
+    Ranks compare their exchanges, so each exchange must identify its communicator in the same way
+    on all ranks. MPI's handle can't do that, because it differs between processes. So the exchange
+    contains the communicator's members instead.
     """
     params = eqn.params
     if params.get("transpose"):
@@ -273,8 +276,8 @@ def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]
 
 def unwrap(value: Any) -> Any:
     """Returns the MPI object behind a parameter of an mpi4jax equation."""
-    # mpi4jax wraps handles in a class that defines a hash but no equality, so equal handles
-    # compare as different unless we unwrap them.
+    # mpi4jax wraps MPI's handles in a class that defines a hash but no equality. Two wrappers of
+    # the same handle would compare as different, so we take the handles out of them.
     return value.wrapped if type(value).__name__ == "HashableMPIType" else value
 
 

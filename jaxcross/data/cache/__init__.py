@@ -12,8 +12,8 @@
     statistics.py    how much each level has delivered
     info.py          what a cache contains and has delivered, for `jaxcross data info`
 
-The processes of a node share the cache through files and file locks in a common folder, rather than
-by sending each other messages. The data set itself is never written.
+All processes of a node share one cache. They coordinate through files and file locks in a common
+folder, so they don't have to send each other messages. The data set itself is never written.
 """
 
 from jaxcross.data.cache.cache import Cache

@@ -1,11 +1,12 @@
 """Finds the records of an ArrayRecord shard, and decodes some of them without the rest of the file.
 
-If a data set is behind a URL, we want to fetch just the bytes of the records that we need. This
-raises two questions.
+ArrayRecord stores many records in one file, a shard. If the data set is at a URL, we want to
+download just the bytes of the records that we need, rather than whole shards. This raises two
+questions.
 
-**Where is a record?** ArrayRecord's own reader doesn't tell us. The footer at the end of the shard
-does, so we fetch and parse the footer ourselves. It's in Riegeli's format
-(https://github.com/google/riegeli/blob/master/doc).
+**Where is a record?** ArrayRecord's own reader doesn't tell us the bytes at which a record is
+stored. That's in an index at the end of the shard, the footer, so we download and parse the footer
+ourselves. It's in Riegeli's format (https://github.com/google/riegeli/blob/master/doc).
 
 **How do we decode it?** We'd rather leave decoding and verifying to ArrayRecord's reader, but that
 reader can only open a path. So we create a sparse file in memory, write the footer and the fetched

@@ -47,9 +47,9 @@ class Cache:
     records that any job on the node needs soonest. Batches are bit for bit the same as without a
     cache.
 
-    The data set is only read, and never modified or deleted. If a process crashes, the cache
-    remains usable. If a level can't be written because the disk or the memory is full, that level
-    turns off with one warning. Linux only.
+    The data set itself is only read, and never modified or deleted. If a process crashes, the cache
+    remains usable. If the disk or the memory is full, the level of the cache that can't be written
+    is turned off with one warning, and training continues without it. Linux only.
 
     Args:
         folder: A folder on a disk of this node. It may be missing, empty, or already a cache. All
@@ -327,9 +327,10 @@ def _remove_abandoned(own: Path) -> None:
         if other == own or not folder.is_absolute():
             continue
         if not folder.is_dir():
-            # Either somebody has removed the cache's folder, or it's on the disk of a container
-            # that shares this memory with us, so that we can't find the folder from here. In the
-            # second case the cache may still be in use, so check whether its levels have users.
+            # We can't find the cache that this memory belongs to. Either somebody has removed the
+            # cache's folder, or the folder is on the disk of a container that shares this memory
+            # with us. In the second case the cache may still be in use, so we only free the memory
+            # if its levels have no users.
             if not any(has_users(users) for users in other.glob("*/users")):
                 shutil.rmtree(other, ignore_errors=True)
             continue

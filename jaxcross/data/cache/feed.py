@@ -107,13 +107,14 @@ class Feed:
         self._stop = stop
         self._ahead = ahead_records
         self._arrivals: dict[int, Arrival] = {}
-        # The position up to which all records have been read. If an earlier position isn't in
-        # `_arrivals` any more, its record has been taken.
+        # The stream's records have been read up to this position. So if an earlier position isn't
+        # in `_arrivals` any more, somebody has already taken its record.
         self._read_up_to = start
         self._wanted = start  # the furthest position that was requested so far
-        # True while records are being fetched from the origin. The next group isn't read before
-        # that's done, even if all of its records are in faster levels. So if a reader has to wait
-        # during a fetch, `take` counts this as waiting for the origin.
+        # True while the thread that reads ahead fetches records from the origin, i.e. the data
+        # set's own storage. Until it has them, it doesn't read the next group of records, even if
+        # that group is entirely in the cache. So if a thread that decodes has to wait meanwhile,
+        # the statistics count this as waiting for the origin.
         self._fetching = False
         self._waited_s: dict[str, float] = {}
         self._error: BaseException | None = None
@@ -201,9 +202,10 @@ class Feed:
     def _has_room(self, count: int) -> bool:
         """Waits until the next group may be read. Returns False if the feed has ended.
 
-        The next group may be read if it fits into `ahead_records` together with the records that
-        haven't been taken yet. It may also be read if a thread requests a position that hasn't been
-        read yet: that thread would otherwise wait forever.
+        The thread that reads ahead may read the next group of records if this group, together with
+        the records that haven't been taken yet, fits into `ahead_records`. It may also do so if
+        another thread requests a record that hasn't been read yet, because that thread would
+        otherwise wait forever.
         """
         with self._changed:
             self._awaited = count
@@ -222,8 +224,8 @@ class Feed:
     def _wake_thread(self) -> None:
         """Wakes up the thread that reads ahead if it's waiting and can continue now.
 
-        Waking it up takes as long as reading a record, so we don't do it each time a record is
-        taken. Doing so raised the CPU time per image from 0.89 to 1.02 times that of reading a
+        Waking up a thread takes as long as reading a record, so we don't do it each time a record
+        is taken. When we did, the CPU time per image rose from 0.89 to 1.02 times that of reading a
         local folder without a cache (benchmarks/results/benchmarks.md).
         """
         if self._awaited and self._may_read:
@@ -231,8 +233,8 @@ class Feed:
 
     def _read_group(self, stream: OwnStream, group: range) -> None:
         missing: dict[int, int] = {}  # maps the records that no level has to their positions
-        # First look up the whole group in the levels, and deliver what they have. The records that
-        # are missing can then be fetched from the origin all at once.
+        # First look up the whole group in the cache, and deliver the records that are there. After
+        # that, we know all records that are missing, and can fetch them from the origin at once.
         for position in group:
             record = stream.take(position)
             if self._split.has_image(record):
@@ -262,10 +264,10 @@ class Feed:
 class Feeds:
     """All feeds of one cache, which end when the cache is closed.
 
-    Suppose that a thread starts a feed while another thread is closing the cache. The feed would
-    then read from file descriptors that are closed, or that the kernel has already reused for other
-    files. To rule this out, feeds are started while holding a lock, and no feed can be started once
-    `close` has taken that lock.
+    A feed reads from the cache's files on a thread of its own. If it were started while another
+    thread is closing the cache, it would read from file descriptors that are closed, or that the
+    kernel has already reused for other files. So feeds are started while holding a lock, and once
+    `close` has taken this lock, no feed can be started any more.
 
     Args:
         stop: Set when the cache is closed.

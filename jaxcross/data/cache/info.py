@@ -43,8 +43,8 @@ def is_cache(folder: Path) -> bool:
 def cache_info(folder: Path) -> list[LevelInfo]:
     """Returns the cache's levels, the fastest first, with the statistics of its latest run.
 
-    If a run is in progress, the statistics may be a few seconds old, because its processes only
-    write them every few seconds.
+    If a run is in progress, the statistics may be a few seconds old, because each process writes
+    its own to a file only every few seconds.
     """
     memory = Path(str(read_json(folder / MARKER).get("memory", folder)))
     runs = [

@@ -94,19 +94,20 @@ def has_users(path: Path) -> bool:
 class Claims:
     """Claims on records that are being fetched, so that each record is fetched only once.
 
-    On the whole node, only one thread at a time can hold the claim on a record. The claim is a lock
-    on a single byte of a file, at the offset given by the record's number. A process may have
-    several caches, so we use locks that belong to an open file rather than to the process.
+    Only one thread on the whole node can hold the claim on a record at a time. The claim is a lock
+    on a single byte of a file, and the record's number is the offset of this byte. A process may
+    have several caches, so we use locks that belong to an open file rather than to the process.
 
-    A thread must not wait for a claim while it holds claims itself. Otherwise, two threads could
-    wait for each other's claims forever.
+    A thread that holds claims must release them before it waits for another one. Otherwise, two
+    threads could each wait for a claim that the other one holds.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = _open(path)
         self._lock = threading.Lock()
-        # Claims held by threads of this process. They all use the same open file, so the kernel's
-        # locks don't exclude them from one another.
+        # Claims held by threads of this process. All of them use the same open file, and the kernel
+        # grants a lock to an open file rather than to a thread. So its locks can't exclude these
+        # threads from one another, but this set can.
         self._own: set[int] = set()
 
     def take(self, numbers: Iterable[int]) -> set[int]:

@@ -13,7 +13,8 @@ distance. So when a record arrives at a full level, `Room.victims` sorts the rec
 distance. If the new record is needed sooner than the most distant ones, it replaces these.
 Otherwise the level refuses the new record.
 
-**Cost.** Sorting a million records takes 0.1 s, which is too slow to do for each new record. So we
+**Cost.** To find the records whose next use is furthest away, we have to sort all records in the
+level. For a million records, that takes 0.1 s, which is too slow to do for each new record. So we
 deviate from Belady's rule in two ways, which `Room` implements:
 
 - Once we've sorted, we drop not just one record but as many as fill 1/64 of the level. The free
@@ -23,13 +24,13 @@ deviate from Belady's rule in two ways, which `Room` implements:
   sorting. The bound becomes stale as the streams advance, so we sort again after a number of offers
   that's 1/64 of the number of records in the level.
 
-**A single stream** uses every record once per pass, so replacing a record that it still needs by
-another one gains nothing. If a record is in a slower level anyway, we don't drop needed records in
-a faster level for it; see `Room.offer_copy`.
+**A single stream** uses every record once per pass over the data set, so evicting a record that it
+still needs in favour of another one gains nothing. If the new record is also in a slower level of
+the cache, we therefore don't evict any record for it that's still needed; see `Room.offer_copy`.
 
-**Simulation.** `simulate` makes the same decisions as the real levels, but reads no data. It
-predicts how many records a cache with given budgets would find in each level, and how many it would
-find with LRU.
+**Simulation.** `simulate` predicts how many records a cache with given budgets would find in each
+level. It makes the same decisions as the real cache, but reads no data. For comparison, it can also
+predict how many records a cache with LRU would find.
 """
 
 from __future__ import annotations
@@ -128,15 +129,17 @@ class Room:
         numbers, distances, pages = residents()
         self._offers = 0
         self._patience = len(numbers) // BATCH_SHARE
-        # Sort by distance, the furthest first, and by number if distances are equal, so that the
-        # simulation makes the same choice as a real level. `freed[n]` is the number of pages that
-        # we get by dropping the first n + 1 records.
+        # Sort the records by distance, i.e. by how far away their next use is, the furthest first.
+        # If distances are equal, sort by number, so that the simulation makes the same choice as a
+        # real level. `freed[n]` is the number of pages that become free if we drop the first n + 1
+        # records.
         order = np.argsort(-distances, kind="stable")
         freed = np.cumsum(pages[order])
         if not len(freed) or freed[-1] < needed:
             return None
-        # Drop a whole batch of records, or more if the new record needs more pages. But do so only
-        # if the new record is needed sooner than every record in the batch.
+        # Drop a whole batch of records at once, or more if the new record needs more pages. But do
+        # so only if the new record is needed sooner than every record in the batch, because
+        # otherwise we'd drop a record that's needed before the new one.
         last = min(int(np.searchsorted(freed, max(needed, self._batch))), len(order) - 1)
         self._bound = int(distances[order[last]])
         return numbers[order[: last + 1]] if distance < self._bound else None
@@ -163,9 +166,9 @@ class NextUse:
         self._stop = stop
         self._epoch = start // length
         self._records = order(self._epoch)
-        # A pass uses no record twice. So until a record is taken in this pass, its next use is in
-        # this pass, and after that it's in the next pass. A pass may also leave out some records.
-        # If a record is in neither pass, its next use counts as unknown (`NEVER`).
+        # A pass uses no record twice. Until a record is taken in the current pass, its next use is
+        # in this pass. After that, its next use is in the next pass. A pass may also leave out some
+        # records. If both passes leave out a record, its next use counts as unknown (`NEVER`).
         self._later = self._positions(self._epoch + 1)
         np.minimum(self._positions(self._epoch), self._later, out=self.table)
 
@@ -300,10 +303,10 @@ def simulate(
 ) -> list[Tally]:
     """Predicts how many records each pass reads from each level. Reads no data.
 
-    The simulated levels make the same decisions as real ones. The simulated streams advance in
-    turn, whereas in a real run one job may be some records ahead of another one, so the prediction
-    isn't exact. In our benchmark, the number of bytes that were actually read from the origin was
-    within 3% of the prediction (benchmarks/results/benchmarks.md).
+    The simulated levels make the same decisions as real ones, but the prediction isn't exact. The
+    simulation advances all streams in turn, whereas in a real run one job may be some records ahead
+    of another one. In our benchmark, the number of bytes that were actually read from the origin
+    was within 3% of the prediction (benchmarks/results/benchmarks.md).
 
     Args:
         orders: The order of the records in each pass, for each stream on the node, i.e. for each
@@ -342,8 +345,8 @@ def simulate(
         ]
         return np.maximum(np.min(each, axis=0), 0)
 
-    # With LRU, the level drops the record that was used longest ago. So the time since a record's
-    # latest use takes the place of its distance.
+    # With LRU, a full level drops the record that was used longest ago. So instead of the distance
+    # to a record's next use, we use the time since its latest use.
     def by_last_use(numbers: np.ndarray) -> np.ndarray:
         return clock - last_use[numbers]
 
@@ -368,8 +371,8 @@ def simulate(
                     level.put_copy(
                         record, int(pages[record]), distance, several_streams=len(streams) > 1
                     )
-            # As in the real cache, the missing records are fetched after the whole group was looked
-            # up, and are offered to the slowest level first.
+            # We do this in the same order as the real cache: it fetches the missing records after
+            # it has looked up the whole group, and offers them to the slowest level first.
             for record in missing:
                 for level in reversed(levels):
                     level.put(record, int(pages[record]), distance)

@@ -29,8 +29,9 @@ With fsspec's default of 128, some requests starved: over an 8 Mbit/s link, read
 than 12 s, and once even 200 s.
 """
 TRIES = 7
-# How long we wait before the second try. We double the wait before each further try, so the waits
-# add up to 31.5 s. Stores that limit the rate of requests ask their clients to do so.
+# How long we wait, after a request to the storage has failed, before we try again. The wait doubles
+# with each further try, because that's what stores that limit the rate of requests ask their
+# clients to do. All waits together add up to 31.5 s.
 WAIT_S = 0.5
 FOOTER_HEAD = struct.Struct("<QQQI")  # size of the shard, offset and size of the footer, checksum
 
@@ -274,8 +275,9 @@ class RemoteOrigin(Origin):
         ends = [end for _, _, end in wanted]
         if not wanted:
             return []
-        # Only asynchronous file systems read several ranges at once. Other ones, e.g. fsspec's
-        # caches, read one after the other, so we don't set a limit for them.
+        # We limit how many byte ranges are read at once. Only asynchronous file systems have such
+        # an option. Others, e.g. fsspec's caches, read one range after the other, so they don't
+        # need it.
         several = isinstance(self._fs, AsyncFileSystem)
         options = {"batch_size": self._fs.batch_size or CONNECTIONS} if several else {}
         contents = self._retried(

@@ -1,8 +1,9 @@
 """One cache level: records by number, in the pages of a file that all processes of the node share.
 
-**Problem.** Several processes read and write the same level at once, and any of them may be killed
-at any moment. The level must never exceed its budget, never return wrong bytes, and remain usable
-for the other processes. Records have different sizes, and are dropped in any order.
+**Problem.** Several processes read and write the same cache level at once, and any of them may be
+killed at any moment. Even then, the level must not exceed its budget or return wrong bytes, and the
+other processes must still be able to use it. Records have different sizes, and are dropped in any
+order.
 
 **Files.** A level is a folder with three files. The file `data` contains the records' bytes, in
 pages of 4096 bytes. The file `pages` contains a header, then the number of the next page of the
@@ -26,10 +27,10 @@ and, last of all, the row. Meanwhile a dirty flag is set in the header. The next
 the lock finds this flag, keeps all rows that are intact, and rebuilds the stack of free pages from
 them. The first user of a level always does so.
 
-**Full disks.** We access `pages` and `rows` through memory mappings. If the disk were full, writing
-to such a mapping would kill the process with SIGBUS, so we allocate the space in advance
-(`_resize`). We write to `data` with `pwrite`, which raises an ordinary error on a full disk. The
-level then turns itself off.
+**Full disks.** We access the files `pages` and `rows` through memory mappings. If the disk were
+full, writing to a mapping would kill the process with SIGBUS, so we allocate the space of these
+files in advance (`_resize`). The records' bytes are written with `pwrite`, which raises an ordinary
+error on a full disk. The level then turns itself off.
 """
 
 from __future__ import annotations
@@ -137,9 +138,10 @@ class PageStore:
                 "node the same one."
             )
         self._data = os.open(self._folder / "data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # After the 8-byte words of the header, the file has two arrays with one 4-byte number per
-        # page. The first array has each page's successor. The second array is the stack of free
-        # pages, which needs that much space because all pages may be free.
+        # The file starts with a header of 8-byte words. After that, it has two arrays with one
+        # 4-byte number per page. The first array says, for each page, which page of the same record
+        # comes next. The second array is the stack of free pages, and is that long because all
+        # pages may be free.
         words = np.frombuffer(_map(self._folder / "pages"), np.int64)
         self._header = words[:HEADER]
         tables = words[HEADER:].view(np.uint32)
@@ -147,8 +149,9 @@ class PageStore:
         self._free = tables[self.n_pages :]
         self._rows = np.empty((0, 4), np.uint32)
         self._map_rows()
-        # The first user can't trust the files, which may be new, or left over from a machine that
-        # crashed. Setting the flag makes `_locked` check the rows and rebuild the stack.
+        # The first process that uses the level can't trust its files, which may be new, or left
+        # over from a machine that crashed. It sets the dirty flag, as if a process had died while
+        # changing the level. `_locked` then checks the rows, and rebuilds the stack of free pages.
         if self._users.is_first:
             self._header[DIRTY] = 1
         with self._locked():
@@ -166,8 +169,9 @@ class PageStore:
     def close(self) -> None:
         """Closes the level's files. Records can't be found any more. Waits for other threads."""
         with self._lock:
-            # The kernel may reuse the descriptor's number for another file. So before we close the
-            # descriptor, we remove the rows, and other threads find no more records to read.
+            # Once the file is closed, the kernel may reuse its descriptor's number for another
+            # file, and a thread that's still looking for a record would read from that file. So we
+            # first remove the rows, and no thread finds a record to read any more.
             self._is_closed = True
             self._rows = np.empty((0, 4), np.uint32)
             os.close(self._data)
@@ -191,9 +195,10 @@ class PageStore:
             if not self._is_closed:
                 raise
             return None
-        # Either another process has replaced the record while we were reading it, or it's damaged.
-        # No other process can change anything while we hold the lock, so if the record is still
-        # wrong then, it's damaged.
+        # The checksum is wrong. Either another process has replaced the record while we were
+        # reading it, or the record is damaged. To find out, we read it again while holding the
+        # lock. No other process can change anything then, so if the checksum is still wrong, the
+        # record is damaged.
         if blob is None and number in self:
             with self._locked():
                 if self._is_closed:
@@ -208,7 +213,8 @@ class PageStore:
         """Offers a record, and returns whether the level has it now.
 
         If there isn't enough space, the level drops the records whose next use is furthest away. If
-        the new record is needed even later than these, the level refuses it.
+        the new record's own next use is even further away, the level refuses the new record
+        instead.
 
         If a write fails, e.g. because the disk is full, the level turns off for this process with
         one warning.
@@ -255,8 +261,9 @@ class PageStore:
 
     def put_copy(self, number: int, blob: bytes, salt: int = 0) -> bool:
         """Offers a record that a slower level also has; see `Room.offer_copy`."""
-        # We read the number of free pages without holding the lock, so it may be outdated. That
-        # doesn't matter, because `put` checks it again.
+        # We don't hold the lock while we read the number of free pages, so another process may
+        # change it before we write. That doesn't matter, because `put` checks it again while
+        # holding the lock.
         if pages_of(len(blob)) <= self._header[FREE]:
             return self.put(number, blob, salt)
         return self._room.offer_copy(
@@ -290,18 +297,19 @@ class PageStore:
     def _insert(self, number: int, blob: bytes, salt: int) -> None:
         needed = pages_of(len(blob))
         free = int(self._header[FREE])
-        # Take the pages from the top of the stack. After a rebuild, the lowest page is at the top,
-        # so records get adjacent pages.
+        # Take the pages from the top of the stack. When the stack has been rebuilt, the lowest page
+        # is at the top, so records get adjacent pages, which can be read with a single system call.
         pages = self._free[free - needed : free][::-1].astype(np.int64)
-        # Until the bytes are written, we change nothing else. If this fails or we're killed, the
-        # pages are still free, and there's nothing to repair.
+        # First write only the record's bytes. If this fails, or if the process is killed meanwhile,
+        # the pages still count as free, and there's nothing to repair.
         view = memoryview(blob)
         done = 0
         for first, count in _runs(pages):
             _write(self._data, view[done : done + count * PAGE_BYTES], first * PAGE_BYTES)
             done += count * PAGE_BYTES
-        # If we're killed from here on, the flag stays set, and the next process repairs the level.
-        # The row comes last, because only then can readers find the record.
+        # If the process is killed after this point, the dirty flag stays set, and the next process
+        # repairs the level. The row is written last, because readers find the record through its
+        # row, and everything else must be in place by then.
         self._header[DIRTY] = 1
         self._header[FREE] = free - needed
         self._next[pages[:-1]] = pages[1:] + 1
@@ -317,8 +325,9 @@ class PageStore:
         for number in numbers:
             pages = self._chain(int(number))
             self._rows[number] = (0, 0, 0, 0)
-            # If the record's list of pages is damaged, we don't know which pages become free. In
-            # that case, we rebuild the whole stack from the other records' rows.
+            # The record's pages have to be returned to the stack of free pages. If its list of
+            # pages is damaged, we don't know which pages these are. In that case, we rebuild the
+            # whole stack from the other records' rows.
             if pages is None:
                 self._recount()
                 self._header[DIRTY] = 1
@@ -333,8 +342,8 @@ class PageStore:
     def _chain(self, number: int) -> np.ndarray | None:
         """Returns a record's pages in order, or None if the row or the linked list is damaged.
 
-        Never trusts a page number or a size before it's been checked, because without the lock, we
-        may be reading while another process is writing.
+        Readers don't hold the lock, so another process may be changing the list while we follow it.
+        That's why every page number and every size is checked before we use it.
         """
         first, nbytes, crc, check = map(int, self._rows[number])
         if not first or check != _check(number, first, nbytes, crc):
@@ -361,9 +370,9 @@ class PageStore:
             found = os.pread(self._data, nbytes, (first - 1) * PAGE_BYTES)
             if len(found) == nbytes and zlib.crc32(found, salt) == crc:
                 return found
-        # Either the pages are scattered, or another process has changed the record meanwhile. In
-        # the second case, `_chain` and the next line may read different versions of the row, so we
-        # check that their sizes fit together.
+        # We get here if the record's pages are scattered, or if another process has just changed
+        # the record. In the second case, `_chain` and the next line may read different versions of
+        # the record's row, so we check that their sizes fit together.
         pages = self._chain(number)
         _, nbytes, crc, _ = map(int, self._rows[number])
         if pages is None or pages_of(nbytes) != len(pages):
@@ -409,8 +418,9 @@ class PageStore:
                 at = page[walk]
                 inside = (at >= 1) & (at <= self.n_pages)
                 at = np.where(inside, at, 0)
-                # If several records reach the same page in this iteration, only the first may have
-                # it. If a record reached it in an earlier iteration, none of them may.
+                # A page can only belong to one record. If several records reach the same page in
+                # this iteration, we give it to the first of them and reject the others. If a record
+                # reached the page in an earlier iteration, we reject all of them.
                 _, firsts = np.unique(at, return_index=True)
                 fresh = np.zeros(len(walk), bool)
                 fresh[firsts] = True

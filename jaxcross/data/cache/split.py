@@ -212,8 +212,9 @@ class CachedSplit:
                 for record, number in zip(records, numbers, strict=True)
                 if number not in mine
             ]
-            # Mark the records that others are fetching as needed at once. Otherwise the levels
-            # might drop them again before we get to read them.
+            # Other streams are fetching some of the records that we need, and will add them to the
+            # cache. Mark these records as needed right now. Otherwise the cache might drop them
+            # again before we get to read them.
             stream.lacks(late)
             absent = []
             for record in records:

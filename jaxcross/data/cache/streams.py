@@ -6,8 +6,9 @@ file contains a table with the position at which the stream uses each record nex
 it into their memory. The process that owns the stream updates the table as the stream advances, and
 the other processes read it.
 
-If a process dies, its tables must not keep records in the levels forever. So the owner holds a lock
-on the file for as long as it lives. A process that finds a file without a lock removes it.
+If a process is killed, the levels must not keep records for its streams forever. So a process holds
+a lock on each of its files, which the kernel releases when the process dies. If a process finds a
+file without a lock, it removes the file.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from jaxcross.data.cache.next_use import NEVER, NextUse, Order
 
 _log = logging.getLogger("jaxcross")
 
-# A file starts with four 8-byte numbers: the number of the first record, the number of records, the
-# stream's position, and whether the table is complete.
+# A stream's file starts with four 8-byte numbers: the number of the split's first record, the
+# number of records, the stream's position, and whether the table behind these numbers is complete.
 HEADER = 4
 COMPLETE = 1
 START_S = 1.0
@@ -61,9 +62,10 @@ class _StreamFile(NamedTuple):
 class OwnStream:
     """A stream of this process, which publishes when it needs each record. Not thread-safe.
 
-    Computing the order of a million records takes 100 s, so another thread does it, and the stream
-    starts without waiting for it. Until the order has been computed, the stream has published
-    nothing, so levels that are full don't accept any records for it.
+    Computing the order in which a stream uses a million records takes 100 s. So another thread does
+    it, and the stream starts without waiting for it. Until the order is known, the other processes
+    can't tell which records this stream needs, so levels that are full don't accept any records for
+    it.
     """
 
     def __init__(
@@ -101,8 +103,9 @@ class OwnStream:
     def lacks(self, records: Sequence[int]) -> None:
         """Marks records as needed right now, although they've been taken.
 
-        Call it for records that another stream is still fetching. The levels then keep these
-        records until this stream has read them.
+        If another stream on the node is already fetching a record that this stream needs, we wait
+        for that stream instead of fetching the record again. Call this for such records, so that
+        the levels keep them until this stream has read them.
         """
         if self._next_use is not None:
             table = self._next_use.table
@@ -173,8 +176,9 @@ class Streams:
 
     def _shared(self, name: str, records: int) -> tuple[_StreamFile, Callable[[], object]]:
         path = self._folder / name
-        # We rename the file to its final name only after we've locked it. If another process found
-        # it unlocked, it would assume that we've died, and remove the file.
+        # A process that finds a stream's file without a lock assumes that its owner has died, and
+        # removes it. So we create the file under a different name, lock it, and only then give it
+        # its final name.
         hidden = path.with_suffix(".new")
         fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
