@@ -171,8 +171,8 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
         files.metrics(job="a", step=step, values={"loss": 1.0})
         files.metrics(job="b", step=step, values={"loss": 1.0})
     files.close()
-    assert [r.getMessage()[:43] for r in caplog.records] == [
-        "Metrics of job `a` are not written from her"
+    assert [r.getMessage()[:40] for r in caplog.records] == [
+        "Metrics of job `a` are no longer written"
     ]
     assert len(written(tmp_path / "metrics", "b")) == 3
 
