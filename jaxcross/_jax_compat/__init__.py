@@ -1,9 +1,11 @@
 """The only folder that uses private or version-dependent names of JAX.
 
-jaxcross supports JAX 0.10 to 0.12. Before 0.11, a closed jaxpr is an object that wraps an open one;
-from 0.11 on, `ClosedJaxpr is Jaxpr`. No other module has to distinguish these cases, because all of
-them build and read jaxprs with the functions below, and never check for a class. The private names
-for `jax.shard_map` are in `shard_map.py`.
+jaxcross supports JAX 0.10 to 0.12, which represent jaxprs in two ways. Before 0.11, a closed jaxpr
+is an object that wraps an open one; from 0.11 on, there's only one class (`ClosedJaxpr is Jaxpr`).
+The rest of jaxcross doesn't have to know, because it builds and reads jaxprs with the functions
+below, and never checks for a class.
+
+The private names for `jax.shard_map` are in `shard_map.py`.
 """
 
 from __future__ import annotations
@@ -138,8 +140,9 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
     """Returns a closed jaxpr in which no equation hides its jaxpr inside of an object.
 
-    In JAX 0.12, the equation of `custom_root` hides its jaxpr inside of an object. We lower it in
-    the same way as `jax.jit` does before it compiles.
+    In JAX 0.12, the equation of `custom_root` keeps its jaxpr inside of an object, where we
+    couldn't find the exchanges in it. So we lower the equation in the same way as `jax.jit` does
+    before it compiles.
     """
     if not jaxpr.is_high:
         return jaxpr
@@ -362,9 +365,9 @@ def weakly_typed(array: jax.Array) -> jax.Array:
 def generator_name(value: Any) -> str | None:
     """Returns the name of one of JAX's own random-bit generators, the same in every process.
 
-    Returns None for anything other than a generator that comes with JAX. If a generator was defined
-    with `jax.extend.random.define_prng_impl`, the result is None as well, because another generator
-    may have the same name.
+    The name is only meaningful for a generator that comes with JAX, so the result is None for
+    anything else. This includes generators that were defined with
+    `jax.extend.random.define_prng_impl`, because another generator may have the same name.
     """
     known = isinstance(value, _PRNGImpl) and _generators.get(value.name) is value
     return value.name if known else None
@@ -386,8 +389,9 @@ def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Se
     It keeps the equation's name and source line.
     """
     primitive = eqn.primitive
-    # These primitives require types that vary over a mesh, but `without_mesh` has removed the mesh
-    # from all types. So we use the equivalent primitives that don't need a mesh.
+    # The primitives in `_INVARIANT` require types that say over which mesh axes a value varies, but
+    # `without_mesh` has removed the mesh from all types. So we use the equivalent primitives that
+    # don't need a mesh.
     if primitive.name in _INVARIANT:
         primitive, more = _INVARIANT[primitive.name]
         params = {**params, **more}

@@ -63,8 +63,8 @@ def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
     return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
 
 
-# Inside of a `shard_map`, these primitives say how a value varies over the mesh, or where it's
-# placed. None of them changes the value itself, so a single rank can do without them.
+# Inside of a `shard_map`, these primitives say over which mesh axes a value varies, or where it's
+# placed. They leave the value itself as it is, so a single rank can do without them.
 _CASTS = frozenset(
     {
         "pvary",
@@ -81,9 +81,10 @@ _CASTS = frozenset(
 def without_mesh(jaxpr: Any) -> Any:
     """Returns a `shard_map`'s open body as if it had been traced on one rank, without a mesh.
 
-    This removes the mesh from types, contexts and parameters, together with the axes over which
-    types vary. Casts between varying and invariant values are removed as well. Exchanges that JAX
-    has inserted (`psum_invariant`) stay.
+    On one rank, the body runs on this rank's own shards, so it needs no mesh. We remove the mesh
+    from types, contexts and parameters. The types then no longer say over which axes a value
+    varies, so we also remove the casts that change this. Exchanges that JAX has inserted
+    (`psum_invariant`) stay.
     """
     inner, _ = open_jaxpr(jaxpr)
     env: dict[Any, Any] = {}
@@ -201,12 +202,14 @@ def first_shard_map(
 ) -> tuple[Any, list[tuple[int | None, Any]]] | None:
     """Returns the mesh of the `shard_map` that `function` begins with, and each argument's spec.
 
-    Returns None if the function's first equation isn't a `shard_map`. Each spec comes with the
-    number of the argument that it shards. The number is None if the function closes over the array
-    instead of taking it as an argument.
+    If the function's first equation isn't a `shard_map`, returns None. Otherwise, each array that
+    the `shard_map` takes has a spec. The spec comes with the number of the argument of `function`
+    that it shards, or with None if the function closes over the array instead of taking it as an
+    argument.
 
-    The body of the `shard_map` doesn't run. So `shapes`, which contain an element type for each
-    shape, only need to be divisible by whatever splits them.
+    The body of the `shard_map` doesn't run, so the shapes needn't be those of real arguments. They
+    only have to be divisible by the number of parts into which the specs split them. Each shape in
+    `shapes` comes with an element type.
 
     Raises:
         Exception: Whatever JAX or the function raises for such arguments.
@@ -214,8 +217,8 @@ def first_shard_map(
     trace = _Asking()
     tracers = [_core.Tracer(trace, _Unplaced(shape, dtype)) for shape, dtype in shapes]
     try:
-        # JAX traces the function inside a `jit` before it binds the primitive of the `jit`, so with
-        # `jit` enabled, `_Asking` would miss what's inside.
+        # We disable `jit` here, because JAX traces the function inside a `jit` before it binds the
+        # primitive of the `jit`. So `_Asking` wouldn't see the equations inside.
         with jax.disable_jit(), _core.set_current_trace(trace):
             function(*tracers)
     except _Asked as asked:

@@ -1,7 +1,8 @@
 """Represents a train step as data: traces it, cuts it into segments and compiles them.
 
-Nothing in this folder depends on MPI, because the wire is passed in as an object (`ir.Wire`). From
-the rest of the package, these modules import only `jaxcross.errors` and a few private helpers.
+Nothing in this folder depends on MPI: the object that makes the exchanges, the *wire*, is passed
+in, and these modules only use its interface (`ir.Wire`). From the rest of the package, they import
+only `jaxcross.errors` and a few private helpers.
 
 stages             the stages of a step as users see them: `Traced`, `cut` and `compile`
 trace              traces a step and its arguments into a flat jaxpr; `flatten` inlines, splits and

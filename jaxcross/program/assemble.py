@@ -1,16 +1,21 @@
 """Builds the program from a placement: each segment's jaxpr, values, last uses and buckets.
 
-`cut` only decides at which position of the step each equation runs. This module turns that decision
-into a program: it collects the equations of each position into a *body*, packs small exchanges into
-shared buffers, drops equations whose results nobody reads, and works out which values each segment
-takes and returns. A position without equations gets no segment.
+The module `cut` decides in which segment of the step each equation runs, i.e. at which *position*.
+This module builds the program from that decision. It collects the equations of each position into a
+list, the *body*, packs small exchanges into shared buffers, and drops equations whose results
+nobody reads.
+
+Finally, it works out which values each segment takes and returns. A position without equations gets
+no segment.
 
 Small exchanges are packed twice, here and on the wire (`wire/coalesce`), and we need both. The
 packing in this module changes the program: exchanges of the same level that are smaller than
 `bucket_bytes` become a single exchange of a shared buffer. As a result, only one array travels
 between the accelerator and the host, the program is smaller, and the ranks can compare the buffers
-before the first step. `coalesce` leaves the program as it is. It only decides which sums of a
-segment, shared buffers included, travel in the same message.
+before the first step.
+
+In contrast, `coalesce` leaves the program as it is. It only decides which sums of a segment, shared
+buffers included, travel in the same message.
 """
 
 from __future__ import annotations
@@ -60,8 +65,8 @@ def assemble(
     if pack_on_device:
         carried = {2 * g + 1 for g, group in enumerate(placement.groups) if group.carried}
         _pack_on_device(bodies, shared, owner, traced.decisions, carried)
-    # A segment returns whatever later positions read, so we need the bodies of all positions before
-    # we can build the first segment.
+    # A segment has to return whatever later segments read. To know what that is, we need the
+    # equations of all positions before we can build the first segment.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
     values: list[Aval] = []
@@ -85,9 +90,9 @@ def assemble(
         if not body and not literals:
             continue
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
-        # Some equations run in several segments, because recomputing a result can be cheaper than
-        # keeping it in memory. A recomputed result stays inside its segment. Other segments get the
-        # value from the segment in which the equation was placed.
+        # An equation may run in several segments, because recomputing its result can be cheaper
+        # than keeping it in memory. Only the segment in which the equation was placed returns the
+        # result to other segments. A segment that recomputes the result uses it internally.
         outs = [
             v
             for v in dict.fromkeys(made)
@@ -98,15 +103,15 @@ def assemble(
         collective = at % 2 == 1
         read = reads[at]
         if not collective:
-            # If several donated inputs have the same shape, XLA writes the n-th result of this
-            # shape into the n-th of them. So we list a segment's inputs and results in the order in
-            # which the step itself has them, like `jax.jit` would. If the segment may overwrite the
-            # whole state, every array of the state then keeps its own buffer.
+            # XLA writes results into donated inputs of the same shape: the n-th result of a shape
+            # goes into the n-th of these inputs. So we list a segment's inputs and results in the
+            # order in which the step itself has them, like `jax.jit` would. If a segment may
+            # overwrite the whole state, every array of the state then keeps its own buffer.
             read = sorted(read, key=place_of_input)
             outs = sorted(outs, key=place_of_result)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
-        # The results that are only needed for checks come last. `Execution` relies on their order
-        # to split them off again.
+        # The results that are only needed for checks come last. `Execution` relies on this order
+        # when it separates them from the segment's own results.
         counts = [v for v in made if v in traced.decisions]
         jaxpr = compat.make_jaxpr_of(read, [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(
@@ -176,10 +181,10 @@ def _pack_on_device(
 ) -> None:
     """Moves the equations that fill and empty shared buffers into the neighbouring compute bodies.
 
-    If compute segments fill and empty the buffers, only one array per buffer is transferred between
-    the accelerator and the host. Otherwise, each operand is transferred by itself, and a transfer
-    costs a tenth of a millisecond, however small the array is
-    (`benchmarks/results/gpu_transfers.json`).
+    Several small exchanges may share one flat buffer. If the compute segments before and after the
+    exchange pack and unpack this buffer, only one array per buffer is transferred between the
+    accelerator and the host. Otherwise, each operand is transferred by itself, and a transfer costs
+    a tenth of a millisecond, however small the array is (`benchmarks/results/gpu_transfers.json`).
 
     An equation stays in the collective body if
 
@@ -194,9 +199,9 @@ def _pack_on_device(
     for at in range(1, len(bodies), 2):
         body = bodies[at]
         made = {v for eqn in body for v in eqn.outvars}
-        # Go forwards through the equations that fill shared buffers. Such an equation can move to
-        # the compute body if it doesn't read the result of an equation that stays in the collective
-        # body.
+        # First, move equations that fill shared buffers to the compute segment before the exchange.
+        # An equation can't move if it reads the result of one that stays. Whether it can depends on
+        # the equations before it, so we go forwards.
         first = []
         rest = []
         for eqn in body:
@@ -211,8 +216,9 @@ def _pack_on_device(
                 made.difference_update(eqn.outvars)
             else:
                 rest.append(eqn)
-        # Go backwards through the equations that empty shared buffers. Such an equation can move to
-        # the next compute body if no equation that stays in the collective body reads its result.
+        # Then, move equations that empty shared buffers to the compute segment after the exchange.
+        # An equation can't move if one that stays reads its result. Whether it can depends on the
+        # equations after it, so we go backwards.
         read: set[Any] = set()
         kept = []
         last = []
@@ -226,9 +232,9 @@ def _pack_on_device(
         bodies[at - 1] = bodies[at - 1] + first
         bodies[at] = kept[::-1]
         bodies[at + 1] = last[::-1] + bodies[at + 1]
-        # An equation that has moved belongs to its new position. A shared buffer's other equations
-        # have only just been created and don't have a position yet, so they get the one where they
-        # are.
+        # Record at which position each variable is computed now. For equations that have moved,
+        # that's the new position. Equations that fill or empty a shared buffer have only just been
+        # created, so even those that stay didn't have a position before.
         for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
             owner.update(
                 {v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner}
@@ -255,9 +261,9 @@ def _prune(
 ) -> list[list[Any]]:
     """Drops compute equations that no later position needs, and returns what each position reads.
 
-    We visit the positions from last to first, because what a position has to pass on depends on
-    what later positions read. A collective body keeps all its exchanges, even if this rank doesn't
-    use their results: the other ranks can't complete an exchange without this rank.
+    We go through the positions of the step from last to first, because an equation is needed only
+    if a later position reads its result. Exchanges are always kept, even if this rank doesn't use
+    their results, because the other ranks can't complete an exchange without this rank.
     """
     reads: list[list[Any]] = [[] for _ in bodies]
     wanted = set(results)
@@ -293,9 +299,10 @@ def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:
     """Returns the exchanges of a segment.
 
-    If an exchange carries a shared buffer, its parameters also describe the buffer's contents: the
-    number of operands and a hash of their sizes. If ranks only compared the buffer's total size,
-    they wouldn't notice that they packed different arrays into it.
+    Before the first step, the ranks compare the parameters of their exchanges. If an exchange
+    carries a shared buffer, its parameters therefore include the number of arrays in the buffer and
+    a hash of their sizes. If ranks only compared the buffer's total size, they wouldn't notice that
+    they packed different arrays into it.
     """
     found: list[Exchange] = []
     for eqn in body:
@@ -339,24 +346,25 @@ def _bucketed(
         small = small and not isinstance(eqn.invars[0], compat.Literal)
         # Along axes of size 1, nothing is sent, so packing would only add copies.
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
-        # If the step calls `vmap`, a reduction may also go over dimensions of its operand. A flat
-        # buffer doesn't have these dimensions.
+        # Under `vmap`, a reduction over ranks may also reduce dimensions of its operand. Such an
+        # operand can't share a buffer, because a flat buffer doesn't have these dimensions.
         small = small and "positions" not in dict(found[0].params)
         if not small:
             out.append((i, [eqn]))
             continue
         x = found[0]
-        # All exchanges in a buffer have the same operation, axes, element type and parameters.
-        # Which exchanges share a buffer follows from the shapes of the exchanged arrays. These are
-        # identical across ranks, so all ranks fill the same buffers.
+        # Exchanges can share a buffer only if they have the same operation, axes, element type and
+        # parameters. We fill one buffer after another, based on nothing but the sizes of the
+        # exchanged arrays. These are identical across ranks, so all ranks put the same arrays into
+        # the same buffers.
         kind = (x.op, x.axes, x.dtype, x.params)
         if kind not in filled or filled[kind] + x.nbytes > bucket_bytes:
             buckets.setdefault(kind, []).append([])
             filled[kind] = 0
         filled[kind] += x.nbytes
         buckets[kind][-1].append(i)
-    # The exchange of a buffer takes the place of its last member. At an earlier place, some of its
-    # operands wouldn't have been computed yet.
+    # A buffer can only be exchanged once all operands in it have been computed. So its exchange
+    # takes the place of the last one among the exchanges that it replaces.
     for several in buckets.values():
         for members in several:
             eqns = [graph.eqns[i] for i in members]

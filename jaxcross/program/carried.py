@@ -1,9 +1,11 @@
 """Finds carried exchanges, which need no result of this step's computation.
 
 Some exchange strategies apply the mean one step late. They keep the operand of the exchange, e.g.
-the previous step's gradients, in their state, so the exchange depends only on the step's inputs. We
-call such an exchange *carried* if the step also contains costly work that doesn't need its result,
-because that work can then run while the exchange is in flight (cut rule 8).
+the previous step's gradients, in their state, so the exchange depends only on the step's inputs. It
+can then run while this step computes something else.
+
+We call such an exchange *carried* if the step really contains costly work that doesn't need the
+result of the exchange (cut rule 8).
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, MOST_TOUCHED, is_costly
 
-# An operation such as a slice may read an operand that's larger than its result. The operand's size
-# can then depend on the batch and differ between ranks, even if the exchanged array has the same
-# size everywhere.
+# The operand of e.g. a slice may be larger than its result. So even if the result has the same size
+# on all ranks, the size of the operand may depend on a rank's batch. We mustn't base a decision on
+# such a size, because all ranks have to decide the same.
 _SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})
 
 
@@ -26,8 +28,8 @@ def carried_exchanges(graph: Graph) -> tuple[int, ...]:
 
     They are among the exchanges that don't depend on another exchange.
     """
-    # A loop computes something as well, and mpi4jax calls must keep their order, so neither can be
-    # carried.
+    # Two kinds of exchanges can't be carried: those in a loop, because the loop computes something
+    # as well, and mpi4jax calls, because they must keep their order.
     first = [
         i
         for i in graph.wires
@@ -36,8 +38,10 @@ def carried_exchanges(graph: Graph) -> tuple[int, ...]:
     given = {i: graph.ancestors([i], {}) for i in first if _from_inputs(graph, i)}
     costly = [i for i in range(len(graph.eqns)) if _is_work(graph, i)]
     found = _with_other_work(graph, list(given), costly)
-    # If an exchange isn't carried after all, the host doesn't compute its operand either. Another
-    # exchange may have relied on this, so we repeat the check until nothing changes.
+    # Whether an exchange is carried may depend on another one. If the host computes a value by
+    # arithmetic, everything that reads the value has to run on the host as well (`may_repeat`).
+    # When an exchange is rejected, its operand is no longer computed there, so another exchange may
+    # have to be rejected, too. We repeat the check until nothing changes.
     while found:
         inside = {*found, *(n for i in found for n in given[i])}
         kept = [i for i in found if may_repeat(graph, given[i], [i], inside)]
@@ -57,23 +61,25 @@ def may_repeat(
 ) -> bool:
     """Whether the host may compute the operands of these exchanges with these operations.
 
-    Other equations may read the results of these operations as well. A compute segment then runs
-    the operations a second time for them, and must get the same bits. With arithmetic, that isn't
-    certain: XLA may contract an operation with the one that reads its result, which rounds
-    differently. So an arithmetic operation is only allowed if everything that reads its result is
-    in `inside`.
+    The host runs these operations ahead of the exchanges. If other equations read the results as
+    well, a compute segment has to repeat the operations for them, and must get the same bits. With
+    arithmetic, that isn't certain: XLA may contract an operation with the one that reads its
+    result, which rounds differently.
+
+    So an arithmetic operation is only allowed if it doesn't have to be repeated, i.e. if everything
+    that reads its result runs on the host as well. `inside` contains these equations.
     """
     names = {graph.eqns[i].primitive.name for i in ops}
-    # All ranks must decide the same, even if their batches have different sizes. So we reject
-    # operations that may read an array of any size, such as slices and reductions. All other arrays
-    # have sizes that follow from the exchanges.
+    # All ranks must decide the same, even if their batches have different sizes. So we only accept
+    # operations on arrays whose sizes follow from the exchanges, and reject those that may read an
+    # array of any other size, such as slices and reductions.
     if (
         not names <= HOST_OPS
         or not names.isdisjoint(_SHRINKING)
         or any(name.startswith("reduce_") and name != "reduce_precision" for name in names)
     ):
         return False
-    # Too much work on the host would take longer than the exchanges can hide.
+    # Too much work on the host would take longer than the exchanges, so it wouldn't be hidden.
     moved = sum(x.nbytes for i in exchanges for x in graph.wires[i])
     if sum(nbytes(v) for i in ops for v in graph.eqns[i].outvars) > MOST_TOUCHED * moved:
         return False
@@ -90,8 +96,10 @@ def work_before_commit(graph: Graph) -> set[int]:
     """Returns the equations to compute before the commit, while carried exchanges are in flight.
 
     These are the costly equations that don't depend on any exchange, together with everything they
-    need. We add cheap operations at the end of this work, as long as they don't increase memory
-    use: a gradient often ends with e.g. a transpose or a sum over the batch. If such an operation
+    need.
+
+    We also add cheap operations that follow them, as long as they don't increase memory use. For
+    example, a gradient often ends with a transpose or a sum over the batch. If such an operation
     ran after the commit, it would have to read the result of a costly equation from memory, in an
     order that doesn't match the result's layout.
     """
@@ -118,11 +126,11 @@ def _may_end_work(graph: Graph, i: int) -> bool:
 
 
 def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collection[Any]) -> bool:
-    """Whether an equation reads only results of this work and doesn't increase memory use.
+    """Whether an equation can be added to the work before the commit without more memory.
 
-    If we add an equation to the work that overlaps with carried exchanges, its results may be no
-    larger than the operands that it frees. An operand is freed if nothing outside of this work
-    reads it and the step doesn't return it.
+    The equation may only read results of the work that's already done before the commit, and its
+    own results may be no larger than the operands that are freed after it. An operand is freed if
+    nothing outside of this work reads it and the step doesn't return it.
     """
     eqn = graph.eqns[i]
     operands = variables(eqn.invars)
@@ -134,9 +142,9 @@ def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collec
         for v in operands
         if v not in returned and all(r in inside or r == i for r in graph.readers[v])
     )
-    # A result is also accepted if it has at most an eighth of the operands' bytes. For example,
-    # something else may read the operand of a sum, so that it can't be freed. But the sum is so
-    # small that this hardly matters.
+    # We also accept results that have at most an eighth of the operands' bytes. A typical example
+    # is the sum of an array that something else reads, so that the array can't be freed. The sum
+    # then takes additional memory, but too little to matter.
     return made <= freed or 8 * made <= sum(map(nbytes, operands))
 
 
@@ -157,7 +165,7 @@ def _is_work(graph: Graph, i: int) -> bool:
 
 
 def _with_other_work(graph: Graph, exchanges: Sequence[int], costly: Collection[int]) -> list[int]:
-    """Returns the exchanges for which some costly equation doesn't need the result.
+    """Returns the exchanges for which there's costly work that doesn't need the result.
 
     A set of exchanges is represented by an integer, with one bit per exchange.
     """

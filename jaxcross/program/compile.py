@@ -26,8 +26,8 @@ from jaxcross.program.lowered import Lowered, Traceable, struct_of
 
 V = TypeVar("V")
 
-# We keep this many of the most recently used executables, even if no job uses them any more. If a
-# later job equals a finished one, it then doesn't have to be compiled again.
+# We keep this many of the most recently used executables, even if no job uses them any more. So if
+# a job is the same as one that has already finished, it doesn't have to be compiled again.
 MAX_IDLE_EXECUTABLES = 64
 
 
@@ -53,8 +53,8 @@ class SingleFlightCache(Generic[V]):
             found = self._values.get(key)
             if found is not None:
                 return found
-            # The `make` function may compile for minutes, so it runs under a lock for this key
-            # only. Threads that ask for other keys don't have to wait.
+            # Making the value usually means compiling, which may take minutes. So we hold a lock
+            # for this key only, and threads that ask for other keys don't have to wait.
             key_lock = self._making.setdefault(key, threading.Lock())
         with key_lock:
             # While we waited for the lock, another thread may have made the value. If its `make`
@@ -76,9 +76,9 @@ class SingleFlightCache(Generic[V]):
 class ExecutableCache:
     """A thread-safe cache of executables by what they compute, so that equal jobs compile once.
 
-    An executable is freed together with the last job that uses it. Only the `MAX_IDLE_EXECUTABLES`
-    most recently used ones stay alive for longer. So a process can run any number of jobs, one
-    after another, without running out of memory.
+    An executable is freed together with the last job that uses it, so a process can run any number
+    of jobs, one after another, without running out of memory. Only the `MAX_IDLE_EXECUTABLES` most
+    recently used ones stay alive for longer, in case a later job needs them.
     """
 
     def __init__(self) -> None:
@@ -131,8 +131,8 @@ def compile_segments(
     given = [*map(_sharding, traced.consts), *map(_sharding, inputs)]
     shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
     # Create all communicators before compiling anything, because creating one waits for the other
-    # ranks. If we did it later and the compiler failed on one rank, that rank would never get
-    # there, and the others would wait for it.
+    # ranks. If we did it later, and the compiler failed on one rank, that rank would never create
+    # its communicator, and the other ranks would wait for it forever.
     lowered = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
@@ -144,9 +144,10 @@ def compile_segments(
         sources = tuple(shardings[v] for v in segment.inputs)
         pinned = _pinned_results(segment, sources, exchanged, host)
         donated = _aliasable(program, segment, may_donate - lent, pinned)
-        # The key contains everything that affects what XLA makes of the segment, and nothing else.
-        # Two jobs can share an executable even if their steps and values have different names, so
-        # the key doesn't contain any names.
+        # Segments with equal keys share an executable. So the key contains everything that affects
+        # what XLA makes of the segment, and nothing else. In particular, it doesn't contain any
+        # names: two jobs can share an executable even if their steps and values have different
+        # ones.
         key = (
             segment_key(segment),
             _avals(program, segment.inputs),
@@ -165,8 +166,8 @@ def compile_segments(
             call = cache.get(
                 key, _compute_maker(program, segment, sources, donated, coords, pinned)
             )
-            # XLA chooses the shardings of a segment's results. We have to look them up, because the
-            # next segment is compiled for them.
+            # XLA chooses the shardings of a segment's results. We look them up in the executable,
+            # because the next segment has to be compiled for arguments with these shardings.
             results = [None] * len(segment.outputs)
             if any(s is not None for s in sources):
                 results = list(call.output_shardings)[: len(segment.outputs)]
@@ -180,8 +181,9 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            # The wire may return results in its own memory. If we move such a result to another
-            # device, the output becomes a copy that no longer uses the wire's memory. Only the
+            # The wire may return results in the memory into which it receives, and XLA has to copy
+            # such a result before overwriting it. So we keep track of these results. If a result is
+            # moved to another device, it isn't one of them, because that makes a copy. Only the
             # segment's own outputs are moved; additional results stay where they are.
             stays = [to is None or host in to.device_set for to in results]
             places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
@@ -209,10 +211,12 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
     """Returns the collective segments that each segment waits for, and whether any overlaps.
 
     This is for steps that run outside of jobs, with compute segments in the order of the list. Each
-    segment has to wait for the collective segments that it depends on, and for those that the
-    commit puts before it. We leave out the ones for which an earlier compute segment has already
-    waited. The second result says whether some computation can overlap with an exchange that
-    involves other ranks.
+    segment waits for the collective segments that it depends on, and a segment after the commit
+    waits for all of them. If an earlier compute segment has already waited for some of them,
+    they're left out.
+
+    The second result says whether some computation can overlap with an exchange that involves other
+    ranks.
     """
     collectives = [s.index for s in program.collectives]
     waited_for = in_flight = 0  # sets of segments, as bits of an integer
@@ -266,9 +270,9 @@ def _compute_maker(
         function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
 
         def compute(*args: Any) -> list[Any]:
-            # We add a result that's never donated. The driver can wait for it to find out that the
-            # segment has ended, even if all other results have already been donated to later
-            # segments.
+            # Add a small result that's never donated, so that the driver can find out when the
+            # segment has ended. It can't use the other results for this, because all of them may
+            # already have been donated to later segments.
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
@@ -277,8 +281,8 @@ def _compute_maker(
             return (
                 jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
             )
-        # If only exchanges read a result, the accelerator writes it straight into the host's pinned
-        # memory, while it's still computing the other results.
+        # If nothing but exchanges reads a result, the accelerator writes the result straight into
+        # pinned memory on the host. It can do so while it's still computing the other results.
         jitted = jax.jit(
             compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None]
         )
@@ -297,8 +301,8 @@ def _collective_maker(
     program: Program, segment: Segment, lowered: Lowered, host: Any
 ) -> Callable[[], Any]:
     def make() -> object:
-        # On a single rank, most exchanges only return their operand. We need no executable for
-        # that, and even an empty one would cost a dispatch and copies.
+        # On a single rank, most exchanges only return their operand. We don't compile anything for
+        # these, because even an empty executable would cost a dispatch and copies.
         if program.is_single_rank(segment):
             order = _forwarded(program, segment, lowered)
             if order is not None:
@@ -330,10 +334,12 @@ class _Forward:
 def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[int, ...] | None:
     """Returns the argument that can be used as each result, or None if that's impossible.
 
-    On a single rank, a sum is just its operand, so the segment can return its arguments as results.
-    That's impossible if the segment also computes something, or if the user or another segment
-    still reads the arguments. When such a result is donated later, its array would be deleted for
-    them, too.
+    On a single rank, a sum over ranks is just its operand, so a segment that contains nothing else
+    can return its own arguments.
+
+    The result is None if the segment also computes something, or if the user or another segment
+    still reads the arguments: when a later segment overwrites the results, the arguments would be
+    gone as well.
     """
     if not (isinstance(lowered, Traceable) and _owned(program, segment)):
         return None
@@ -377,8 +383,9 @@ def _aliasable(
     free = Counter(kind for kind in kinds if kind not in elsewhere)
     taken = []
     own = frozenset(program.inputs)
-    # If several inputs could be donated for one output, prefer arrays that the user has donated.
-    # The user did that on purpose, and JAX reports it if such an array is used later.
+    # An output can reuse the buffer of only one donated input. If there are several candidates,
+    # prefer arrays that the user has donated: the user did that on purpose, and JAX reports it if
+    # such an array is used later.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
         kind = (program.values[v].shape, program.values[v].dtype)
         if v in allowed and free[kind]:
@@ -461,6 +468,7 @@ def _return_shardings(
         )
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     fallback = NamedSharding(meshes[0], PartitionSpec()) if meshes else placed[0]
-    # Go backwards, so that the first operand of each shape overwrites the later ones.
+    # If several operands have the same shape, the first one counts. So we go backwards, and it
+    # overwrites the later ones.
     by_shape = {aval.shape: s for aval, s in reversed(sources) if s is not None}
     return [by_shape.get(program.values[v].shape, fallback) for v in segment.outputs]

@@ -1,9 +1,9 @@
 """Handles conditionals that contain exchanges.
 
 There are two ways to handle a conditional with exchanges. If its predicate follows from step inputs
-that the host has, such as counters, the host evaluates the predicate and chooses the branch
-(`predicate_of`). Otherwise, the conditional is split, so that its exchanges are outside of it
-(`split`).
+that the host has, such as counters, the host evaluates the predicate before the step, and only the
+chosen branch becomes part of the program (`predicate_of`). Otherwise, the conditional is split into
+several, so that its exchanges are outside of it (`split`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate 
     """Returns the backward slice of `index` as a predicate, or None if the host can't compute it.
 
     The host can compute the branch index if it depends only on scalar integers and booleans, and if
-    all of these come from the step's inputs. It can't if an exchange, a rank index or a callback is
-    involved.
+    all of these come from the step's inputs. The computation mustn't involve an exchange, the
+    rank's index along an axis, or a callback.
     """
     makers = flat.makers()
     positions = flat.positions
@@ -104,10 +104,12 @@ def split(
     of this branch, `pre` is the work before them, and `post` is the rest of the branch. The split
     is repeated until no branch contains an exchange.
 
-    Since X is now outside of the conditional, every rank makes these exchanges on every step. If
-    its branch isn't taken, a rank sends zeros, so that no other rank waits for it forever. Only the
-    branch that's taken contributes to the result. Alongside the exchanges, the ranks count how many
-    of them take the branch, because the step has to fail if they decide differently.
+    Since these exchanges are now outside of the conditional, every rank makes them on every step.
+    If its branch isn't taken, a rank sends zeros, so that no other rank waits for it forever. Only
+    the branch that's taken contributes to the result.
+
+    Alongside the exchanges, the ranks count how many of them take the branch, because the step has
+    to fail if they decide differently.
 
     Args:
         flat: Receives the new equations.
@@ -137,8 +139,9 @@ def split(
         sent = [a for e in exchanges for a in e.invars if not isinstance(a, compat.Literal)]
         later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
         later |= {a for a in outs if not isinstance(a, compat.Literal)}
-        # The first conditional returns the operands of the exchanges. It also returns the values
-        # that the rest of the branch will read.
+        # We make one conditional before the exchanges, and another one after them. The first one
+        # returns the operands of the exchanges, and also the values that the rest of the branch
+        # will read.
         residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
         returned = [*sent, *residuals]
         first = [
@@ -157,17 +160,17 @@ def split(
         names = dict(zip(made, received, strict=True))
         for exchange in exchanges:
             new = [names[v] for v in exchange.outvars]
-            # Associate each result with the counts of its decision, so that these are kept if the
-            # result is read.
+            # Connect each result with the variables that count the ranks per branch, so that these
+            # are computed whenever the result is read.
             for group in decision.groups_of(flat, exchange):
                 for v in new:
                     flat.counters.setdefault(v, set()).add(counts[group])
             args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
             flat.eqns.append(exchange.replace(invars=args, outvars=new))
         flat.present.update(a for a, v in zip(values, sent, strict=False) if v in flat.present)
-        # All branches of a conditional take the same operands. So every branch gets the values that
-        # the first conditional has returned, and the results of the exchanges, although only the
-        # rest of this branch reads them.
+        # The second conditional, which runs after the exchanges, reads their results and what the
+        # first conditional has returned. Only one branch needs these values, but all branches of a
+        # conditional must take the same operands. So every branch gets them.
         extra = [*values[len(sent) :], *received]
         local = [*residuals, *made]
         shared = [*shared, *extra]
@@ -184,15 +187,15 @@ def _partition(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits a branch into equations before its first exchanges, these exchanges, and the rest.
 
-    The first exchanges are those that don't depend on another exchange of the branch. Everything
-    that they depend on has to be computed before them, as do the equations that the user wrote
+    The first exchanges are those that don't depend on another exchange of the branch. Whatever they
+    depend on has to be computed before them. The same goes for all equations that the user wrote
     above the first exchange.
     """
     first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
     behind: set[Any] = set()  # results of an exchange, or of an equation that follows one
     exchanges: dict[int, Any] = {}
-    # Callbacks must keep their order. So if one callback has to run after the exchanges, all later
-    # callbacks have to run after them as well.
+    # Callbacks must keep their order. So if one callback has to run after the exchanges, all
+    # callbacks that come after it in the branch have to run after the exchanges as well.
     acted = False
     for i, eqn in enumerate(eqns[first:], first):
         exchange = flat.exchanges(eqn)
@@ -221,9 +224,9 @@ def _partition(
 def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     """Raises if an exchange can't be made on a rank that doesn't take its branch.
 
-    If a rank doesn't take the branch, it makes the exchange on zeros. That isn't always possible if
-    the exchange is inside a loop: the loop might never end on zeros, or it might call back although
-    the branch isn't taken.
+    If a rank doesn't take the branch, it makes the exchange on zeros, so that the other ranks don't
+    wait for it forever. That may be impossible if the exchange is inside a loop: on zeros, the loop
+    might never end, or it might call back into Python although the branch isn't taken.
     """
     if not ends_on_zeros(exchange, flat.present):
         raise CutError(
@@ -232,9 +235,9 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
             "not end if its branch is not taken. Use `lax.scan`, or a predicate made of "
             "counters alone."
         )
-    # A callback inside a `while` loop is allowed. The loop has passed the check above, so the ranks
-    # vote before each iteration. On a rank whose operands are zeros, this vote ends the loop before
-    # the first iteration.
+    # A `while` loop may contain a callback, because the check above has ensured that the ranks vote
+    # before each iteration. If a rank doesn't take the branch, all operands are zeros there. The
+    # vote then ends the loop before the first iteration, so nothing is called.
     if exchange.primitive.name != "while" and _acts(flat, exchange):
         raise CutError(
             "an exchange and a callback inside one loop inside `cond` cannot be cut at "

@@ -2,8 +2,8 @@
 
 A program alternates between compute segments and collective segments, which make the exchanges:
 compute 0, collective 0, compute 1, collective 1, and so on, up to a last compute segment, the tail.
-The *position* of an equation is its index in this sequence. So computation is at even positions,
-and exchanges are at odd ones.
+The *position* of an equation is the index, in this sequence, of the segment in which it runs. So
+computation is at even positions, and exchanges are at odd ones.
 
 **Problem.** XLA runs a compute segment as a whole. With a single cut, no gradient can be sent
 before the whole backward pass has run. With more cuts, the first gradients travel while the last
@@ -13,9 +13,11 @@ module decides which equation goes where.
 
 **Order of decisions.** We place the exchanges first. Exchanges of one level, i.e. with the same
 number of exchanges before them, form a group. We join adjacent groups if the work between them is
-cheapest on the host, and split a group into several if `cut` asks for more segments. Then we place
-everything that an exchange needs, as early as that exchange needs it. The remaining equations, such
-as metrics and the optimizer, come last, and are placed where they keep the fewest bytes alive.
+cheapest on the host, and split a group into several if `cut` asks for more segments.
+
+Then we place everything that an exchange needs, as early as that exchange needs it. The remaining
+equations, such as metrics and the optimizer, come last, and are placed where they keep the fewest
+bytes alive.
 
 **All ranks must agree.** Every rank has to put the same exchanges into the same segments, even if
 other shapes differ between ranks, e.g. because the last batch is short on one of them. So whatever
@@ -106,13 +108,13 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
     """Chooses the position of every equation. The exchanges' positions are the same on all ranks.
 
     Args:
-        graph: A step whose `cond`s are already decided, as far as the host can decide them.
+        graph: A step. Each `cond` that the host can decide has been decided already.
         cut: See `cut`.
         accelerator: Whether compute segments run on a device other than the host.
     """
-    # mpi4jax calls may differ between ranks, e.g. one rank sends what another one receives. If the
-    # calls were in several segments, the ranks couldn't agree on an order for these. So all calls
-    # stay together in a single segment, the unit.
+    # Calls of mpi4jax may differ between ranks, e.g. one rank sends what another one receives. If
+    # the calls were in several segments, the ranks would have no common order in which to run these
+    # segments. So all calls stay together in a single segment, the unit.
     unit = calls_mpi4jax(graph)
     n_segments = 1 if unit else _n_segments(cut, graph)
     host_work = HostWork(graph) if accelerator and not unit else None
@@ -126,13 +128,14 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
             for group in groups
         ]
     position = _positions(graph, groups)
-    # On a CPU, all segments run on the same cores, so computing outside of the unit gains nothing.
+    # On a CPU, all segments run on the same cores, so there's no advantage in computing outside of
+    # the unit.
     if unit and not accelerator:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
-    # With a single collective segment, we only recompute operations whose result is bitwise
-    # identical wherever they're compiled. Arithmetic isn't among these, because XLA may contract it
-    # with the operation that reads its result.
+    # If there's only one collective segment, we only recompute operations whose result is bitwise
+    # identical wherever they're compiled. This excludes arithmetic: XLA may contract an arithmetic
+    # operation with the one that reads its result, which rounds differently.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
@@ -170,9 +173,12 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 def _levels(graph: Graph) -> list[Group]:
     """Groups exchanges that don't depend on one another, in an order in which they can be made.
 
-    A loop forms a group by itself, because we can't separate the exchanges inside it from its
-    computation. Carried exchanges come first: they can start right away, whereas other exchanges of
-    the same level may have to wait for the whole backward pass.
+    The level of an exchange says how many other exchanges have to be made before it, one after
+    another. The exchanges of one level form a group. Only a loop forms a group by itself, because
+    we can't separate the exchanges inside it from its computation.
+
+    Carried exchanges, which need only the step's inputs, come first. They can start right away,
+    whereas other exchanges of the same level may have to wait for the whole backward pass.
     """
     carried = carried_exchanges(graph)
     by_level: dict[int, list[int]] = {}
@@ -243,8 +249,9 @@ class _Merged:
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
         if any(i in graph.wires for i in between):
             return False
-        # We can update these fields before we know whether the group is added. If it isn't, no
-        # later group is added either, so `self` isn't used for a decision again.
+        # We update these fields before we know whether the group will be added. That does no harm:
+        # if it isn't added, the group starts a new object of this class, and nothing is added to
+        # this one any more.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
         cheap = _is_cheap(graph, between, self.known, self.moved)
@@ -271,9 +278,10 @@ class _Merged:
     def _stays_carried(self, graph: Graph, group: Group) -> bool:
         """Whether the next group needs only these exchanges and the step's inputs.
 
-        Carried exchanges don't wait for any computation, and joining another group mustn't change
-        that. If the next group needs some operations on the step's inputs as well, and the host may
-        run them, they're added to `before`.
+        Carried exchanges don't wait for any computation of the step, and that must remain true if
+        another group joins them. The next group may need some operations on the step's inputs as
+        well. If the host may run these operations, they're added to `before`, i.e. to what the host
+        computes ahead of the exchanges.
         """
         needed = {
             i for i in graph.ancestors(group.exchanges, self.inside) if graph.level[i] == 0
@@ -288,9 +296,9 @@ class _Merged:
 def _is_cheap(graph: Graph, between: Collection[int], known: set[Any], moved: int) -> bool:
     """Whether equations only pass over memory and make few bytes per exchanged byte.
 
-    All ranks must decide the same, so every shape involved has to follow from the exchanges. The
-    `known` set contains the arrays with such shapes, and this function adds all others that it
-    finds.
+    All ranks must decide the same, so the decision is based on shapes that follow from the
+    exchanged arrays, which have the same shapes everywhere. The `known` set contains the arrays for
+    which this has been shown, and this function adds all others that it finds.
     """
     if any(graph.eqns[i].primitive.name not in HOST_OPS for i in between):
         return False
@@ -322,14 +330,14 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     done = 0
     part_of: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
-        # Imagine the exchanged bytes in a row, in order of readiness and divided into equal parts.
-        # An exchange goes into the part that contains its middle byte, so no part is much larger
-        # than the others.
+        # To get parts of about the same size, imagine all exchanged bytes in a row, sorted by
+        # readiness, and divide this row into equal parts. An exchange goes into the part that
+        # contains its middle byte, so no part is much larger than the others.
         part_of[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
-    # Exchanges of later levels, and the work between exchanges, go into the last part from which
-    # they read a result. If calls must stay in order, none of them goes into an earlier part than
-    # the call before it.
+    # So far, only the exchanges of the first level have been assigned to a part. Each of the
+    # others, and any work between exchanges, goes into the last part from which it reads a result.
+    # If calls must stay in order, none of them goes into an earlier part than the call before it.
     earliest = latest = min(part_of.values())
     for i in sorted((*group.exchanges, *group.between)):
         if i not in part_of:
@@ -365,9 +373,10 @@ def _depths(graph: Graph) -> list[int]:
 def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) -> list[int]:
     """Sorts exchanges in the order in which their operands become ready.
 
-    An operand is ready after the longest chain of costly equations that leads to it (`depth`). The
-    order in which the step is written would be misleading. For example, if the step casts all
-    gradients after the backward pass, they would all seem to become ready at the end.
+    We estimate when an operand becomes ready by the longest chain of costly equations that leads to
+    it (`depth`). The order in which the step is written would be misleading. For example, if the
+    step casts all gradients after the backward pass, they would all seem to become ready at the
+    end.
     """
     when: dict[int, int] = {}
     latest = 0
@@ -381,10 +390,13 @@ def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) 
 def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
     """Returns the position of every equation.
 
-    An exchange gets the odd position of its group. If an exchange needs an equation, the equation
-    gets the even position before the first group that needs it, so that each exchange can start as
-    early as possible. If there are carried exchanges, the work that overlaps with them may be
-    placed even earlier, together with everything it needs.
+    Compute segments are at even positions, and collective segments at odd ones. An exchange gets
+    the position of its group's collective segment. Everything that it needs goes into the compute
+    segment before the first group that needs it, so that each exchange can start as early as
+    possible.
+
+    If there are carried exchanges, the work that overlaps with them may be placed even earlier,
+    together with everything it needs.
     """
     position: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -396,20 +408,21 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         # The costly work is supposed to overlap with the carried exchanges. If we placed it after
         # the last exchange, it would have to wait for that exchange, because the step's state may
         # be overwritten there. So we place it before the last group whose exchanges don't depend on
-        # another exchange, or earlier. If a later exchange needs some of this work, that part is
-        # moved there as well, because at the later exchange's position it would wait for the
-        # carried exchanges.
+        # another exchange, or earlier.
+        #
+        # If a later exchange needs some of this work, that part is moved there as well. At the
+        # later exchange's position, it would wait for the carried exchanges.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
-        # It's safe to move this work to an earlier position. The work doesn't depend on any
-        # exchange, so all of it is at even positions, and everything that it needs is moved as
+        # Moving this work to an earlier compute segment is safe. The work doesn't depend on any
+        # exchange, so all of it is in compute segments, and everything that it needs is moved as
         # well. So no equation ends up after an equation that reads its result.
         position |= {
             i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))
         }
-    # An equation may be placed early if it frees memory (`_place_rest`). If there are carried
-    # exchanges, we only count memory that holds results of equations placed so far. Otherwise, an
-    # optimizer's sums of its own products would count as freeing memory, and would pull its next
-    # state in front of the commit, where the old state is still alive.
+    # An equation may be placed early if this frees memory (`_place_rest`). With carried exchanges,
+    # we only count the memory of results whose equations already have a position. Otherwise, an
+    # optimizer's sums of its own products would seem to free memory, and would pull the optimizer's
+    # next state in front of the commit, where the old state is still alive.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))
     _place_rest(graph, position, tail=2 * len(groups), holders=frozenset(holders))
     return position
@@ -418,18 +431,23 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
 def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
     """Places the equations that no exchange needs, so that they keep the fewest bytes alive.
 
-    Equations that no exchange needs, e.g. metrics, statistics and the optimizer, must not delay an
-    exchange by making it wait for another exchange that it doesn't depend on. The only exception is
-    an equation whose results are read at two positions, if that leaves no other choice.
+    Equations that no exchange needs, e.g. metrics and the optimizer, mustn't delay an exchange.
+    Suppose such an equation reads the result of exchange 1, and we placed it in a segment that
+    exchange 2 needs. Then exchange 2 would have to wait for exchange 1, although it doesn't depend
+    on it.
+
+    The only exception is an equation whose results are read at two positions, if that leaves no
+    other choice.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in position]
     awaited, behind = _awaited(graph, position, tail)
     earliest: dict[int, int] = {}
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.commit_flag_inputs}
-    # Forward pass: find the earliest position of each equation. The equation must come after all
-    # equations whose results it reads. Its position must also wait for all the exchanges that the
-    # equation needs, because otherwise the equation would delay everything else at that position.
+    # Forward pass: find the earliest position at which each equation can run. It must come after
+    # all equations whose results it reads. In addition, this position must already wait for all the
+    # exchanges that the equation needs. Otherwise, the equation would make everything else at that
+    # position wait for them, too.
     for i in rest:
         for p in graph.makers(i):
             awaited[i] |= awaited[p]
@@ -442,10 +460,10 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
         # The result of an exchange can be read from the next position on.
         first = max((a + a % 2 for a in after), default=0)
         earliest[i] = next(at for at in range(first, tail + 1, 2) if not awaited[i] & ~behind[at])
-    # Backward pass: we place the equations from last to first, so by the time we place an equation,
-    # everything that reads its results already has a position. If an equation frees more memory
-    # than it allocates, because it's the last to read its operands, we place it as early as
-    # possible; otherwise as late as possible.
+    # Backward pass: choose a position for each equation. We go from last to first, so everything
+    # that reads the equation's results already has a position. An equation that frees more memory
+    # than it allocates, because it's the last to read its operands, goes as early as possible. Any
+    # other equation goes as late as possible.
     for i in reversed(rest):
         eqn = graph.eqns[i]
         readers = [position[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
@@ -464,8 +482,8 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
         common = -1  # exchanges that all its readers wait for anyway, as bits
         for at in readers:
             common &= behind[at]
-        # If this position would make a reader wait for additional exchanges, take the last position
-        # that doesn't.
+        # Equations that read the result may then have to wait for exchanges that they don't need.
+        # If so, take the last position at which that isn't the case.
         if behind[position[i]] & ~common:
             choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
             position[i] = next(choices, latest)
@@ -474,9 +492,12 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
 def _awaited(graph: Graph, position: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
     """Returns the exchanges' positions that each equation and each position waits for, as bits.
 
-    An equation that doesn't have a position yet gets 0, i.e. it waits for nothing. The tail waits
-    for all exchanges. A compute position that's still empty may wait for whatever the exchanges
-    right after it wait for, because that delays nothing.
+    Both results are lists of integers. If bit n is set in one of them, the equation or position has
+    to wait for the exchanges at position n. The tail, i.e. the last segment, waits for all
+    exchanges. An equation that doesn't have a position yet gets 0, so it waits for nothing.
+
+    A compute position that's still empty may wait for whatever the exchanges right after it wait
+    for, because that delays nothing.
     """
     behind = [0] * tail + [-1]
     for i in sorted(position, key=lambda i: position[i]):

@@ -2,9 +2,10 @@
 
 If ranks decide a conditional differently, those that don't take a branch exchange zeros in it.
 Similarly, a rank that leaves a loop early exchanges a value that isn't the loop's result. Nobody
-would notice either of these, because the exchange itself succeeds. So alongside the exchange, the
-ranks sum up how many of them decided which way. All ranks receive the same counts, so either all of
-them fail the step or none does.
+would notice this, because the exchange itself succeeds.
+
+So alongside the exchange, the ranks sum up how many of them decided which way. All ranks receive
+the same counts, so either all of them fail the step or none does.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def count(
 ) -> dict[Group, Any]:
     """Emits a sum that counts the ranks per branch, for each group of ranks that exchange.
 
-    If one of two branches contains exchanges, the sum takes eight bytes. It can share a buffer with
-    other small sums.
+    The sum has four bytes for each branch with exchanges, and four for all others together, e.g.
+    eight bytes if one of two branches exchanges. It can share a buffer with other small sums.
     """
     found: dict[Group, list[int]] = {}
     counts: dict[Group, Any] = {}
@@ -114,9 +115,10 @@ def count(
             one_hot = lax.concatenate(
                 [lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0
             )
-            # The barrier keeps the count out of the collective segment, because a barrier isn't a
-            # host operation. If the count were computed there, a failed rank, which runs the
-            # segment on zeros, would be counted as having taken a branch.
+            # A failed rank runs its collective segments on zeros. If the branch that it takes were
+            # computed there, from zeros, the rank would be counted as having taken a branch. The
+            # barrier prevents that: it isn't a host operation, so whatever comes before it is
+            # computed in a compute segment instead.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)

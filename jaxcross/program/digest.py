@@ -1,9 +1,11 @@
 """Computes the key under which equal segments share an executable, and hashes of programs.
 
-Segments that compute the same should have the same key. The printed jaxpr isn't enough for that. It
+Segments that compute the same should have the same key. The printed jaxpr isn't enough for that: it
 contains memory addresses, which differ even between equal jaxprs. It also leaves out constants, the
-contexts in which equations are lowered, and the functions that callbacks call. So the key consists
-of a hash of the text without addresses, followed by everything that the text leaves out.
+contexts in which equations are lowered, and the functions that callbacks call.
+
+So the key consists of a hash of the text without addresses, followed by everything that the text
+leaves out.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from jaxcross.program.ir import Program, Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# The parameters of these primitives contain functions for differentiation, such as derivative rules
-# and policies for what to save. We ignore them, because all derivatives have already been taken.
-# What the equation computes is in its inner jaxprs.
+# The parameters of these primitives contain functions that JAX only needs for differentiation, such
+# as derivative rules and policies for what to save. We ignore these, because all derivatives have
+# already been taken. What the equation computes is in its inner jaxprs.
 _DERIVED = frozenset({"custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"})
 
 

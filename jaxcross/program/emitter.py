@@ -127,10 +127,10 @@ class Emitter(ABC):
     def presence(self) -> Atom:
         """Returns a variable that is 0 if this rank exchanges zeros instead of values, else 1."""
         if self._presence is None:
-            # A failed rank takes part in exchanges with zeros, so it must be able to replace this 1
-            # by a 0. It couldn't do that if the value were a constant inside the collective
-            # segment. With the barrier, the value is computed in a compute segment and becomes an
-            # operand of the exchange.
+            # This value is 1 on a rank that takes part in the step. A failed rank replaces
+            # everything that it exchanges by zeros, and so must replace this 1. It couldn't replace
+            # a constant inside the collective segment. With the barrier, the 1 is computed in a
+            # compute segment and becomes an operand of the exchange, which can be replaced.
             (self._presence,) = self.emit_function(lambda: [lax.optimization_barrier(jnp.int32(1))])
             self.present.add(self._presence)
         return self._presence
@@ -181,7 +181,7 @@ class Emitter(ABC):
         """Whether a jaxpr exchanges.
 
         The answer is cached per jaxpr. Otherwise, a nested jaxpr would be searched again for each
-        level around it.
+        level of nesting.
         """
         key = id(jaxpr)
         if key not in self._holds:

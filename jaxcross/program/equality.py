@@ -1,12 +1,12 @@
 """Proves that values are equal on all ranks, based on the equations that compute them.
 
 If a loop contains exchanges, all ranks must make the same number of iterations. Usually, the ranks
-vote on it before each iteration (`lockstep`). They don't need to if the loop's predicate is certain
-to be equal on all of them, and that's what this module finds out.
+vote before each iteration on whether to continue (`lockstep`). The vote is unnecessary if the
+loop's predicate is certain to be equal on all ranks, and this module tries to prove that.
 
-The proof starts from values that are equal by themselves: a literal, and the result of a reduction
-or gather, along the axes that it goes over. The step's inputs, its constants and `axis_index`
-aren't. Any other result is equal if it's computed from equal values.
+The proof starts from values that are certainly the same on all ranks: literals, and the results of
+reductions and gathers, which are equal along the axes that they go over. The step's inputs, its
+constants and `axis_index` may differ. Any other result is equal if it's computed from equal values.
 """
 
 from __future__ import annotations
@@ -160,19 +160,21 @@ class Equality:
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
         # If the body returns a carry unchanged, the carry stays equal for any number of iterations.
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
-        # The first rounds of the search assume that more values are equal than really are. Whatever
-        # follows from that mustn't be recorded in `self`, so they use a separate walker.
+        # The search starts from assumptions that may be wrong, and only its last round is known to
+        # be right. Whatever follows from the earlier rounds mustn't be recorded in `self`, so we
+        # search with a separate object.
         trial = Equality(self.sizes, self.wire)
-        # Search for the greatest fixed point: first assume that the loop's carry is equal along the
-        # same axes in every iteration as at the start. Then walk through the body and drop the axes
-        # for which this turns out to be wrong. Each round can only drop axes, so the search ends.
+        # Find the axes along which the loop's carry is equal in every iteration (a greatest fixed
+        # point). We first assume that these are the same axes as before the loop. Then we walk
+        # through the body again and again, each time dropping the axes for which this turns out to
+        # be wrong, until nothing changes.
         while True:
             (more,) = trial.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
             outs = trial.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
             # If ranks make different numbers of iterations, they end up with different values of
             # everything that changes in the loop. So unless the ranks decide together when the loop
-            # ends, we know nothing about its results. This includes loops that a rank may leave
-            # early (`lockstep.FROZEN`).
+            # ends, we can't assume that its results are equal. That includes loops that a rank may
+            # leave early (`lockstep.FROZEN`).
             changed = more if self.decided_together(eqn, more) else UNKNOWN
             after = [
                 c if same else c.meet(o, changed)
@@ -239,8 +241,9 @@ class Equality:
         for x, before in zip(found, known, strict=True):
             others = before.axes - set(x.axes)
             equal = x.op in _EQUALISING and "groups" not in dict(x.params)
-            # Along the axes that a reduction goes over, its result is equal even if its operand
-            # isn't. So the operand's basis only matters along the other axes.
+            # A reduction has the same result on all ranks along its axes, even if its operand
+            # differs. So what the operand was computed from (its basis) only matters if we also
+            # claim that the result is equal along other axes.
             axes = others | set(x.axes) if equal else others
             basis = before.basis if others else frozenset()
             results.append(Known(axes, basis) if axes else UNKNOWN)

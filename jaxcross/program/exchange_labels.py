@@ -5,12 +5,14 @@ order. The program's signature isn't enough to check this, because two different
 be sums of three floats. If ranks loop over names in different orders, their signatures are equal,
 and yet each exchange would receive the values of another one.
 
-To check the order, we give each exchange labels. A label is the same on all ranks that make the
-same exchange, whatever the order in which they traced it. Except for the last kind of label below,
-it doesn't depend on shapes either, because these may differ on one rank.
+To check the order, we give each exchange labels, which are hashes of what it's computed from and
+what it's used for. They're the same on all ranks that make the same exchange, whatever the order in
+which they traced it. Except for the last kind of label below, they don't depend on shapes either,
+because these may differ on one rank.
 
-**Kinds of labels.** An exchange has up to four labels for its origin and use together, which are
-hashes of the following:
+**Kinds of labels.** The *origin* of an exchange is everything that its operand is computed from,
+and its *use* is everything that's computed from its result. An exchange has up to four labels for
+its origin and use together, which are hashes of the following:
 
 - leaves: the leaves of the step's arguments that the operand comes from, and the leaves of the
   step's results that the exchange reaches, through layout and element-wise equations only;
@@ -28,18 +30,23 @@ hashes of the following:
 the order of tracing. Suppose two ranks iterate over names in different orders. Then the first
 exchange maps "loss" to `result[0]` on one rank, but "acc" to `result[0]` on the other, so no label
 of origin and use together occurs on both ranks. That's why an exchange has the same four labels for
-its origin alone, and four for its use alone. We leave out the labels of the origin if another
-exchange goes to the same parts of the results, and the labels of the use if another exchange comes
-from the same parts of the arguments, because two such exchanges may legitimately be swapped.
+its origin alone, and four for its use alone.
 
-**Exceptions.** If a label occurs twice on a rank, it identifies nothing, so we leave it out. Ranks
-may also take turns: one exchanges its value while the others exchange zeros, as in `[psum(x if n ==
-rank else zeros) for n in range(ranks)]`. Therefore zeros have no labels, and neither do other
-values that contribute nothing, such as the smallest number in a `pmax`. Two ranks may then have the
-same label at two places, provided that each of them exchanges such an empty value at the other's
-place. Finally, in a pipeline or on a ring, a rank sends what its neighbour needs next. So
-permutations only have the label of all equations before and after them, and mpi4jax's
-point-to-point calls have no label.
+Some exchanges may legitimately be swapped, so we leave out labels that would forbid this: those of
+the origin if another exchange goes to the same parts of the results, and those of the use if
+another exchange comes from the same parts of the arguments.
+
+**Exceptions.** If a label occurs twice on a rank, it identifies nothing, so we leave it out.
+
+Ranks may also take turns: one exchanges its value while the others exchange zeros, as in `[psum(x
+if n == rank else zeros) for n in range(ranks)]`. Therefore zeros have no labels, and neither do
+other values that contribute nothing, such as the smallest number in a `pmax`. Two ranks may then
+have the same label at two places, provided that each of them exchanges such an empty value at the
+other's place.
+
+Finally, in a pipeline or on a ring, a rank sends what its neighbour needs next. So permutations
+only have the label of all equations before and after them, and mpi4jax's point-to-point calls have
+no label.
 """
 
 from __future__ import annotations
@@ -227,9 +234,10 @@ def _travelling(program: Program) -> Iterator[Labelled]:
             if id(eqn) in by_equation:
                 yield from known[by_equation[id(eqn)]]
             else:
-                # An exchange of a shared buffer isn't in the traced step, but the exchanges that it
-                # replaces are. Their results still have the same variables, so we look up each
-                # array by its result.
+                # This exchange is of a buffer that several small arrays share. It isn't in the
+                # traced step, which contains a separate exchange for each array. But the results of
+                # those exchanges still have the same variables, so we look up each array by its
+                # result.
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 
@@ -241,10 +249,10 @@ def label_text(order: Sequence[Member]) -> str:
     known = []
     for x in members:
         labels = list(x.labels)
-        # If several exchanges go to the same parts of the results, e.g. because their results are
-        # added up, ranks may make them in any order. Then we drop the labels that distinguish these
-        # exchanges only by their origin. In the same way, we drop labels that distinguish exchanges
-        # of the same parts of the arguments only by their use.
+        # If the results of several exchanges are used in the same way, e.g. added up, ranks may
+        # make these exchanges in any order. So we drop the labels that tell them apart only by
+        # their origin. Likewise, if they come from the same parts of the arguments, we drop the
+        # labels that tell them apart only by their use.
         if uses[x.exchange.line(), x.use.placed] > 1:
             labels[_KINDS - 1 : 2 * _KINDS] = [0] * (_KINDS + 1)
         if origins[x.exchange.line(), x.origin.placed] > 1:

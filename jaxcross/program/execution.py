@@ -1,8 +1,8 @@
 """Holds one step in flight: compiled segments, live values, and the means to run a segment.
 
-This module doesn't depend on MPI and starts no threads. The class `Execution` offers what a driver
-needs (dispatching a segment, waiting for it, replacing its inputs by zeros), and leaves all
-decisions to the driver.
+This module doesn't depend on MPI and starts no threads. The class `Execution` can dispatch a
+segment, wait for it, and replace its inputs by zeros. It leaves all decisions, such as which
+segment to run next, to the code that uses it, the *driver*.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def live_bytes(
     For the arguments, see `Compiled`.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
-    # The wire keeps its receive buffers between steps, even while nothing refers to them. It needs
-    # two sets of buffers, because a step may receive data while something still refers to the
-    # results of the previous step.
+    # The wire, which makes the exchanges, keeps its receive buffers between steps, even while
+    # nothing refers to them. It needs two sets of buffers, because a step may receive data while
+    # something still refers to the results of the previous step. So we count these bytes twice.
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
@@ -150,9 +150,10 @@ class Compiled:
 
         The result has three entries:
 
-        - `temporaries`: the maximum over all segments,
-        - `outputs`: the sum over all segments, without results that reuse an input's memory,
-        - `arguments`: the size of the step's inputs.
+        - `temporaries`: bytes of temporary buffers, the maximum over all segments,
+        - `outputs`: bytes of results, the sum over all segments, without results that reuse an
+          input's memory,
+        - `arguments`: bytes of the step's inputs.
         """
         stats = [a for r in self.runnables if (a := r.memory()) is not None]
         return {
@@ -165,9 +166,9 @@ class Compiled:
         """Returns the most bytes alive at once in one step.
 
         The count includes the step's inputs, the values between segments, and XLA's temporaries. To
-        find the maximum, we follow the values from segment to segment, and use XLA's buffer
-        assignment within each executable. A donated buffer is counted only once, because the output
-        reuses the input's memory.
+        find the maximum, we go through the segments in order and keep track of which values are
+        alive. Within each executable, we use XLA's buffer assignment. A donated buffer is counted
+        only once, because the output reuses the input's memory.
         """
         return self.live_bytes()[0]
 
@@ -212,8 +213,8 @@ class Compiled:
 class Execution:
     """A step in flight: the values that are alive, and the means to run the next segment.
 
-    A driver may run the segments from different threads and in any order, provided that each
-    segment runs after the segments that it depends on.
+    The code that uses this class, the driver, may run the segments from different threads and in
+    any order, provided that each segment runs after the segments that it depends on.
     """
 
     __slots__ = (
@@ -233,9 +234,9 @@ class Execution:
             zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
         )
         self._fences: dict[int, Any] = {}  # segment -> arrays that are ready once it has ended
-        # If several segments read a value, the value has one token per reader and is dropped with
-        # its last token. We can't just drop it after its last reader in the list, because segments
-        # may run in a different order. Two lanes may also release a value at the same time, and
+        # If several segments read a value, we can't tell in advance which of them runs last and has
+        # to drop the value. So we keep a list with one item per reader. Each reader pops one item,
+        # and whoever pops the last one drops the value. Two threads may do so at the same time, and
         # `list.pop` is atomic, whereas decrementing a counter isn't.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
         self._finite: FiniteCheck | None = None
@@ -279,8 +280,8 @@ class Execution:
             self._fences[index] = outs[-1]
         elif self._finite is not None:
             self._finite.keep(index, outs)
-        # Additional results, after the segment's own, are for checks. The counts of decisions come
-        # last.
+        # A segment may return additional results after its own ones, which are only for checks. The
+        # last of these count how many ranks took each branch.
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
@@ -290,7 +291,7 @@ class Execution:
             outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
-            # A value without tokens is read by this segment only.
+            # If there's no such list, this segment is the only one that reads the value.
             tokens = left.get(v)
             if tokens is None:
                 env.pop(v, None)  # it's missing if the segment that makes it has failed
@@ -328,8 +329,8 @@ class Execution:
     def zero_inputs(self, index: int) -> None:
         """Makes a collective segment read zeros, because this rank has failed (the commit rule).
 
-        The zeros are kept separately from the step's values, because another thread may still be
-        writing the results of failed segments there.
+        The zeros aren't written into the step's values, but kept separately. Otherwise, another
+        thread that's still writing the results of failed segments might overwrite them.
 
         Raises:
             ExchangeError: The number of the segment's exchanges may depend on the values that it
@@ -345,14 +346,16 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank "
                 "has failed before it: it cannot know how often the others will exchange."
             )
-        # If a program calls mpi4jax, its unit also computes between the calls, maybe in loops that
-        # would never end on zeros. So a failed rank makes only the calls.
+        # If a program calls mpi4jax, the segment with these calls also contains the computation
+        # between them, maybe in loops that would never end on zeros. So a failed rank makes only
+        # the calls, and leaves out the computation.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
                 self._zero_calls[index] = zero_calls(segment, program.traced)
             return
-        # We use JAX here because NumPy can't make random keys. The step may use 64-bit types, but
-        # this thread isn't inside the contexts that enable them, so we enable them in any case.
+        # We make the zeros with JAX, because NumPy can't make random keys. The step may use 64-bit
+        # types that are enabled only by a context manager in another thread. That has no effect in
+        # this thread, so we enable them in any case.
         with jax.default_device(device), jax.enable_x64(True):
             zeros = [
                 jax.lax.full(var.aval.shape, 0, var.aval.dtype)
@@ -372,17 +375,18 @@ class Execution:
     def check_finite(self, index: int) -> NonFiniteOutcome | None:
         """Returns what follows from a segment's non-finite results; None if there are none.
 
-        Also returns None if the policy ignores non-finite values. Otherwise, waits for the
-        segment's results, so the segment must already have been run. Call this at most once per
-        segment, and before you run another segment that may overwrite the results.
+        If the policy ignores non-finite values, this returns None right away. Otherwise, it waits
+        for the segment's results, so the segment must already have been run. Call this at most once
+        per segment, and before you run another segment that may overwrite the results.
         """
         return None if self._finite is None else self._finite.outcome(index)
 
     def branch_mismatch(self, index: int) -> str | None:
         """Describes what ranks decided differently in a collective segment; None if nothing.
 
-        All ranks that exchanged in the segment get the same answer. Waits for the segment's
-        results, so the segment must already have been run.
+        For example, some ranks may have taken another branch of a conditional that contains
+        exchanges. All ranks that exchanged in the segment get the same answer. Waits for the
+        segment's results, so the segment must already have been run.
         """
         counts = self._counts.pop(index, None)
         if counts is None:
@@ -408,8 +412,9 @@ class Execution:
     def outputs(self) -> PyTree:
         """Returns the step's results as a tree, once every segment has run. Doesn't wait for them.
 
-        No result shares memory with an argument unless that argument was donated, as with
-        `jax.jit`. To ensure this, results that would share memory are copied.
+        As with `jax.jit`, no result shares memory with an argument, unless that argument was
+        donated. To ensure this, we copy a result if it would share memory, e.g. because the step
+        returns an argument unchanged.
         """
         compiled = self._compiled
         results = [self._env[v] for v in compiled.program.outputs]

@@ -1,7 +1,7 @@
 """Flattens a traced jaxpr, so that every exchange is an equation at top level.
 
-A step can only be cut between equations at top level. If an exchange is inside a call, a loop or a
-conditional, that equation has to be opened first:
+A step can only be cut between two of its top-level equations. So if an exchange is inside a call, a
+loop or a conditional, we first have to get it out of there, in one of the following ways:
 
 - `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they contain an
   exchange.
@@ -40,8 +40,9 @@ UNROLLED = 64
 
 For nested loops, the limit applies to the product of their iterations.
 """
-# These primitives only change over which mesh axes a type varies. A rank holds nothing but its own
-# shard, so they do nothing here.
+# These primitives don't compute anything. They only change the type of a value, which says over
+# which mesh axes the value varies. A rank holds nothing but its own shard, so we can leave them
+# out.
 _NO_OPS = frozenset({"pvary", "pcast"})
 
 
@@ -105,9 +106,10 @@ class Flattener(Emitter):
     def _held_back(self, args: list[Any]) -> list[Any]:
         """Returns `args` behind one barrier, so that `checkpoint` doesn't recompute too early.
 
-        `jax.checkpoint` recomputes values that only the gradients need. Under `jit`, its equation
-        is also a barrier, which keeps XLA from doing this too early and so using more memory.
-        Inlining removes that equation, so we add a barrier of our own.
+        In the backward pass, `jax.checkpoint` recomputes values instead of keeping them in memory.
+        Under `jit`, its equation is also a barrier, which keeps XLA from recomputing the values too
+        early and so using more memory. Inlining removes that equation, so we add a barrier of our
+        own.
         """
         made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.positions]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
@@ -118,8 +120,9 @@ class Flattener(Emitter):
     def _is_straight(self, jaxpr: compat.Jaxpr) -> bool:
         """Whether a jaxpr's exchanges don't depend on any condition.
 
-        A loop whose exchanges depend on a condition isn't unrolled. Each iteration would contain a
-        split `cond`, which exchanges even if its branch isn't taken.
+        If the exchanges in a loop depend on a condition, the loop isn't unrolled. After unrolling,
+        we would have to split the conditional of each iteration around its exchanges, and such
+        exchanges are made even if the branch isn't taken.
         """
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
@@ -165,8 +168,8 @@ class Flattener(Emitter):
     def _stack(self, rows: Sequence[Atom]) -> Atom:
         """Stacks rows to an array.
 
-        We remember the rows, because a later loop may go over the same array, e.g. the loop of the
-        gradient.
+        We remember the rows, because a later loop may go over the same array. For example, the loop
+        that computes the gradient goes over what the forward loop has stacked.
         """
         (whole,) = self.emit_function(
             lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows
@@ -209,8 +212,9 @@ class Flattener(Emitter):
         """Returns the inputs, flat equations and results of a branch."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
-        # A branch may run on zeros, so all loops in it need a vote. The host can't choose inside a
-        # branch, and loops there aren't unrolled.
+        # If a rank doesn't take this branch, it makes the branch's exchanges on zeros. On zeros, a
+        # loop might never end, so the ranks have to vote on the end of every loop in a branch.
+        # Inside a branch, the host can't choose any further branches, and loops aren't unrolled.
         walker = Flattener(
             self.axes,
             self.wire,

@@ -112,8 +112,8 @@ class Graph:
             for i in self.wires
             if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
         )
-        # The first pass computes the lowest possible levels. From these, `_late` works out how far
-        # each enlarging exchange can be delayed.
+        # First compute the lowest possible levels. From these, `_late` works out how far we can
+        # delay each exchange whose result is larger than its operand.
         self.level = self._levels({})
         self.level = self._levels(self._late())
 
@@ -146,10 +146,10 @@ class Graph:
     def _late(self) -> dict[int, int]:
         """Returns the last level at which each enlarging exchange still delays no other exchange.
 
-        An exchange whose result is larger than its operand should be made as late as possible. For
-        example, a gather of weights depends on nothing, so all layers' weights could be gathered at
-        the first level. But then all results would be in memory before the first matrix product
-        needs one.
+        An exchange whose result is larger than its operand should be made as late as possible,
+        because the result needs memory. For example, a gather of weights depends on nothing, so we
+        could gather the weights of all layers at the very beginning. But then all of them would be
+        in memory before the first matrix product needs one.
         """
         late: dict[int, int] = {}
         # Equation -> the lowest level of an exchange that depends on it.
@@ -210,8 +210,9 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
     if not any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
         return ()
     calls_once = eqn.primitive.name in INLINED
-    # The ranks compare exchanges by their parameters, so these also say which kind of loop the
-    # exchange is in, and the loop's length.
+    # Before the first step, the ranks compare the parameters of their exchanges. If an exchange is
+    # inside a loop, its parameters must therefore also say which kind of loop it is in, and how
+    # long the loop is.
     loop = [] if calls_once else [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
     until = traced.until.get(eqn.outvars[0]) if eqn.outvars else None
     if until:

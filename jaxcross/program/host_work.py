@@ -1,8 +1,9 @@
 """Decides which work between two exchanges stays on an accelerator's host (cut rule 4).
 
-If some work between two exchanges runs on the accelerator, it has to wait for two transfers, and
-for whatever other jobs have queued there. If it runs on the host, it occupies the exchange lane, so
-it must not take longer than the exchanges themselves. We estimate both costs from shapes:
+Between two exchanges, there's usually some work. If it runs on the accelerator, it has to wait for
+two transfers, and for whatever other jobs have queued there. If it runs on the host, it blocks the
+thread that makes the exchanges, so it must not take longer than the exchanges themselves. We
+estimate both costs from shapes:
 
 - A pass over memory costs as many bytes as it touches. XLA fuses elementwise operations with their
   readers, so only reductions, dot products, gathers and the operands of exchanges cost anything.
@@ -133,8 +134,9 @@ class HostWork:
     def repeated(self, between: Collection[int]) -> frozenset[int]:
         """Returns the operations on constants alone whose results this work reads.
 
-        Operations on constants make e.g. indices, masks or the rank's number. The host runs them
-        again, because otherwise the accelerator would have to transfer their results on every step.
+        Such operations compute e.g. indices, masks or the rank's number. They run a second time, on
+        the host, because otherwise the accelerator would have to transfer their results on every
+        step.
         """
         found: set[int] = set()
         stack = [p for i in between for p in self._graph.makers(i)]
@@ -153,9 +155,10 @@ class HostWork:
 def _made_of_constants(graph: Graph) -> set[Any]:
     """Returns the step's constants, and what's computed from them alone and exactly.
 
-    A step may derive a constant from the shape of its batch, which can differ between ranks. If it
-    uses such a constant as an index between two exchanges, ranks may make different decisions about
-    this work. They find out before their first step, because they compare their exchanges.
+    Constants may differ between ranks, because a step may derive one from the shape of its batch.
+    If such a constant is used as an index between two exchanges, ranks may make different decisions
+    about the work there. That doesn't go unnoticed, because the ranks compare their exchanges
+    before their first step.
     """
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     found = set(inner.invars[: len(graph.traced.consts)])

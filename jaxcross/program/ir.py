@@ -1,9 +1,11 @@
 """Defines the IR: a program is a list of segments and the values that flow between them.
 
-A program can be printed (`str(program)`), parsed (`text.parse`) and checked (`verify.verify`). It
-has two hashes. Two programs of one rank share executables if their `digest.program_digest` is the
-same. `exchange_signature` must be the same on all ranks before the first step. This module contains
-only plain data, and doesn't depend on any pass.
+A program can be printed (`str(program)`), parsed (`text.parse`) and checked (`verify.verify`). This
+module contains only plain data, and doesn't depend on any pass.
+
+A program has two hashes, for two purposes. Programs of one rank share executables if their
+`digest.program_digest` is the same. Before the first step, ranks compare the hash of their
+`exchange_signature`, which must be the same on all of them.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class Exchange:
     def times(self) -> int:
         """The number of times that one step makes the exchange.
 
-        If the exchange is inside loops, this is the product of their lengths. A `while` loop counts
-        as a single iteration, because the number of its iterations isn't known in advance.
+        If the exchange is inside loops, this is the product of the loops' lengths. A `while` loop
+        counts as a single iteration, because we don't know in advance how many iterations it makes.
         """
         # A loop's parameter is text such as `scan 8`, because signatures are compared and parsed as
         # text.

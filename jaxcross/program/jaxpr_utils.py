@@ -88,9 +88,9 @@ def rewritten(
             equation are changed, too.
         enters: Whether to change equations inside an equation.
     """
-    # The keys are ids, so a jaxpr that several equations share is rewritten once and stays shared.
-    # The original jaxpr is stored as well, because once it's freed, Python may reuse its id for
-    # another jaxpr.
+    # Remember what each inner jaxpr was replaced by. So if several equations share a jaxpr, it's
+    # rewritten only once and stays shared. The keys are ids. We store the original jaxpr as well,
+    # because once it's freed, Python may reuse its id for another jaxpr.
     done: dict[int, tuple[compat.Jaxpr, compat.Jaxpr]] = {}
 
     def changed(eqn: compat.Equation) -> compat.Equation:

@@ -5,15 +5,16 @@ the other ranks would wait for it forever in their next exchange.
 
 **Idea.** `jax.vmap` has a similar problem with the elements of a batch. It runs the loop's body
 until the predicate is false for every element, and keeps the carry of elements that have finished.
-We give the results of `vmap` over ranks: each rank is an element, and before each iteration, the
-ranks vote on whether any of them needs to continue. The vote is a maximum of four bytes over the
-axes that the loop exchanges over. A rank that has finished still runs the body on its last carry,
-so that it takes part in the exchanges, but discards the results. We leave out the vote if
+We do the same with ranks instead of elements: before each iteration, the ranks vote on whether any
+of them needs to continue. A rank that has finished still runs the body on its last carry, so that
+it takes part in the exchanges, but discards the results.
+
+The vote is a maximum of four bytes over the axes that the loop exchanges over. We leave it out if
 `jaxcross.program.equality` proves that the predicate is equal on all these ranks.
 
 **Nested loops.** These are the hard part. A rank that has finished the outer loop still runs its
-body, and with it the inner loop, although the inner loop might never end on this rank's values. We
-call such a rank *inactive*. It leaves an inner loop
+body for the sake of the others, and with it the inner loops. We call such a rank *inactive*. On its
+old values, an inner loop might never end. So an inactive rank leaves an inner loop
 
 - together with the other ranks, if they decide together, or if the loop has no vote because all
   ranks decide the same;
@@ -22,17 +23,17 @@ call such a rank *inactive*. It leaves an inner loop
   value that `vmap` wouldn't give. To make sure that nobody uses this value, the rank also counts
   itself in a sum (`decision.EarlyExit`), and if the count isn't zero, the step fails on every rank.
 
-**Side effects.** Discarding a result isn't enough if an inactive rank has done something that can't
-be undone. So an inactive rank doesn't call back, and if it would write to a mutable array from
-outside of the loop, tracing the step raises a `CutError`.
+**Side effects.** An inactive rank discards its results, but that isn't enough if it has done
+something that can't be undone. So it doesn't call back into Python. And if it would write to a
+mutable array from outside of the loop, tracing the step raises a `CutError`.
 
 **Ranks that take no part.** A rank that has failed, or that doesn't take the branch around the
 loop, runs the loop on zeros. Among the loop's operands is a flag that's 1 on all other ranks, so
 the rank can tell. It votes 2, which is greater than any other vote, so the loop ends on all ranks
 at once (`_vote`).
 
-**Alternative.** We could raise an error if ranks need different numbers of iterations. But to
-detect this, they would need the same vote.
+**Alternative.** We could raise an error if ranks need different numbers of iterations, instead of
+making these numbers equal. But to detect the difference, the ranks would need the same vote.
 """
 
 from __future__ import annotations
@@ -103,13 +104,15 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     known = flat.known(args)
     equality.results(eqn, known)
     named = any(x.axes for x in equality.exchanges(eqn))
-    # A loop that all ranks end together can stay as it is, unless it may run on zeros. Then it
-    # needs a vote to be certain to end.
+    # If all ranks end the loop together, it can stay as it is. The exception is a loop that may run
+    # on zeros, e.g. because a rank doesn't take the branch around it. On zeros, it's only certain
+    # to end if the ranks vote.
     if not (equality.diverges or (named and flat.always_vote and _holds_while(eqn))):
         outs = flat.keep(eqn, args)
-        # The proof that there's no need to vote assumes that all ranks have traced the same code.
-        # But a Python number in the code may differ between ranks, so they compare a hash of
-        # everything that the number of iterations follows from.
+        # We have proved that the ranks needn't vote, but the proof assumes that all ranks have
+        # traced the same code. A Python number in the code may still differ between ranks. So
+        # before the first step, the ranks compare a hash of everything that the number of
+        # iterations follows from.
         if equality.basis:
             flat.until[outs[0]] = fingerprint(equality.basis)
         return outs
@@ -169,10 +172,10 @@ def _calls_back(eqn: Equation) -> bool:
 class _Rewriter:
     """Traces equations again, adding a vote to the loops that need one.
 
-    We need a flag `exited` that says whether a loop was left early. JAX traces the body of a loop
-    or branch as a separate jaxpr, so a flag that's set inside can only leave the body as a result.
-    Therefore everything traced by `_inside` returns the flag as an additional result, and loops
-    have it as an additional carry.
+    We need to know whether an inner loop was left early, so we compute a flag, `exited`. JAX traces
+    the body of a loop or branch as a separate jaxpr, so a flag that's set inside can only leave it
+    as a result. Everything that `_inside` traces therefore returns the flag as an additional
+    result, and loops carry it along.
 
     Attributes:
         equality: Proves values equal on all ranks.
@@ -199,8 +202,8 @@ class _Rewriter:
         self, jaxpr: Jaxpr, args: Sequence[Array], known: Sequence[Known], role: Role
     ) -> list[Array]:
         """Traces a jaxpr inside an equation; returns its results, followed by its `exited` flag."""
-        # The flags of the enclosing jaxpr are tracers of another trace, so they mustn't be combined
-        # with the flags of this one.
+        # Put the flags of the enclosing jaxpr aside. They are tracers of another trace, so they
+        # mustn't be combined with the flags of this one.
         outer = self._exited
         self._exited = []
         outs = self.jaxpr(jaxpr, args, known, role)
@@ -237,7 +240,8 @@ class _Rewriter:
     def _exchanged(self, inner: Jaxpr, role: Role) -> set[Atom]:
         """Returns the variables on which an exchange depends.
 
-        Returns an empty set if this rank's results are always kept, because then it doesn't matter.
+        If this rank's results are always kept, returns an empty set, because it then doesn't matter
+        what the exchanges depend on.
         """
         if role.active is None:
             return set()
@@ -256,9 +260,10 @@ class _Rewriter:
     ) -> Sequence[Array]:
         """Traces one equation.
 
-        An equation is rewritten if it contains exchanges. If this rank may be inactive, an equation
-        is also rewritten if it calls back, or if it contains a `while` loop, which might never end
-        on this rank's values.
+        Most equations are traced unchanged, but equations with exchanges are rewritten. If this
+        rank may be inactive, i.e. run only for the sake of the others, we also rewrite equations
+        that call back, and equations with a `while` loop, which might never end on this rank's
+        values.
         """
         name = eqn.primitive.name
         inside = list(compat.sub_jaxprs(eqn))
@@ -298,22 +303,22 @@ class _Rewriter:
         # Each iteration reads what the one before has computed. So if the loop contains exchanges,
         # its results feed an exchange.
         feeds = role.active is not None and (role.feeds_exchange or bool(made))
-        # If a rank takes no part in the step, it ends the outermost loop that has a vote right
-        # away. So the loops inside of that loop don't have to check for such a rank, and don't need
-        # a vote just because of it.
+        # A rank may take no part in the step, e.g. because it has failed. It then ends the
+        # outermost loop that has a vote right away. So the loops inside of that loop don't have to
+        # check for such a rank, and don't need a vote just because of it.
         inner = replace(
             role, present=None, always_vote=role.always_vote and not votes, feeds_exchange=feeds
         )
-        # There are two reasons why an inactive rank mustn't leave a loop while others continue: all
-        # ranks decide together when the loop ends, or other ranks wait for this rank's messages.
-        # Messages include mpi4jax calls. How many of these each rank makes is up to the step, so we
-        # can't leave any out.
+        # An inactive rank, which runs this loop only for the sake of the others, has two reasons to
+        # stay. Either all ranks decide together when the loop ends, or other ranks wait for its
+        # messages. mpi4jax calls count as messages. How many of these a rank makes is up to the
+        # step, so we can't leave any out.
         peers_wait = needed or any(not x.axes for x in made)
         may_leave = role.active is not None and (
             votes or not (peers_wait or equality.decided_together(eqn, more))
         )
-        # If the predicate contains exchanges, it depends on the carries of all ranks, so a rank
-        # that has finished may have to resume later.
+        # If the predicate contains exchanges, it depends on the values of all ranks. So on a rank
+        # that has finished, the predicate may become true again, and the rank has to resume.
         may_resume = holds_exchange(params["cond_jaxpr"], equality.sizes, equality.wire)
         limit = None
         if may_leave and (role.feeds_exchange or may_resume):
@@ -322,9 +327,10 @@ class _Rewriter:
             _check_no_refs(eqn)
 
         def evaluate_predicate(carry: Sequence[Array], active: Array | None) -> list[Array]:
-            # JAX lets a loop's `cond` return nothing but the predicate, so there's no way to return
-            # the `exited` flag from there. That's why we evaluate the predicate in the body and
-            # carry its value along. The loop's own `cond` then only contains the vote.
+            # JAX lets the `cond` function of a loop return nothing but the predicate, so it can't
+            # return the `exited` flag as well. That's why we evaluate the predicate in the body,
+            # and carry its value along to the next iteration. The `cond` function itself then only
+            # contains the vote.
             facts = [*known[:n], *carried]
             decides = replace(inner, active=active, feeds_exchange=True)
             return self._inside(params["cond_jaxpr"], [*values[:n], *carry], facts, decides)
@@ -333,8 +339,9 @@ class _Rewriter:
             _, count, _, going = state
             going = _any(going)
             if may_leave and role.active is not None:
-                # An inactive rank leaves at once if nobody needs its result. Otherwise, it
-                # continues up to the limit, in case the loop ends by itself before that.
+                # If nobody needs the result of an inactive rank, the rank leaves the loop at once.
+                # Otherwise, it continues up to the limit, because the loop may end by itself before
+                # that.
                 kept = role.active
                 if limit is not None:
                     kept = lax.bitwise_or(kept, lax.lt(count, jnp.int32(limit)))
@@ -351,8 +358,9 @@ class _Rewriter:
             *new, within = self._inside(
                 params["body_jaxpr"], args, facts, replace(inner, active=active)
             )
-            # A rank that has finished keeps its carry, like an element under `vmap`. If the body
-            # returns a value unchanged, there's nothing to select.
+            # A rank that has finished keeps the values with which it finished, like an element
+            # under `vmap`. On such a rank, we therefore select the old values. If the body returns
+            # a value unchanged, there's nothing to select.
             if votes or jnp.ndim(going):
                 new = [
                     x if y is x else lax.select_n(_like(x, going), x, y)
@@ -384,9 +392,10 @@ class _Rewriter:
     def _vote(self, eqn: Equation, going: Array, role: Role) -> Array:
         """Returns whether the loop continues.
 
-        The loop continues if some rank needs to continue and every rank takes part in the step. A
-        rank that takes no part votes 2. Because the vote is a maximum, this outvotes every 1, so
-        the loop ends on all ranks. The step has then failed on all of them anyway.
+        The ranks take the maximum of their votes: 1 to continue, 0 to end the loop. So the loop
+        continues if any rank needs it. A rank that takes no part in the step, e.g. because it has
+        failed, votes 2. This outvotes every 1, so the loop ends on all ranks, on which the step has
+        then failed anyway.
         """
         going = lax.convert_element_type(going, jnp.int32)
         if role.present is not None:
@@ -409,8 +418,9 @@ class _Rewriter:
         # If all exchanges are within the same groups of ranks, each group can vote by itself.
         if len(over) == 1:
             return next(iter(over))
-        # The exchanges in this loop go over different sets of ranks. To keep all of these ranks in
-        # lockstep, we need a single vote over all axes that occur.
+        # The exchanges in this loop go over different sets of ranks, e.g. some over the rows of a
+        # mesh and some over its columns. To keep all of these ranks in lockstep, we need a single
+        # vote over all axes that occur.
         named = {a for x in made for a in x.axes}
         return tuple(a for a in self.equality.sizes if a in (needed or named)), None
 
@@ -459,10 +469,10 @@ class _Rewriter:
     ) -> Sequence[Array]:
         """Traces a conditional that ranks may decide differently.
 
-        Under `vmap`, every branch runs for every element. Here, a branch that contains exchanges
-        runs on all ranks if any of them takes it. The ranks find this out with another maximum, in
-        addition to the votes of loops. A rank that doesn't take the branch runs it as an inactive
-        rank and discards the results.
+        If any rank takes a branch that contains exchanges, all ranks run it, as `vmap` runs every
+        branch for every element. The ranks find this out with another maximum, in addition to the
+        votes of loops. A rank that doesn't take the branch runs it as an inactive rank, i.e. it
+        takes part in the exchanges but discards the results.
 
         Raises:
             CutError: The conditional also calls mpi4jax, or uses a mutable array.
@@ -474,8 +484,9 @@ class _Rewriter:
         takers = [
             n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)
         ]
-        # If one rank takes a branch with exchanges, all ranks run it. That isn't possible with an
-        # mpi4jax call, which only the ranks that take the branch may make.
+        # If one rank takes a branch with exchanges, all ranks run it. But an mpi4jax call may only
+        # be made by the ranks that really take the branch, so such a branch can't be supported
+        # here.
         if any(not x.axes for x in equality.exchanges(eqn)):
             raise CutError(
                 f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over "
@@ -491,8 +502,9 @@ class _Rewriter:
         anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(
             1
         )
-        # Trace the branches without exchanges first: each rank runs the one that it takes, if any,
-        # by itself. Then come the branches with exchanges, one by one.
+        # First, trace the branches without exchanges as a normal conditional, in which each rank
+        # runs the branch that it takes, if it's one of these. Then, trace the branches with
+        # exchanges, one by one.
         without = [
             zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)
         ]
@@ -508,8 +520,9 @@ class _Rewriter:
 def _check_no_refs(eqn: Equation) -> None:
     """Raises if an inactive rank would write to a mutable array in this loop or conditional.
 
-    An inactive rank runs the same equations as the other ranks, and we discard its results
-    afterwards. But if it has written to a mutable array in the meantime, we can't undo that.
+    An inactive rank is one that runs a loop or branch only for the sake of the others. It runs the
+    same equations as they do, and we discard its results afterwards. But if it has written to a
+    mutable array in the meantime, we can't undo that.
     """
     if not any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
         return

@@ -1,8 +1,9 @@
 """What `Wire.lower` returns: a collective segment that is ready to be compiled for the host.
 
-`Lowered` is the interface, and `Traceable` implements it for wires whose exchanges are part of the
-executable. Other wires make the exchanges themselves, outside of any executable. They have their
-own implementation, which may return results in the wire's memory.
+The protocol `Lowered` is the interface. The class `Traceable` implements it for wires whose
+exchanges are part of the executable. Other wires make the exchanges themselves, outside of any
+executable, so they have their own implementation. It may return results that live in the wire's
+memory.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def compile_with_arguments(
 
     If a function closes over an array, XLA embeds the array's values in the code. Two kernels that
     only differ in these values would then be compiled separately, so we pass such arrays as
-    arguments instead. Waits for XLA.
+    arguments instead. Returns once XLA has compiled the function.
 
     Args:
         function: Takes and returns flat arrays.

@@ -12,9 +12,9 @@ from itertools import zip_longest
 from jaxcross.program.ir import LAYOUT
 
 _UNTIL = re.compile(r" until='\w+'")
-# Each rank decides from its own calls whether its program is one that calls mpi4jax. A rank without
-# any calls would conclude that it isn't, and wouldn't take part when the others agree on their
-# calls.
+# If a program calls mpi4jax, all ranks have to take part when they compare their lists of calls.
+# But each rank decides from its own calls whether the program does so. A rank without any calls
+# would conclude that it doesn't, and wouldn't take part.
 BARRIER_REMEDY = (
     "a rank without calls needs one to take part: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 )

@@ -1,21 +1,22 @@
 """Checks by simulation whether the ranks' lists of MPI calls fit together.
 
 **Problem.** A step may call mpi4jax directly, and these calls may legitimately differ between
-ranks: one rank sends what another one receives. If we only compared the ranks' lists of calls, we
-would refuse such steps. But if the ranks' calls don't fit together, the step can hang, so we can't
-leave out the check either.
+ranks: one rank sends what another one receives. So we can't insist that all ranks make the same
+calls. But if the calls don't fit together, the step can hang, so we can't leave out the check
+either.
 
 **Idea.** We run all lists against each other. This finds messages that nobody receives, calls that
 don't match, and deadlocks. A send never blocks in the simulation, as if it were buffered. A receive
 blocks until there's a message with a matching communicator, source and tag. A collective blocks
-until all members of its communicator have reached it. In each round, every rank makes calls until
-one of them blocks. The simulation ends with a round in which no rank makes progress. If a rank
-still has calls left then, it's a deadlock.
+until all members of its communicator have reached it.
 
-**Why one simulation is enough.** A receive that names its source can be matched in only one way. So
-it doesn't matter which rank runs first: the outcome is always the same. If a receive accepts any
-source, that's no longer true, so such lists aren't checked. The function `can_simulate` lists the
-other cases in which we don't check.
+In each round, every rank makes calls until one of them blocks. The simulation ends with a round in
+which no rank makes progress. If a rank still has calls left then, it's a deadlock.
+
+**Why one simulation is enough.** If all receives name their source, messages can be matched in only
+one way. So the outcome doesn't depend on which rank runs first. If a receive accepts any source,
+that's no longer true, so we don't check such lists. `can_simulate` knows this case and the others
+that we don't check.
 
 **Limits.** A step that relies on buffered sends passes the check, although MPI may not buffer a
 large message.
@@ -122,8 +123,9 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
     """Whether the lists alone determine the outcome.
 
-    We can't tell which messages match if a call receives from any source, if it's inside a loop or
-    conditional, or if two communicators can't be told apart.
+    There are three cases in which the lists don't tell us which messages match: a call may receive
+    from any source, it may be inside a loop or conditional, or there may be two communicators that
+    can't be told apart.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -185,8 +187,8 @@ class _Simulation:
             before = dict(self.at), set(self.sent)
             for rank in self.at:
                 self._advance(rank)
-        # If a rank is blocked, some messages may be left because it would have received them later.
-        # We then report the deadlock instead.
+        # If a rank is still blocked, messages may be left only because the rank didn't get as far
+        # as receiving them. The actual error is then the deadlock, so we report that instead.
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
                 raise _MisfitError(

@@ -1,8 +1,9 @@
 """Handles programs that call mpi4jax, whose calls form a single segment, the unit.
 
-The unit contains all mpi4jax calls and the work between them. The calls may differ between ranks,
-so if they were in several segments, the ranks couldn't agree on an order for these. In a single
-collective segment, each rank makes its calls in the order in which they're written, as under `jit`.
+The calls may differ between ranks, e.g. one rank sends what another one receives. If they were in
+several segments, the ranks couldn't agree on an order for these. So we put all calls, and the work
+between them, into one segment. There, each rank makes its calls in the order in which they're
+written, as under `jit`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def unit_of(graph: Graph) -> Group:
 def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
     """Adds the equations before and those after the unit to it if they're cheap.
 
-    If the equations before and after the unit are cheap, the step becomes a single executable, as
-    under `jit`. Equations with callbacks stay outside of the unit, because a rank that fails in a
-    callback must still make its calls. If the step has a commit flag, the equations after the unit
-    also stay outside.
+    The unit is the segment that contains all mpi4jax calls. If everything before and after it is
+    cheap, the step becomes a single executable, as under `jit`. Callbacks don't count as cheap,
+    because a rank that fails in a callback must still make its calls. If the step has a commit
+    flag, the equations after the unit are never added.
     """
     joined = set(unit.between)
     for here in (0, 2):
@@ -62,9 +63,9 @@ def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
     """Compiles what a failed rank runs in place of its unit: the same calls, but on zeros.
 
     The peers of a failed rank wait for its calls, so the rank makes all of them, in the same order.
-    It skips the computation in between, because a loop that ends depending on its values might
-    never end on zeros. The returned function waits for the peers, and returns zeros instead of the
-    segment's results.
+    It doesn't compute anything in between: if the end of a loop depends on its values, the loop
+    might never end on zeros. The returned function waits for the peers, and returns zeros instead
+    of the segment's results.
     """
 
     def calls() -> list[Any]:

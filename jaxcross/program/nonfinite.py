@@ -3,16 +3,19 @@
 **Problem.** An exchange spreads a NaN from one rank to all others, so we check the results of each
 collective segment on the host (`FiniteCheck`). But a segment may compute with the exchanged values
 before it returns a result. If the result isn't finite, we want to name the exchange that it came
-from, and `_exchange_behind` follows it back. Conversely, the result may be finite although an
-exchanged value isn't: if a gradient's norm is infinite, dividing by it gives 0.
+from, so `_exchange_behind` searches backwards for it.
 
-**Idea.** `masked_by` finds the exchanged values that an operation in the segment might hide. The
-segment returns these in addition to its own results, so that they can be checked as well.
+Conversely, the result may be finite although an exchanged value isn't: if a gradient's norm is
+infinite, dividing by it gives 0.
 
-With `nonfinite="skip"`, the ranks vote at the end of a step on whether all exchanged values were
-finite (`interleave/vote`). If some of them weren't, the step keeps its old state. A step under this
-policy therefore has a commit flag (`step/commit_flag`), which decides whether it returns its new
-state or its old one.
+**Idea.** For each segment, `masked_by` finds the exchanged values whose NaNs and infinities may be
+hidden by a later operation. The segment returns these values in addition to its own results, so
+that they can be checked as well.
+
+Under the policy `nonfinite="skip"`, a step keeps its old state if some exchanged value wasn't
+finite. The ranks vote on that at the end of the step (`interleave/vote`). The outcome is passed to
+the step as an additional argument, the commit flag (`step/commit_flag`), which decides whether the
+step returns its new state or its old one.
 """
 
 from __future__ import annotations
@@ -103,7 +106,8 @@ def refuse_to_skip(program: Program) -> None:
 
 
 # If an operand of one of these operations isn't finite, we assume that the result isn't finite
-# either. For a division (`div`), this holds for the numerator only.
+# either, so checking the result is enough. For a division (`div`), this holds for the numerator
+# only: dividing by infinity gives 0.
 _CARRY = frozenset(
     {
         "abs",
@@ -145,9 +149,9 @@ _CARRY = frozenset(
 def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
     """Returns exchanged values that may be non-finite although the segment's outputs are finite.
 
-    An exchanged value may stay inside its segment, and an operation there may hide a NaN in it,
-    e.g. because it divides the gradients by their norm. For such a value, it isn't enough to check
-    the segment's outputs.
+    It isn't enough to check the segment's outputs. An exchanged value may be used only inside the
+    segment, and an operation there may hide a NaN or an infinity in it. For example, dividing the
+    gradients by an infinite norm gives 0.
     """
     exchanged = {
         v
@@ -159,8 +163,8 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
         group.as_written
     ):  # its outputs may be anything that the step computes, so only exchanged values are checked
         return [v for e in body for v in e.outvars if v in exchanged and v not in outs]
-    # Go backwards through the segment. A value is masked if it may be non-finite while everything
-    # that leaves the segment is finite.
+    # Go backwards through the segment, and collect the values that are masked, i.e. that may be
+    # non-finite although everything that leaves the segment is finite.
     masked: set[Any] = set()
     leaving = set(outs)
     for e in reversed(body):
@@ -170,7 +174,8 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
         lost = not masked.isdisjoint(e.outvars) and not exchanges_of(
             e, graph.traced
         )  # an exchange's results are checked themselves
-        # The operation itself may hide a non-finite operand, or its result may be hidden later on.
+        # An operand is masked if the operation itself may hide that it's not finite, or if a later
+        # operation may hide it in the result.
         if lost or not carries:
             masked.update(variables(e.invars))
         elif e.primitive.name == "div":
@@ -207,8 +212,9 @@ def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) ->
 def is_finite(value: jax.Array | np.ndarray) -> bool:
     """Whether an array contains neither infinities nor NaNs.
 
-    The check usually takes a single pass over the array, because a sum can only be finite if all of
-    its terms are.
+    The check usually takes a single pass over the array, because a finite sum implies that all of
+    its terms are finite. We look at each element only if the sum isn't finite, because it may have
+    overflowed.
     """
     if not isinstance(value.dtype, np.dtype):
         return True  # random keys

@@ -47,8 +47,9 @@ EXACT = frozenset(
         "xor",
     }
 )
-# Elementwise arithmetic. If XLA fuses a multiplication with the operation that reads its result, it
-# may contract the two, which can change the last bit.
+# Elementwise arithmetic, whose results may depend on where it's compiled. If XLA fuses a
+# multiplication with the operation that reads its result, e.g. an addition, it may contract the two
+# into one operation, which can change the last bit.
 ARITHMETIC = frozenset(
     {"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"}
 )
@@ -141,9 +142,10 @@ def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:
 def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) -> bool:
     """Whether all shapes in these equations follow from the shapes of exchanged arrays.
 
-    The shapes of exchanged arrays are the same on every rank, whereas other shapes may depend on
-    the rank's batch. We start from the exchanged arrays and go from one array to the next: in an
-    elementwise equation, for example, one known shape determines all others.
+    Some decisions must be the same on all ranks, so they may only depend on shapes that are.
+    Exchanged arrays have such shapes, whereas other shapes may depend on the rank's batch. We start
+    from the exchanged arrays and go from one array to the next: in an elementwise equation, for
+    example, one known shape determines all others.
 
     Args:
         graph: The step's graph.
@@ -173,12 +175,13 @@ def _arrays(atoms: Sequence[Any]) -> set[Any]:
 def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[int, set[int]]:
     """Chooses equations that a compute position runs again, to save memory (cut rule 2).
 
-    If a position reads a value that an earlier position has computed, the value has to stay in
-    memory until then. If the position recomputes the value instead, the inputs of that computation
-    have to stay in memory. So a value is recomputed if its inputs are kept in any case, or if those
-    that aren't have at most half of the value's own bytes. With `exact`, we only recompute
-    operations that give the same bits wherever they run; otherwise, we recompute elementwise
-    arithmetic as well.
+    If a segment reads a value that an earlier segment has computed, the value has to stay in memory
+    until then. If the segment recomputes the value instead, the inputs of that computation have to
+    stay in memory. So we recompute a value if its inputs are kept in any case, or if those that
+    aren't have at most half of the value's own bytes.
+
+    With `exact`, we only recompute operations that give the same bits wherever they run; otherwise,
+    we recompute elementwise arithmetic as well.
 
     Returns:
         Position -> equations that it runs a second time.
@@ -203,8 +206,9 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
         # What's read here and can't be recomputed is kept in any case.
         kept: set[Any] = {v for v in foreign if not recomputable(graph.maker[v])}
         mine: set[int] = set()
-        # The inputs that we keep to recompute one value make others cheaper to recompute, so the
-        # order matters. We use the order of the equations.
+        # To recompute one value, we may have to keep more inputs in memory, which then makes other
+        # values cheaper to recompute. So the result depends on the order in which we consider the
+        # values. We use the order of their equations.
         for var in sorted(foreign - kept, key=lambda v: graph.maker[v]):
             chain, leaves = _chain(graph, var, recomputable, kept)
             extra = sum(nbytes(v) for v in leaves if v in graph.maker and v not in kept)

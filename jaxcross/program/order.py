@@ -3,7 +3,7 @@
 Exchanges follow the order of the program's list, but compute segments don't. They run in any order
 that their dependences allow, interleaved with segments of other jobs. So before a segment may
 overwrite a value, all other segments that read this value must be certain to have run. This module
-works out which ones are, from the values that the segments read and return.
+works out which segments are certain to have run.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ def order_of(
     for n, segment in enumerate(segments if runs_in_order else ()):
         late = n in after_commit
         before = 0
-        # If a segment depends on others, whatever must run before those must also run before this
-        # segment. They come earlier in the list, so their own sets are already complete.
+        # If this segment depends on others, whatever must run before those must also run before
+        # this one. The segments that it depends on come earlier in the list, so their own sets are
+        # already complete.
         for m in needs[n] | collectives if late else needs[n]:
             before |= after[m] | 1 << m
-        # If this segment overwrites donated arguments, everything else that reads them must have
-        # run.
+        # A segment after the commit may overwrite donated arguments. Then everything else that
+        # reads these arguments must have run before.
         for m in (
             m for v in donated.intersection(segment.last_uses) for m in readers.get(v, ()) if late
         ):
@@ -125,8 +126,10 @@ def _carried(
     computes = [n for n in range(len(after)) if n not in collectives]
     found: list[int] = []
     for n in sorted(collectives - without_peers) if after else ():
-        # Exchanges are made in the program's order. So stop at the first collective segment that
-        # isn't carried, because it needs something else or leaves no computation to overlap with.
+        # Every rank makes its exchanges in the program's order, so only the leading ones can start
+        # early. Stop at the first collective segment that can't: either it needs the result of
+        # something else, or every compute segment needs its own result, so there's no computation
+        # to overlap with.
         needs_more = after[n] & ~sum(1 << m for m in found)
         if needs_more or all(after[c] >> n & 1 for c in computes):
             break

@@ -2,9 +2,10 @@
 
 Such a step expects global arrays, but here it gets only its rank's shards. So we first find out the
 specs of its `shard_map`. From these and the types of the shards, we compute the types of the global
-arrays, and trace the step with them. Later, flattening takes out the body of the `shard_map`, which
-is what a single rank computes. With `check_vma=True`, the body includes the exchanges that JAX
-inserts for gradients.
+arrays, and trace the step with them.
+
+Later, flattening takes out the body of the `shard_map`, which is what a single rank computes. With
+`check_vma=True`, the body includes the exchanges that JAX inserts for gradients.
 
 No device is used.
 """

@@ -1,14 +1,16 @@
 """Packs many arrays into one flat buffer and takes them out again.
 
-A program packs small exchanges with `packed`, and takes them out of the buffer with `unpacked`. XLA
-compiles these equations in linear time.
+A program packs small arrays into one buffer with `packed`, exchanges the buffer, and takes the
+arrays out again with `unpacked`. XLA compiles these equations in linear time.
 
 A wire replaces `unpacked` by `split`, which makes slices at constant positions;
 `compile_with_arguments` then turns the positions into arguments. We do this because XLA's CPU
 backend compiles only one kernel for identical operations, but slices at different literal positions
 aren't identical. Each one takes 5 ms to compile, so the 1,500 small gradients of a shared buffer
-take 8 s. If the position is an argument, all slices of the same size share a kernel, and the
-argument costs only 0.3 us per call.
+take 8 s.
+
+If the position is an argument, all slices of the same size share a kernel, and the argument costs
+only 0.3 us per call.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ _LARGEST = np.iinfo(np.uint32).max
 def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Splits a vector into consecutive parts of these sizes.
 
-    If a size occurs only once, we slice at a literal position, because there's no other slice with
-    which it could share a kernel.
+    If several parts have the same size, they are sliced at positions that later become arguments,
+    so that XLA compiles only one kernel for them. A part whose size occurs only once is sliced at a
+    literal position, because it couldn't share its kernel with another one.
     """
     times = Counter(sizes)
     starts = itertools.accumulate(sizes, initial=0)

@@ -1,12 +1,13 @@
 """The stages of a step as users see them.
 
-A step goes through four stages. `crossover(step).trace(*args)` traces it to a flat jaxpr.
-`traced.cut(2)` cuts the jaxpr into a program, which consists of segments and the values between
-them, and verifies it. `stages.compile(program)` compiles the segments to XLA executables. Finally,
+A step goes through four stages. First, it's traced to a flat jaxpr, with
+`crossover(step).trace(*args)`. Then the jaxpr is cut into a program and verified, with
+`traced.cut(2)`; a program consists of segments and the values between them.
+`stages.compile(program)` compiles the segments to XLA executables. Finally, each call of
 `compiled.execution(leaves)` starts a single step.
 
 The result of each stage is plain data that the next stage reads. None of the stages depends on MPI,
-because the traced step contains the wire that makes its exchanges.
+because the traced step refers to an object, the wire, that makes the exchanges.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
     """Returns the positions of results that aren't a segment's own, and whether each may be moved.
 
     Some results of a step aren't computed by a segment: constants, inputs that the step returns
-    unchanged, and values that are already returned as an earlier result. Such a result usually has
-    to be copied, because the caller may donate every result that it gets. Only a donated input may
-    be moved, and only once.
+    unchanged, and values that are already returned as an earlier result. We usually copy such a
+    result: otherwise, if the caller donated it, the original would be gone as well. Only a donated
+    input may be moved, and only once.
     """
     inputs = frozenset(program.inputs)
     taken = set(program.inputs) - program.donated
@@ -105,9 +106,10 @@ def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
 def _constants_on_host(program: Program, host: Any) -> dict[int, Any]:
     """Returns host copies of the constants that collective segments read but that live elsewhere.
 
-    A collective segment may read a constant that the step has on the accelerator. Without a copy on
-    the host, the constant would be transferred on every step. It can't move to the host altogether,
-    because compute segments may read it as well. The copies are made only once.
+    A collective segment runs on the host, and may read a constant that the step has on the
+    accelerator. Without a copy on the host, the constant would be transferred on every step. We
+    can't simply move it to the host, because compute segments may read it as well. The copies are
+    made only once.
     """
     read = {v for segment in program.collectives for v in segment.inputs}
     constants = zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True)

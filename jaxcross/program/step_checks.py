@@ -1,12 +1,14 @@
 """Checks what is passed to `crossover` and to a step.
 
-A step must exchange over ranks, rather than over the local devices of one process. `jax.pmap` only
-reaches local devices, and so do arrays that are sharded along a mesh axis with the same name as an
-axis over ranks. We raise an error for both, because otherwise each rank would train by itself.
+A step must exchange over ranks, rather than over the local devices of one process. But `jax.pmap`
+only reaches local devices. The same goes for arrays that are sharded along a mesh axis with the
+same name as an axis over ranks. We raise an error for both, because otherwise each rank would train
+by itself.
 
-Several arguments may share one buffer, as in `{"params": p, "ema": p}`. But XLA doesn't accept the
-same buffer twice in one call if the call may overwrite it. So `copy_shared` copies such arrays
-before a step. If XLA still finds one, `find_shared` names the arrays for the error text.
+Several arguments may share one buffer, as in `{"params": p, "ema": p}`. But if a call may overwrite
+a buffer, XLA doesn't accept this buffer twice in the call. So before a step, we copy arrays that
+share one (`copy_shared`). If XLA still finds such a buffer, `find_shared` names its arrays for the
+error text.
 """
 
 from __future__ import annotations
@@ -57,9 +59,10 @@ def check_step(step: object, name: str) -> None:
 def check_mesh_axes(jaxpr: compat.Jaxpr, args: PyTree, axes: Collection[str], name: str) -> None:
     """Checks that no sharding in a step uses the name of an axis over ranks.
 
-    Meshes over local devices are fine as long as their axes have other names. But suppose a step is
-    written for one global array, with a mesh axis instead of `psum`. It would run without an error,
-    although XLA only exchanges between the devices of the mesh, so each rank would train by itself.
+    Meshes over local devices are fine as long as their axes have other names. What this check finds
+    is a step that's written for one global array, with a mesh axis instead of `psum`. It would run
+    without an error, although XLA only exchanges between the devices of the mesh, so each rank
+    would train by itself.
 
     Args:
         jaxpr: The step; not a `shard_map` over ranks.
@@ -81,8 +84,9 @@ def _check_equations(jaxpr: compat.Jaxpr, axes: Collection[str], name: str) -> N
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sharding in compat.shardings_of(eqn):
             axis = _axis_in_spec(sharding, axes)
-            # A user who writes `reshard(grads, P())` wants a sum over the mesh, which wouldn't
-            # reach other ranks. We ignore literals, because JAX itself reshards constants.
+            # A user who writes `reshard(grads, P())` wants a sum over the mesh. The sum wouldn't
+            # reach other ranks, so we refuse it. We ignore literals, because JAX itself reshards
+            # constants.
             if eqn.primitive.name in _LAYS_OUT and not all(
                 isinstance(a, compat.Literal) for a in eqn.invars
             ):
@@ -152,9 +156,9 @@ def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> No
 def _named(function: Callable[..., Any]) -> Iterator[Any]:
     """Yields the values of the globals and nonlocals that a function refers to.
 
-    If tracing fails because the step calls a `pmap`, the traceback doesn't show it, because JAX
-    removes its own frames from the tracebacks of its errors. So we search the values that the
-    function refers to for a `pmap` instead.
+    If tracing fails because the step calls a function made by `pmap`, the traceback doesn't show
+    the call, because JAX removes its own frames from tracebacks. So instead, we look for such a
+    function among the values that the step's code refers to.
     """
     code = getattr(function, "__code__", None)
     if code is not None:
@@ -226,9 +230,9 @@ def argument_path(path: tuple[Any, ...]) -> str:
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
     """Replaces donated arrays that occur more than once in `leaves` by copies.
 
-    The copies make sure that each buffer is donated at most once. If only donated arrays share a
+    Afterwards, each buffer is donated at most once, as XLA requires. If only donated arrays share a
     buffer, all except the first are copied. If an argument that isn't donated uses the same buffer,
-    all of them are copied.
+    all donated ones are copied.
 
     Args:
         leaves: Flat arguments; changed in place.

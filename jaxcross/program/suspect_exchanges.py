@@ -3,11 +3,13 @@
 `means_of_means` finds losses that are divided by a rank-local count and then averaged with equal
 weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples. If a
 step calls `pmean` on that loss or its gradient, the result is a mean of means: a rank with few
-examples weighs as much as a rank with many. To find such losses, we make one forward pass over the
-flat jaxpr. It tracks which values are counts (`reduce_sum` of something derived from the arguments
-by comparisons, casts and the like), and which values have been divided by a count. If such a value
-reaches a `psum` whose result is divided by the number of ranks, we report the line of the division,
-unless the value has been multiplied by a count again.
+examples weighs as much as a rank with many.
+
+To find such losses, we make one forward pass over the flat jaxpr. It tracks which values are counts
+(`reduce_sum` of something derived from the arguments by comparisons, casts and the like), and which
+values have been divided by a count. If such a value reaches a `psum` whose result is divided by the
+number of ranks, we report the line of the division, unless the value has been multiplied by a count
+again.
 
 `repeated_sums` finds gradients that are exchanged once per micro-batch, although one exchange would
 be enough. A forward pass over the flat jaxpr tracks which values are sums of exchange results, up
@@ -19,9 +21,10 @@ last result.
 
 `own_derivatives` finds optimizers that differentiate the loss themselves, but don't exchange the
 derivatives. For example, `optax.lbfgs` evaluates the loss and its gradient in a line search, and
-`optax.contrib.sophia` evaluates its curvature. By the rules of `pmap`, the gradient of a loss is
-rank-local even if the loss is averaged over ranks. So each rank takes a different step, and the
-replicas drift apart.
+`optax.contrib.sophia` evaluates the curvature of the loss.
+
+By the rules of `pmap`, the gradient of a loss is rank-local even if the loss is averaged over
+ranks. So each rank takes a different step, and the replicas drift apart.
 """
 
 from __future__ import annotations
@@ -273,8 +276,8 @@ def _is_literal(atom: compat.Atom) -> bool:
     return isinstance(atom, compat.Literal)
 
 
-# In optax, `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second
-# branch contains nothing of the step except the optimizer. So if there's an exchange in this
+# In optax, `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The only part
+# of the user's step that's in the second branch is the optimizer. So if there's an exchange in this
 # branch, it's the optimizer that makes it.
 _UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*\(MultiSteps\.update\)$")
 _DO_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*_do_update\)$")

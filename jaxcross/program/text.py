@@ -12,8 +12,9 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment, itemsize
 def parse(text: str) -> Program:
     """Parses the text of `Program.text()`, so that `parse(p.text()).text() == p.text()`.
 
-    The text doesn't contain the program's equations. Its numbers and the lengths of its lines are
-    limited, because a damaged text could otherwise make us allocate huge amounts of memory.
+    The text doesn't contain the program's equations, so a parsed program can't be compiled. We
+    limit the numbers in the text and the lengths of its lines, because a damaged text could
+    otherwise make us allocate huge amounts of memory.
 
     Raises:
         ValueError: A line can't be parsed; the message quotes it.
@@ -67,8 +68,8 @@ def parse(text: str) -> Program:
     )
 
 
-# No program comes close to these limits. We check the numbers and line lengths of a text against
-# them before we allocate anything of that size.
+# No real program comes close to these limits, which protect us from damaged texts: we check a
+# text's numbers and line lengths before we allocate anything of that size.
 _MOST_VALUES = 1_000_000
 _LONGEST_LINE = 1_000_000
 _NOT_UNDERSTOOD = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -106,8 +107,8 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
 
 
 _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-# The regex must be able to match a quoted name in only one way. Otherwise, it would try all
-# combinations if a line contains many quoted names.
+# There must be only one way in which this regex can match a quoted name. Otherwise, matching a line
+# with many quoted names could take forever, because all combinations would be tried.
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(

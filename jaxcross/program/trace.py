@@ -103,8 +103,9 @@ class Traced:
     def own_consts(self) -> tuple[Any, ...]:
         """Returns copies of `consts`, made once for all cuts and variants. Waits for them.
 
-        If a constant is a NumPy array, the user may write to its memory at any time. JAX may use
-        the same memory, or may not have read it yet, so we make copies.
+        If a constant is a NumPy array, the user may write to it at any time. JAX may use the same
+        memory, or may not have read it yet, so such a write could change what the step computes.
+        That's why we make copies.
         """
         for x in self.consts:
             if id(x) not in self._own:
@@ -134,7 +135,7 @@ def trace(
 
     Args:
         step: Any function that JAX can trace, jitted or not.
-        args: Positional arguments: arrays, `jax.ShapeDtypeStruct`s or pytrees of them.
+        args: Positional arguments: arrays, `jax.ShapeDtypeStruct` objects, or pytrees of these.
         kwargs: Keyword arguments, likewise.
         axes: Axis name -> size.
         wire: Recognises exchanges.
@@ -284,8 +285,8 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
 
 
 def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
-    # Repeat the choices that have been made so far. The first conditional after these is the
-    # undecided one.
+    # First repeat the choices of branches that have been made so far. The first conditional after
+    # these is the undecided one.
     remaining = list(choices)
     found = []
 
@@ -331,10 +332,10 @@ _SOLVER = "custom_linear_solve"
 def _call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
     """Replaces linear solvers whose operator exchanges by plain calls, even inside loops.
 
-    JAX's solvers `cg`, `gmres` and `bicgstab` use `custom_linear_solve`, an equation that contains
-    the operator, its transpose and two solvers. All of these are needed only to differentiate the
-    equation, and by the time we get the jaxpr, that has already happened. What runs in a step is
-    just the solver, so we replace the equation by a call of it.
+    JAX's solvers `cg`, `gmres` and `bicgstab` use `custom_linear_solve`. This equation contains
+    four functions: the operator, its transpose and two solvers. JAX needs all of them to
+    differentiate the equation, but by the time we get the jaxpr, that has already happened. A step
+    then only runs one solver, so we replace the equation by a call of it.
 
     Args:
         jaxpr: Closed or open.

@@ -18,13 +18,14 @@ these rules:
 - An exchange ends the paths as well, but separately for each operand and its result.
 - A call is transparent, and a `cond` gives the union over its branches.
 
-In addition, each mark contains one hash of everything in its direction (`Mark.exact`). Shapes and
-the values of constants don't affect a mark, because they may differ on a rank whose batch is short.
-The exception is `Mark.placed`: some exchanges differ only in a constant factor, or in the part of
-an array that they're for.
+In addition, each mark contains a single hash of all equations in its direction (`Mark.exact`).
+Shapes and the values of constants don't affect a mark, because they may differ on a rank whose
+batch is short. Only `Mark.placed` depends on them, because some exchanges differ only in a constant
+factor, or in the part of an array that they're for.
 
-We visit each equation twice and limit the size of the sets, so the cost is linear in the number of
-equations. If a function is called several times, each call counts separately.
+We visit each equation twice, once in each direction, and limit the size of the sets. So the cost is
+linear in the number of equations. If a function is called several times, each call counts
+separately.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from jaxcross._pytree import TreeDef
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
-# These equations only change the layout of an array. As in an elementwise equation, each element of
-# their result comes from single elements of their operands.
+# These equations only change the layout of an array. We treat them like elementwise equations,
+# because each element of their result also comes from single elements of their operands.
 _LAYOUT = frozenset(
     [
         "bitcast_convert_type",
@@ -95,8 +96,8 @@ _FUNCTIONS = frozenset(
 )
 _ELEMENTWISE = (EXACT - {"argmax", "iota"}) | ARITHMETIC | _LAYOUT | _FUNCTIONS
 
-# If a set of hashes has more members than this, we keep only its smallest members. Otherwise, the
-# cost of a union would grow with the number of leaves.
+# We limit the size of a set of hashes to this number, by keeping only the smallest hashes.
+# Otherwise, the cost of a union would grow with the number of leaves.
 _KEPT = 32
 _BITS = 2**64 - 1
 
@@ -154,8 +155,9 @@ class Scope:
 def marked(traced: Traced) -> Scope:
     """Marks all variables of a traced step. Doesn't wait or communicate.
 
-    If the steps of several ranks compute the same, their marks are identical, in whatever order the
-    ranks have traced their equations. Except for `Mark.placed`, their shapes don't matter either.
+    If the steps of several ranks compute the same, their values get the same marks, even if the
+    ranks have traced the equations in different orders. The arrays may even have different shapes,
+    which only affect `Mark.placed`.
     """
     inputs = [_mark_of(leaf) for leaf in leaf_hashes(traced.in_tree)]
     scope = _origins(traced, traced.jaxpr, [*(_CONSTANT for _ in traced.consts), *inputs])
@@ -170,8 +172,8 @@ def _mark_of(leaf: int) -> Mark:
 def leaf_hashes(tree: TreeDef) -> list[int]:
     """Returns a hash of the path to each leaf.
 
-    An index in a tuple or list is hashed together with the length of that tuple or list. Otherwise,
-    two leaves with the same index would have equal hashes, although the same index may mean
+    The path to a leaf consists of keys of dictionaries, and of indices in tuples and lists. We hash
+    each index together with the length of its tuple or list, because the same index may mean
     something else in a sequence of a different length.
     """
     return list(_leaf_hashes(tree, 0))
@@ -225,9 +227,9 @@ def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope
 def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
     """Yields the jaxprs inside an equation.
 
-    Each jaxpr inside the equation comes with the indices of the operands that it takes, or with an
-    empty sequence if we can't tell. A flag says whether its results are the results of the
-    equation.
+    Each jaxpr comes with the indices of those operands of the equation that it takes, or with an
+    empty sequence if we can't tell. It also comes with a flag that says whether its results are the
+    results of the equation.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -238,8 +240,8 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
         if name == "cond":
             given = given[1:]
         elif name == "while":
-            # The operands of a `while` are those of its predicate alone, those of its body alone,
-            # and then the carry, which both of them read.
+            # A `while` has three groups of operands. The first are read only by its predicate, the
+            # second only by its body. The third is the carry, which both of them read.
             ahead = params["cond_nconsts"]
             both = ahead + params["body_nconsts"]
             returns = sub is not params["cond_jaxpr"]
@@ -280,8 +282,9 @@ def _made(
         ]
     if _is_parallel(traced, eqn):
         return [_exchanged(name, o) for o in operands]
-    # Paths end at any other equation. Its results are marked with a hash of its operands' marks,
-    # and of the marks inside it, if it contains jaxprs.
+    # At any other equation, e.g. a matrix product, the paths from the leaves end. We mark its
+    # results with a hash of its name and its operands' marks. If the equation contains jaxprs, the
+    # marks inside them go into the hash as well.
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
@@ -325,8 +328,8 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
         if not isinstance(atom, compat.Literal):
             known = scope.uses.get(atom)
             if known is not None:
-                # Ranks may trace a value's readers in different orders, so combine their hashes by
-                # a sum, in which the order doesn't matter.
+                # Several equations may read one value, and ranks may trace these in different
+                # orders. So we combine their hashes by a sum, in which the order doesn't matter.
                 mark = _merged((known, mark), (known.exact + mark.exact) & _BITS)
             scope.uses[atom] = mark
 
@@ -424,8 +427,9 @@ def _smallest(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*one, *other})[:_KEPT]) if one else other
 
 
-# The functions below describe, as text, which part of an array an equation reads or writes, and any
-# constant factor. We need these texts to distinguish exchanges of different parts of one array.
+# Two exchanges may differ only in the part of an array that they exchange, or in a constant factor.
+# To tell them apart, the functions below describe as text which part of an array an equation reads
+# or writes, or by which constant it multiplies.
 _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 
 
