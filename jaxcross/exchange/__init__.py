@@ -1,7 +1,8 @@
 """Exchange strategies: optax transformations written only with named-axis collectives.
 
-Creating a strategy and calling its `init` never communicate. Only `update` does, and some
-strategies communicate only on every k-th step, so all ranks must call `update` on the same step.
+Creating a strategy and calling its `init` never communicate; only `update` does. An exchange needs
+all ranks, so all of them must call `update` on the same steps. This includes the strategies that
+communicate only on every k-th step.
 
 Every strategy checks its axes before the first exchange. It raises a `ValueError` if an axis is
 named twice, or if you name several axes for a strategy that works over a single one. While jaxcross
@@ -9,14 +10,15 @@ traces a step, a strategy also raises if it's given a leaf that another strategy
 exchanged over the same axis. `lars`, `lamb` and `scale_by_trust_ratio` are exempt from that last
 check: they only exchange trust ratios, and have to come after an exchange of the gradients.
 
-You pass the axes of an exchange as a single name or as a tuple of names. In some strategies, the
-two axes have different roles: one counts the nodes, and the other counts the ranks within a node.
-The outer axis then comes first, as in `adasum(("node", "local"))`.
+The first argument of most strategies names the axes whose ranks take part in the exchange, as a
+single name or as a tuple of names. Usually, the ranks of several axes are treated as one group. In
+some strategies, two axes have different roles: the outer one, which comes first, counts the nodes,
+and the inner one counts the ranks within a node, as in `adasum(("node", "local"))`.
 
-A strategy only decides what is exchanged. The `wire` package carries out the exchange, and the
-`interleave` package decides when it runs. Most strategies have a file of the same name. The
-exceptions are `bounded_stale` and `asynchronous`, which share the file `staleness`, and `lars` and
-`lamb`, which share `parallel_norms`. The remaining files are helpers:
+The strategies only decide what is exchanged. The messages themselves are sent by the `wire`
+package, and the `interleave` package decides when. Most strategies have a file of the same name.
+The exceptions are `bounded_stale` and `asynchronous`, which share the file `staleness`, and `lars`
+and `lamb`, which share `parallel_norms`. The remaining files are helpers:
 
 collectives     sums, rings and trees of hops over one axis
 layouts         leaves as even blocks, vectors, fragments or chunks

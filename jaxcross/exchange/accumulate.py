@@ -56,13 +56,14 @@ def accumulate(
     ```
 
     Batches may contain different numbers of tokens, e.g. because of padding. If you pass each
-    batch's token count to `update` as `weight`, the mean is over all tokens of these batches, so
-    every token counts the same. The inner optimizer receives the sum of the weights as its own
-    `weight`, so that `jaxcross.exchange.mean` can weight this rank accordingly.
+    batch's token count to `update` as its `weight` argument, the mean is over all tokens of these
+    batches, so every token counts the same. The inner optimizer receives the sum of these weights
+    in turn. So if it contains a mean over ranks (`jaxcross.exchange.mean`), that mean counts every
+    token the same, too.
 
-    The sum of the gradients is rank-local, so save it separately for each rank. After every
-    optimizer step it's reset to zero, even if it has become NaN or infinite, so a non-finite
-    gradient doesn't carry over into the next sum. Deterministic.
+    Each rank adds up its own gradients, so a checkpoint must store this sum separately for each
+    rank. After every optimizer step, the sum is reset to zero. This happens even if it has become
+    NaN or infinite, so that one bad gradient doesn't spoil all later sums. Deterministic.
 
     Args:
         optimizer: Any optax transformation, including exchanges. It receives the `params` and extra
@@ -112,8 +113,9 @@ def accumulate(
         mine = as_weight(1 if weight is None else weight, "`accumulate`")
         terms = updates if weight is None else weighed(updates, mine, "`accumulate`")
         total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, terms)
-        # Divide by the weight that the sum actually contains, rather than by `every`. The two
-        # differ if a restart has changed `every` in the middle of a round.
+        # Divide by the total weight of the gradients that were actually added, rather than by
+        # `every`. The two differ if a job is restarted with a different `every` while some
+        # gradients are already in the sum.
         weights = (state.weight + mine).astype(jnp.float32)
         mini_step = next_in_round(state.mini_step, every)
 

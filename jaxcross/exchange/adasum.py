@@ -1,11 +1,13 @@
 """Adasum: averages gradients that point the same way and adds gradients that are orthogonal.
 
-Each layer is combined on its own, with the operator `A(a, b)` that the docstring of `adasum`
-defines, applied over a binary tree of ranks. We evaluate the tree by vector halving and distance
-doubling: at level *l*, a rank and its neighbour `rank XOR 2^l` combine two vectors, and each of
-them keeps one half of the result. The operator needs dot products of whole vectors. So the ranks
-compute dot products of their halves, and sum these over the `2^(l+1)` ranks that together hold the
-two vectors.
+Each layer is combined by itself. The operator `A(a, b)`, which the docstring of `adasum` defines,
+first combines the vectors of pairs of ranks, then the results of pairs of pairs, and so on, as in a
+binary tree.
+
+We evaluate this tree by vector halving and distance doubling. At level *l*, a rank and its partner
+`rank XOR 2^l` combine two vectors, and each of them keeps one half of the result. The operator
+needs dot products of whole vectors, though. So each rank computes the dot products of its half, and
+these are summed over the `2^(l+1)` ranks that together hold the two vectors.
 """
 
 from __future__ import annotations
@@ -70,8 +72,9 @@ def adasum(
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Maleki et al., arXiv 2006.02924, section 3 (the operator) and algorithm 1 (its
-    evaluation). We've added two things: ranks beyond a power of two are folded in, and dot products
-    are scaled so that they don't overflow or underflow.
+    evaluation). We've added two things. If the number of ranks isn't a power of two, the extra
+    ranks are combined with a partner first. And dot products are scaled, so that they neither
+    overflow nor underflow.
     """
     outer, *inner = collectives.axis_names(axes)
 
@@ -162,10 +165,10 @@ def _over_ranks(
         got = collectives.swap(given, axis, 1 << level, ranks=base)
 
         def of_group(own: jax.Array, level: int = level) -> jax.Array:
-            # We only need the statistics of this rank's group, which consists of neighbouring
-            # ranks. But `vmap` doesn't support collectives over groups, so we gather from all ranks
-            # and pick out the group's rows. That's cheap, because there are only a few numbers per
-            # layer.
+            # The dot products of two vectors are spread over the ranks that hold parts of these
+            # vectors, which are a group of neighbouring ranks. `vmap` doesn't support collectives
+            # within groups of ranks, so we gather the partial dot products of all ranks, and pick
+            # out the group's rows. That's cheap, because it's only a few numbers per layer.
             everybody = collectives.gather(own, (axis, *inner)).reshape(ranks, -1, *own.shape)
             group = jax.lax.dynamic_slice_in_dim(
                 everybody, rank >> (level + 1) << (level + 1), 2 << level
@@ -188,9 +191,8 @@ def _combine(
 ) -> jax.Array:
     """Returns this rank's part of A(a, b).
 
-    `gather` collects the statistics of all parts of the two vectors, one row per rank.
-
-    `gather` collects the statistics of all parts, one row per rank.
+    The two vectors are spread over several ranks. `gather` collects the statistics of all their
+    parts, one row per rank.
     """
     layer = np.repeat(np.arange(len(counts)), counts)
 
@@ -216,14 +218,16 @@ def _combine(
     ab = (part_a * part_b * rows[:, 2]).sum(0)
     aa = (part_a**2 * rows[:, 3]).sum(0)
     bb = (part_b**2 * rows[:, 4]).sum(0)
-    # The factor a.b / 2|a|^2 by itself could overflow if a is tiny and b is huge. Its product with
-    # a can't, because that's at most as large as b. So we compute the product from the scaled
-    # vectors, and multiply by b's scale last.
+    # Adasum's formula subtracts from a vector a the term (a.b / 2|a|^2) a. The factor in
+    # parentheses could overflow if a is tiny and b is huge, but its product with a can't, because
+    # that's never longer than b. So we compute the product from vectors that are scaled to a
+    # moderate size, and multiply it by b's scale at the end.
     common_a = spread(_ratio(ab, aa)) * (a / spread(top_a)) * spread(top_b)
     common_b = spread(_ratio(ab, bb)) * (b / spread(top_b)) * spread(top_a)
-    # The sum `a + b` could overflow, so we subtract first. Subtracting half of a's own component
-    # along b makes a shorter, and the same goes for b. These are the terms of the formula, only
-    # grouped differently.
+    # In all, the formula has four terms: a, b, and minus half of each vector's projection on the
+    # other. Adding a and b first could overflow. So from a, we first subtract half of its
+    # projection on b, which can only make it shorter. The same goes for b. Only then do we add the
+    # two differences.
     return (a - common_b) + (b - common_a)
 
 

@@ -1,7 +1,7 @@
 """Arithmetic on updates and parameters: moves, means over ranks, weights, and types.
 
-Weights are used for means over tokens or examples, whose numbers may differ between ranks (in
-`mean`) or between batches (in `accumulate`).
+With weights, a mean counts every token or example the same, even if their numbers differ between
+ranks (in `mean`) or between batches (in `accumulate`).
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typi
 def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns a leaf marked as varying over all axes that `old` varies over.
 
-    With `shard_map(check_vma=True)`, JAX tracks the axes over which a value varies. A mean over
-    ranks is the same on all of them, so it doesn't vary. But the field of a state that it's written
-    to holds a rank's own values and does vary, so the mean has to be marked as varying first.
-    Without that check, this is a no-op.
+    With `shard_map(check_vma=True)`, JAX tracks over which axes a value varies. A mean over ranks
+    is the same on all of them, so it doesn't vary. But we may store it in a field of the state that
+    so far held a rank's own values, and JAX requires that field to vary as before. So we mark the
+    mean as varying first. Without that check, this is a no-op.
     """
     before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
     axes = () if before is None or after is None else tuple(before.varying - after.varying)
@@ -80,9 +80,9 @@ def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
 def product(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """Returns the matrix product in full float32.
 
-    By default, GPUs round the factors of a matrix product to ten bits. This isn't accurate enough
-    for our exchanges: a transform would no longer be orthonormal, and a residual would be rounded
-    differently from the update that it belongs to.
+    By default, GPUs round the factors of a matrix product to ten mantissa bits (TF32). This isn't
+    accurate enough for our exchanges. A cosine transform would no longer be orthonormal, and an
+    error-feedback residual would no longer be exactly what the update leaves out.
     """
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
@@ -108,8 +108,9 @@ def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
 def weighed(updates: optax.Updates, weight: jax.Array, what: str) -> optax.Updates:
     """Returns each update multiplied by the weight, in float32 or wider.
 
-    If the weight is 0, the result is zero, whatever the update is. A gradient that is averaged over
-    no tokens is often NaN, and multiplying NaN by 0 would give NaN again.
+    If the weight is 0, the result is zero, whatever the update is. A rank without any tokens has
+    weight 0, but its mean gradient is often NaN. Multiplying NaN by 0 would give NaN again, and
+    would spoil the mean over all ranks.
 
     Raises:
         ValueError: In `shard_map(check_vma=True)`, if JAX has already summed the updates over ranks

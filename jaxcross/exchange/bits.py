@@ -72,9 +72,10 @@ class Packed(NamedTuple):
 def quantise(x: jax.Array, bits: int) -> Packed:
     """Rounds each element of a float32 vector to an integer multiple of its block's unit.
 
-    The vector's length must be a multiple of `BLOCK`. The element with the largest magnitude in a
-    block is mapped to 127 units at 8 bits, or to 7 units at 4 bits. Rounding changes an element by
-    at most half a unit, which is 1/254 or 1/14 of that largest magnitude.
+    The vector is divided into blocks of `BLOCK` elements, so its length must be a multiple of that.
+    Each block has its own unit, i.e. a float32 scale. The block's largest magnitude is 127 units at
+    8 bits, or 7 units at 4 bits. Rounding changes an element by at most half a unit, which is 1/254
+    or 1/14 of that largest magnitude.
     """
     levels = 2 ** (bits - 1) - 1
     blocks = x.reshape(x.size // BLOCK, BLOCK)
@@ -110,8 +111,8 @@ def quantised_mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> ja
     def add(rank: jax.Array, total: jax.Array) -> jax.Array:
         return total + dequantise(Packed(every.codes[rank], every.units[rank]), bits)
 
-    # Start the loop with the first rank's vector rather than with zeros. To
-    # `shard_map(check_vma=True)`, zeros are identical on every rank, so it would reject a loop that
-    # makes them differ between ranks.
+    # The loop's sum starts with the first rank's vector rather than with zeros. Under
+    # `shard_map(check_vma=True)`, JAX treats zeros as identical on all ranks, and it rejects a loop
+    # whose sum is identical on all ranks before the first iteration but not after it.
     first = dequantise(Packed(every.codes[0], every.units[0]), bits)
     return jax.lax.fori_loop(1, ranks, add, first) / ranks

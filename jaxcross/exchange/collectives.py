@@ -1,8 +1,11 @@
 """Sums, rings and trees over one named axis, from `ppermute`, `all_gather` and `all_to_all`.
 
-Every permutation includes all ranks, because `vmap` can't run a `ppermute` that leaves out a rank.
-If a rank has nothing to send in a hop, it sends to itself, which costs nothing. Loops over ranks
-are unrolled, because an exchange inside a `scan` can't overlap with anything.
+The permutations that we pass to `ppermute` always include all ranks, because under `vmap`, JAX
+can't run a permutation that leaves out a rank. A rank that has nothing to send therefore sends to
+itself, which costs nothing.
+
+Loops over ranks are unrolled in Python rather than written as a `scan`. The reason is that an
+exchange inside a `scan` can't run at the same time as computation outside of it.
 """
 
 from __future__ import annotations
@@ -75,9 +78,10 @@ def is_power_of_two(size: int) -> bool:
 def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
     """Clips finite values to the largest number of a narrower type, or to `times` that number.
 
-    Without clipping, large values would become infinite in the narrower type, and an infinity in a
-    residual would stay there forever. Values that are already infinite or NaN are kept, so that
-    they stay visible.
+    A value beyond the narrower type's range would become infinite when it's converted. If an
+    infinity then got into an error-feedback residual, it would stay there forever. So we replace
+    such a value by the largest number of the type. Values that are already infinite or NaN are
+    kept, because they show that training has gone wrong.
     """
     largest = times * float(jnp.finfo(dtype).max)
     if largest >= float(jnp.finfo(values.dtype).max):
@@ -88,10 +92,11 @@ def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
 def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds `x` to its type on the wire, for values that are sent and also used on this rank.
 
-    The result is bitwise the same as that of `x.astype(dtype)`. We can't rely on a plain
-    conversion, though. If a value is converted to a narrow type and back again, XLA may eliminate
-    both conversions, as it does on GPUs (`xla_allow_excess_precision`). This rank would then
-    continue with the unrounded value, which no other rank has received.
+    If a rank sends a value and also uses it, it must use exactly what the other ranks receive. A
+    plain conversion, `x.astype(dtype)`, gives the same bits as this function, but we can't rely on
+    it. If a value is converted to a narrow type and back again, XLA may remove both conversions, as
+    it does on GPUs (`xla_allow_excess_precision`). The rank would then continue with the unrounded
+    value.
     """
     if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
         return x.astype(dtype)
@@ -99,15 +104,16 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     own = jnp.finfo(x.dtype)
     if info.nmant >= own.nmant:
         return x.astype(dtype)
-    # The range of some 8-bit types isn't what you'd expect from their number of exponent bits. For
-    # these types, we only round the mantissa here, and leave numbers that are too large to the
-    # conversion at the end.
+    # Some 8-bit floating-point types have a different range than their number of exponent bits
+    # suggests, so we can't have `reduce_precision` limit the exponent. For these types, it only
+    # rounds the mantissa, and the conversion at the end takes care of numbers that are too large.
     half = 1 << (info.nexp - 1)
     exponent = info.nexp if (info.minexp, info.maxexp) == (2 - half, half) else own.nexp
     rounded = jax.lax.reduce_precision(x, exponent, info.nmant)
     if info.nexp < own.nexp:
-        # `reduce_precision` doesn't support subnormal numbers, so we round these ourselves: a
-        # type's subnormals are the multiples of its smallest one.
+        # `reduce_precision` doesn't support subnormal numbers (the tiny ones below a type's normal
+        # range). We round these ourselves, to multiples of the smallest subnormal number of the
+        # type.
         tiny = float(info.tiny)
         step = tiny * 2.0**-info.nmant
         multiple = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
@@ -134,9 +140,10 @@ def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = N
 def fold(x: Arrays, axis_name: Hashable) -> Arrays:
     """Exchanges the arrays of ranks `r` and `r + 2^L`, with 2^L the largest power of two up to P.
 
-    Halving and doubling need a power of two of ranks. If there are more, this permutation first
-    sends the data of the ranks beyond 2^L to their partners, and afterwards sends them the result.
-    Ranks without a partner keep their arrays.
+    Recursive halving and doubling need a power of two of ranks. If there are more, each rank beyond
+    the largest power of two, 2^L, first sends its data to a partner among the others. At the end,
+    it receives the result from its partner. This permutation serves both purposes. Ranks without a
+    partner keep their arrays.
     """
     size = jax.lax.axis_size(axis_name)
     base = 1 << (size.bit_length() - 1)
@@ -179,9 +186,13 @@ def ring_sum(
 ) -> jax.Array:
     """Sums a vector over ranks by a ring: P-1 hops that reduce and P-1 hops that gather.
 
-    Each hop sends 1/P of the vector. Every block is summed once, on its way around the ring, and
-    the finished sum is then copied to all ranks, so the result is bitwise identical everywhere.
-    Different blocks start at different ranks, so their terms are added in different orders.
+    The vector is cut into P blocks, and in each hop, a rank sends one block to its neighbour in the
+    ring. In the first half of the hops, every block visits all ranks, each of which adds its own
+    term. In the second half, the finished sums are copied to all ranks, so the result is bitwise
+    identical everywhere.
+
+    Blocks start at different ranks, so the order in which the ranks' terms are added differs from
+    block to block.
 
     Args:
         x: A vector whose length is a multiple of the number of ranks.
@@ -204,8 +215,9 @@ def ring_sum(
         moving = jax.lax.ppermute(round_for_wire(moving, wire), axis_name, ring).astype(
             x.dtype
         ) + block(rank - hop)
-    # This rank now holds the finished sum of block `rank + 1`. We round the sum before it's sent
-    # around, so that this rank continues with the same bits as the ranks that receive it.
+    # The first half of the hops is done, and this rank holds the finished sum of block `rank + 1`.
+    # The other ranks will receive this sum rounded to the wire type. So we round it here, before
+    # it's sent, so that this rank continues with the same bits as the others.
     moving = round_for_wire(moving, wire)
     out = jnp.zeros_like(blocks, dtype=wire)
     for hop in range(size):
@@ -219,9 +231,10 @@ def sum_scatter(
 ) -> jax.Array:
     """Returns this rank's block of the sum of a vector over ranks, added in rank order.
 
-    The vector's length must be a multiple of the number of ranks. We use an all-to-all followed by
-    a local sum, which is what a reduce-scatter over MPI amounts to anyway. `lax.psum_scatter` isn't
-    an option, because it scatters the wrong dimension under two nested `vmap`s.
+    The vector's length must be a multiple of the number of ranks. Instead of a reduce-scatter, we
+    use an all-to-all followed by a local sum, because that's what a reduce-scatter over MPI amounts
+    to anyway. `lax.psum_scatter` isn't an option, because under two nested `vmap`s, it scatters the
+    wrong dimension.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -242,8 +255,8 @@ def sum_rows(x: jax.Array) -> jax.Array:
 def gather(x: jax.Array, axes: Hashable | tuple[Hashable, ...]) -> jax.Array:
     """Gathers every rank's `x` along a new first axis.
 
-    If there are several axes, the last one varies fastest. With no axes, this only adds the new
-    axis.
+    If there are several axes, the last one varies fastest along the new axis. With no axes, the new
+    axis has length 1.
     """
     rows = x[None]
     # Gather over one axis after the other, because `vmap` can't gather over two at once.

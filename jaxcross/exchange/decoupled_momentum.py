@@ -1,9 +1,10 @@
 """Decoupled momentum (DeMo): each rank keeps its own momentum and sends its largest frequencies.
 
-Ranks exchange no gradients. Each rank keeps a momentum of its own, and sends the part of it that a
-few DCT coefficients capture. What a rank has sent is subtracted from its momentum. The rest stays
-in the momentum and can be sent on a later step, so the momentum doubles as the residual of an error
-feedback.
+Instead of gradients, the ranks exchange parts of their momenta. Each rank keeps its own momentum,
+transforms it by a discrete cosine transform (DCT), and sends only the few largest coefficients.
+
+What a rank has sent is subtracted from its momentum. The rest stays there and can be sent on a
+later step, so nothing is lost. The momentum thus doubles as the residual of an error feedback.
 """
 
 from __future__ import annotations
@@ -55,14 +56,16 @@ def decoupled_momentum(
 
     Each rank adds its gradient to `decay` times its momentum. To choose what to send, we treat a
     leaf as a matrix, with the leaf's last dimension as columns and all others together as rows, and
-    cut it into tiles of at most `chunk` by `chunk` elements. An orthonormal DCT-II along both sides
-    transforms each tile. The k largest coefficients of each tile are sent, averaged over all ranks,
-    and transformed back. What a rank has sent is removed from its momentum, so the momentum also
-    holds the compression error.
+    cut it into tiles of at most `chunk` by `chunk` elements. Each tile is transformed by an
+    orthonormal DCT-II along both sides.
 
-    We store the momentum as coefficients rather than as elements. The transform is linear, so this
-    is the same update rule, but a coefficient that was sent becomes exactly zero, and a step needs
-    one inverse transform instead of two.
+    The k largest coefficients of each tile are sent, averaged over all ranks, and transformed back
+    into an update. What a rank has sent is removed from its momentum, so the momentum also holds
+    the compression error.
+
+    The state stores the momentum's DCT coefficients rather than its elements. The transform is
+    linear, so the update rule is the same. But this way, a coefficient that was sent becomes
+    exactly zero, and a step needs only one inverse transform instead of two.
 
     Updates are the same on every rank. Momenta are rank-local, so save them per rank.
     Deterministic.
@@ -101,9 +104,9 @@ def decoupled_momentum(
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: after Peng et al., DeMo: Decoupled momentum optimization, arXiv 2411.19870, and the
-    authors' code. Theirs differs from ours in three ways: the momentum includes the learning rate,
-    vectors are compressed too, and a coefficient is averaged only over those ranks that have sent
-    it.
+    authors' code. Their code differs from ours in three ways: its momentum includes the learning
+    rate, it also compresses vectors, and it averages a coefficient only over the ranks that have
+    sent it, whereas we divide by the number of all ranks.
     """
     density = sparse.check_density(density)
     kept = part_kept(decay, "`decoupled_momentum`", "momentum")

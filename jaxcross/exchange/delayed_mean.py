@@ -1,8 +1,9 @@
 """Delayed mean: synchronous data parallelism whose exchange overlaps with the next step.
 
-A plain mean has to wait for this step's gradients. Here each step exchanges the previous step's
-gradients instead, which are already in the state when the step begins, so the exchange can run
-while the step computes. The price is a gradient that is one step old.
+Usually, the exchange has to wait until this step's gradients have been computed. Here, each step
+exchanges the previous step's gradients instead. These are already in the optimizer's state when the
+step begins, so the exchange can run while the step computes. The price is a gradient that is one
+step old.
 """
 
 from __future__ import annotations
@@ -39,22 +40,24 @@ def delayed_mean(
 ) -> optax.GradientTransformationExtraArgs:
     """Steps on the mean of the previous step's gradients, and keeps this step's for the next one.
 
-    The exchange depends only on the state, so it's a carried exchange: it's in flight while this
-    step computes. At best, a step takes as long as the longer of the exchange and the computation.
+    The exchange depends only on the optimizer's state rather than on this step's gradients, so it's
+    in flight while the step computes (a carried exchange). At best, a step takes as long as the
+    longer of the exchange and the computation.
+
     The gradient is one step old, because it was computed on the parameters before the last update.
     The first step uses a gradient of zeros. Parameters and the optimizer's state are bitwise
-    identical on every rank, but `pending` is rank-local. Deterministic.
+    identical on every rank, but the gradients that wait for their exchange (`pending`) are
+    rank-local. Deterministic.
 
     ```python
     tx = jaxcross.exchange.delayed_mean(optax.adamw(1e-3), "batch")
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    The result is bitwise identical to that of `asynchronous(delays=1)`. That simulator supports any
-    schedule of delays, so it puts gradients into a queue, and its exchange has to wait until this
-    step's gradient is in the queue. Here, the exchange reads the pending gradients straight from
-    the state. The equivalent without a delay is `optax.chain(jaxcross.exchange.mean(axes),
-    optimizer)`.
+    You get bitwise the same result from `asynchronous(delays=1)`, a simulator for any schedule of
+    delays. But it puts gradients into a queue first, so its exchange has to wait for this step's
+    gradient. Here, the exchange reads the previous gradient straight from the state. The equivalent
+    without a delay is `optax.chain(jaxcross.exchange.mean(axes), optimizer)`.
 
     When a job ends, the gradients of its last step are still pending, and no rank applies them.
 

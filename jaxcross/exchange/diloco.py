@@ -55,18 +55,21 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps per rank, then one `outer` step on the mean of their deltas.
 
-    All ranks begin a round with the same parameters, which we call the anchor. At the end of the
-    round, each rank has arrived at different parameters. With `a` the anchor and `x` a rank's
-    parameters, the outer optimizer then takes one step from the anchor on the pseudo-gradient
-    `mean_over_ranks(a - x)`. The result becomes the next anchor, and every rank continues from it.
-    With `outer=optax.sgd(1.0)`, it's the mean of the parameters, which `local_sgd` computes without
-    storing an anchor.
+    All ranks begin a round, i.e. the steps between two exchanges, with the same parameters, which
+    we call the anchor. At the end of the round, each rank has arrived at different parameters. With
+    `a` the anchor and `x` a rank's parameters, the outer optimizer then takes one step from the
+    anchor on the pseudo-gradient `mean_over_ranks(a - x)`. The result becomes the next anchor, and
+    every rank continues from it.
 
-    Within a round, parameters differ between ranks. After a round, they're equal up to one
-    rounding. The inner optimizer's state is rank-local and never averaged, so it has to be saved
-    per rank, and so do the parameters. The model to evaluate is the anchor (`state.anchor`), which
-    `jaxcross.exchange.finish` returns. All ranks must start with the same parameters.
-    Deterministic.
+    With `outer=optax.sgd(1.0)`, the next anchor is simply the mean of the ranks' parameters, which
+    `local_sgd` computes without storing an anchor.
+
+    During a round, each rank has different parameters. At its end, the parameters become equal, up
+    to one rounding. The inner optimizer's state is never averaged, so it's different on every rank.
+    A checkpoint must store this state and the parameters separately for each rank.
+
+    The model to evaluate is the anchor (`state.anchor`), which `jaxcross.exchange.finish` returns.
+    All ranks must start with the same parameters. Deterministic.
 
     ```python
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -87,8 +90,9 @@ def diloco(
         ValueError: `every` is not a positive whole number, or `inner` or `outer` is not an
             optimizer; or `update` got no `params`.
 
-    Memory in addition to the inner optimizer's: the anchor and the outer optimizer's state. If the
-    outer optimizer has momentum, that's twice the parameters.
+    Memory in addition to the inner optimizer's: the anchor, which is a copy of the parameters, and
+    the outer optimizer's state. If the outer optimizer has momentum, that's twice the parameters in
+    total.
 
     Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
     0 otherwise.

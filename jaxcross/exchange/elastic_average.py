@@ -44,9 +44,11 @@ def elastic_average(
     On an exchange, a rank with parameters `x` and update `u` moves to `x + u - alpha (x - c)`,
     where `c` is the centre, and the centre moves to `c + beta sum_over_ranks(x - c)`. The exchange
     uses the parameters from the start of the step, so it doesn't depend on the step's gradient and
-    can run while the gradient is computed. Each rank explores on its own: parameters and the
-    optimizer's state are rank-local, and the model to evaluate is the centre (`state.centre`).
-    Deterministic.
+    can run while the gradient is computed.
+
+    The ranks explore independently: parameters and the optimizer's state differ between ranks even
+    after an exchange. The model to evaluate is the centre (`state.centre`), which is the same on
+    all of them. Deterministic.
 
     ```python
     tx = jaxcross.exchange.elastic_average(optax.sgd(0.1), "batch", every=4, alpha=0.9 / world.size)
@@ -68,14 +70,14 @@ def elastic_average(
             that product and `alpha` are both 1, so parameters and centre would swap.
 
     Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
-    and 0 on all other steps. With `beta=0`, the centre never moves, so nothing is ever exchanged.
+    and 0 on all other steps. If `beta` is 0, the centre never moves, so the ranks don't exchange
+    anything at all.
 
     Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
     on the same step.
 
-    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4. Our `alpha` is the same
-    as theirs, which they define as eta times rho. Their beta corresponds to our `beta` times the
-    number of ranks.
+    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4. Our `alpha` is their
+    alpha, which they define as eta times rho. Their beta is our `beta` times the number of ranks.
     """
     every = whole_number(every, "every", "`elastic_average`")
     names = axis_names(axes)

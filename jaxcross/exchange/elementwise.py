@@ -1,13 +1,13 @@
 """Checks from an optimizer's jaxpr that it works element by element.
 
-A sharded optimizer steps only a flat 1/P of every leaf on each rank. The result is right only if
-each element of the update depends on nothing but the same element of the gradients, the state and
-the parameters, and on scalars. To check this, we trace the update and follow every value through
-the jaxpr. Each value gets a level, which is higher the more the value may depend on.
+When an optimizer is sharded, each rank runs it on a flat 1/P of every leaf only. The result is
+right only if each element of the update depends on nothing but the same element of the gradients,
+the state and the parameters, and on scalars. To check this, we trace the update and follow every
+value through the jaxpr. Each value gets a level, which is higher the more the value may depend on.
 
-Levels don't detect an optimizer that looks at shapes, e.g. to treat vectors and matrices
-differently: on flat parts, it simply runs other operations, which may well be elementwise. So we
-also trace the update on whole leaves, and require that both traces contain the same operations.
+That doesn't detect optimizers that look at shapes, e.g. to treat vectors and matrices differently.
+Such an optimizer simply runs other operations on flat parts, and these may well be elementwise. So
+we also trace the update on whole leaves, and require that both traces contain the same operations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _ACROSS = re.compile(
 _MOVES = re.compile(
     r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad"
 )
-# Random numbers are drawn for the shape of a rank's part. So every rank would draw the same ones,
-# although the ranks hold different parts of the leaf.
+# Primitives that draw random numbers. The numbers depend only on the key and the shape, so every
+# rank would draw the same numbers for its part of a leaf, although the parts are different.
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
 # Primitives that may differ between a leaf and its flat part, but compute nothing.
@@ -102,18 +102,18 @@ def check_elementwise(
     level, where = _of_updates(
         on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params))
     )
-    # A slice of joined leaves is allowed, because `optax.flatten` splits the vector exactly as it
-    # joined it.
+    # A value may be a slice of a vector into which several leaves were joined (`_CUT`). That's
+    # fine, because `optax.flatten` splits its vector exactly where it joined the leaves.
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on "
             f"{where}. It receives flat parts of the leaves, so a norm, for example, would "
             f"be that of a part. Remedy: {instead}."
         )
-    # An optimizer that looks at shapes passes the check above. For example, a mask by `ndim` takes
-    # flat parts for vectors, and so selects other operations for them than for whole leaves. We
-    # therefore require that whole leaves give the same operations, in the same order and with the
-    # same literals.
+    # The levels don't detect an optimizer that depends on shapes. For example, it may have a mask
+    # that selects matrices by `ndim`. All flat parts are vectors, so the mask selects other
+    # operations for them than for whole leaves. We therefore trace the optimizer on whole leaves as
+    # well, and require the same operations in the same order, with the same literals.
     start = jax.eval_shape(optimizer.init, whole[0] if whole[1] is None else whole[1])
     on_whole = traced(whole[0], start, whole[1])
     for leaf, flat in itertools.zip_longest(
@@ -160,10 +160,10 @@ def _of_updates(
     """Returns the highest level of the new updates, whatever earlier steps put into the state."""
     elements: _Level = (_ELEMENT, "")
     sizes = {math.prod(x.shape) for x in (*updates, *params) if x.ndim}
-    # A scalar in the state may be a step counter, which is harmless, or it may have been computed
-    # from elements. We start by assuming that it's a counter. If the traced update turns out to
-    # compute it from elements, we raise its level and look at the next step. Levels only ever grow,
-    # so this loop ends.
+    # A scalar in the optimizer's state may be a step counter, which is harmless, or a number that
+    # was computed from elements, such as a norm. At first, we assume that it's a counter. If it
+    # turns out that the update computes it from elements, we raise the scalar's level, and go
+    # through the update again. Levels only ever grow, so this loop ends.
     levels = [(_NOTHING, "") if x.ndim == 0 else elements for x in state]
     while True:
         out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params), sizes)
@@ -202,8 +202,10 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
             made = [(_POSITIONS, "`iota`")]
         elif inner:
             if name in _CALLS:
-                # The body's arguments are the last operands, because the first operand of a `cond`
-                # is its index. The results of a `cond` also depend on that index.
+                # If an equation calls another jaxpr, its last operands are that jaxpr's arguments.
+                # A `cond` has an additional operand in front, the index that selects a branch. All
+                # of its results depend on which branch is selected, so their level is at least that
+                # of the index.
                 bodies = [
                     _levels(sub, operands[len(operands) - len(sub.invars) :], sizes)
                     for sub in inner
@@ -211,10 +213,13 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 chosen = operands[0] if name == "cond" else (_NOTHING, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
             else:
-                # Inside a loop, we assume that any value may reach any other, so all results get
-                # the highest level. A kernel has no results: it writes into references instead. So
-                # if its body contains a primitive that combines elements, we assume that whatever
-                # it writes depends on other elements.
+                # We don't follow single values through a loop. We assume that any value may reach
+                # any other, so all results get the highest level of all operands and of all values
+                # that the loop computes.
+                #
+                # A kernel, e.g. from Pallas, has no results, because it writes into references
+                # instead. So if its body combines elements, we assume that everything it writes
+                # depends on other elements.
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
                 written = [
                     (_OTHERS, f"`{n}`")
@@ -224,12 +229,13 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 ]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
         elif highest[0] == _POSITIONS:
-            # A scalar that is computed from positions, e.g. the largest of them, is a number like
-            # any other.
+            # A scalar that is computed from positions, e.g. the largest position, is a number like
+            # any other, because it doesn't belong to any single position.
             made = [highest if _shape(v) else (_NOTHING, "") for v in eqn.outvars]
         elif counted and highest[0] < _OTHERS:
-            # An element is combined with its position, so the update depends on where in the leaf,
-            # or in the rank's part of it, the element is.
+            # This operation combines elements with their positions, e.g. multiplies each element by
+            # its index. In a rank's part of a leaf, positions are counted from 0 again, so the
+            # result would be different from that on the whole leaf.
             made = [(_OTHERS, counted[0][1])] * len(made)
         elif _ELEMENT <= highest[0] < _OTHERS:
             made = [max(highest, (_moved(eqn, operands, v), f"`{name}`")) for v in eqn.outvars]
@@ -247,8 +253,8 @@ def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
     held = [
         (v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT
     ]
-    # If rows of the same length are stacked or separated, each column of the result still holds the
-    # same position of every row. So no element has moved to another position.
+    # Some operations only stack rows of the same length, or separate them. An element then stays in
+    # its column, i.e. at the same position of its row, so this doesn't count as moving it.
     rows = len(_shape(made)) > 1 or len(_shape(eqn.invars[0])) > 1
     rows = rows and all(_shape(v)[-1:] == _shape(made)[-1:] for v, _ in held)
     if rows and name in ("concatenate", "stack", "slice", "split"):
@@ -260,9 +266,9 @@ def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
     if name == "concatenate":
         return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS
     if name in ("slice", "split"):
-        # A slice of several joined leaves may be exactly one of these leaves again, so it gets a
-        # level of its own, which is allowed. A slice of a single leaf isn't, because its elements
-        # are at other positions than they were in the leaf.
+        # `optax.flatten` joins all leaves into one vector, and later slices that into leaves again.
+        # This is allowed, so a slice of joined leaves gets a level of its own. A slice of a single
+        # leaf isn't allowed, because it moves the elements to other positions.
         if _size(eqn.invars[0]) == size:
             return _ELEMENT
         return _CUT if operands[0][0] == _JOINED else _OTHERS

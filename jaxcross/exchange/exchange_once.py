@@ -25,15 +25,17 @@ def exchange_once(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps the strategy `exchange`, called `by`, so that it refuses to exchange leaves again.
 
-    The wrapped strategy raises in three cases. First, if a leaf that it's given is the direct
-    result of another exchange over one of its axes, e.g. because the masks of two strategies in a
-    chain overlap. Second, if it runs inside another strategy's optimizer and exchanges over all of
-    that strategy's axes. Third, if it's passed a `weight` but doesn't use weights (see the `weighs`
-    flag).
+    The wrapped strategy raises an error in three cases:
 
-    Not every repeated exchange is detected. If a leaf is changed after the first exchange, we lose
-    track of it. Means that the step computes itself are allowed, because they may be intentional.
-    The checks run while the step is traced, so they cost nothing at run time.
+    - A leaf that it's given is the direct result of another exchange over one of its axes, e.g.
+      because the masks of two strategies in a chain overlap.
+    - It runs inside another strategy's optimizer, and exchanges over all of that strategy's axes.
+    - It's passed a `weight` but doesn't use weights (see the `weighs` flag).
+
+    Not every repeated exchange is detected. We only recognise a leaf as exchanged as long as it's
+    the very array that the first exchange returned, so we lose track of it once it's scaled, for
+    example. Means that your step computes itself are always allowed, because they may be
+    intentional. The checks run while the step is traced, so they cost nothing at run time.
 
     Raises:
         ValueError: Raised while jaxcross traces the step, i.e. before the first step, and on every

@@ -51,12 +51,14 @@ def federated_average(
     With `x` a participant's parameters and `n` its weight, every rank gets the parameters
     `sum_over_participants(n x) / sum_over_participants(n)`.
 
-    A rank that isn't chosen for a round pauses: its updates are zero and its optimizer's state
-    doesn't change. At the end of the round, it takes the participants' average like every other
-    rank. Ranks are drawn without replacement. The choice depends only on `seed` and the round, and
-    is the same on every rank. Within a round, parameters differ between ranks. After a round,
-    they're equal up to one rounding. The optimizer's state is rank-local. Deterministic. With full
-    participation and equal weights, this is the same as `local_sgd`.
+    If `participation` is below 1, only some of the ranks train in each round. They're drawn without
+    replacement, and the choice depends only on `seed` and the round, so it's the same on every
+    rank. All other ranks pause: their updates are zero and their optimizer states don't change. At
+    the end of the round, every rank takes the participants' average.
+
+    Within a round, parameters differ between ranks. After a round, they're equal up to one
+    rounding. The optimizer's state is rank-local. Deterministic. With full participation and equal
+    weights, this is the same as `local_sgd`.
 
     ```python
     tx = jaxcross.exchange.federated_average(optax.sgd(0.1), "batch", every=20, participation=0.5,
@@ -83,8 +85,8 @@ def federated_average(
     0 on all other steps. Parameters with 16 bits count as float32 here, because they're converted
     to float32 before they're sent.
 
-    Communicates only in `update`, at the end of a round, over its axes. All ranks must call it on
-    the same step.
+    Communicates only in `update`, on the last step of each round, over its axis. All ranks must
+    call `update` on the same step, including those that pause.
 
     Source: McMahan et al., arXiv 1602.05629, algorithm 1.
     """
@@ -113,9 +115,10 @@ def federated_average(
         )
 
     def average(params: optax.Params, share: jax.Array) -> optax.Params:
-        # Keep the terms in float32 until they're all summed. If each rank rounded its term to 16
-        # bits first, the result could be wrong even in the simplest case: if all ranks hold the
-        # same value, the terms wouldn't add up to this value any more.
+        # Each rank multiplies its parameters by its share of the average, and we then add the
+        # products of all ranks. We keep the products in float32 until they're added. If they were
+        # rounded to 16 bits first, even the average of equal values could be wrong, because the
+        # products wouldn't add up to that value any more.
         mine = jax.tree.map(lambda x: (x * share).astype(accumulation_dtype(x.dtype)), params)
         if share_of_ranks < 1:  # 0 times NaN is NaN, which would spoil the average
             mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
@@ -147,8 +150,10 @@ def _shares(
             "Give one per rank."
         )
     samples = np.ones(ranks) if weights is None else np.asarray(weights, np.float64) / max(weights)
-    # However small its weight is, the share of a chosen rank must be representable in float32, and
-    # XLA must not flush it to zero.
+    # A rank's share is its normalised weight in the average of this round, and zero means that the
+    # rank doesn't take part. So we raise tiny weights a little, such that the share of a
+    # participant is always a normal number in float32. Anything smaller might be flushed to zero by
+    # XLA.
     given = jnp.asarray(np.maximum(samples, ranks * np.finfo(np.float32).tiny), jnp.float32)
     if participation < 1:
         chosen = max(1, round(participation * ranks))

@@ -56,9 +56,10 @@ def gossip(
     Rank i replaces its parameters by `sum_j W_ij w_j + u_i`, where `w_j` are the parameters of rank
     j and `u_i` is its own update. The weights `W` are doubly stochastic, so the mean over ranks
     moves as if all ranks were averaged. The exchange doesn't depend on the step's gradient, so it
-    can run while the gradient is computed. Ranks reach consensus only in the limit: parameters and
-    the optimizer's state are rank-local, and the model to evaluate is the mean of the parameters
-    over ranks. Deterministic.
+    can run while the gradient is computed.
+
+    Ranks reach consensus only in the limit, so parameters and the optimizer's state differ between
+    ranks. The model to evaluate is the mean of the parameters over ranks. Deterministic.
 
     ```python
     tx = jaxcross.exchange.gossip(optax.sgd(0.1), "batch", "exponential")
@@ -82,8 +83,8 @@ def gossip(
             trace); or `update` got no `params`.
 
     Bytes received per rank and step, as multiples of the bytes of the parameters: 2 for the ring (1
-    if there are only two ranks), 4 for the torus (1 less for each side that has length 2), 1 for
-    the exponential graph, and `2(P-1)/P` for the complete graph.
+    if there are only two ranks), 4 for the torus (1 less for each side of the grid that has length
+    2), 1 for the exponential graph, and `2(P-1)/P` for the complete graph.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
@@ -113,8 +114,10 @@ def gossip(
         elif len(graph) == 1:
             pulls = _pull(vectors, axis, graph[0])
         else:
-            # We switch on a counter, so that the host can compute the branch in advance and only
-            # one neighbour's parameters are sent.
+            # In an exponential graph, the neighbour changes from step to step, so we have one
+            # branch for each of them. The branch depends on a counter that the host can compute in
+            # advance. The host then runs a program with only this branch, which receives the
+            # parameters of only one neighbour.
             branches = [partial(_pull, axis=axis, hops_of_round=found) for found in graph]
             pulls = jax.lax.switch(state.round, branches, vectors)
         updates = add_moves(updates, back(pulls))
@@ -126,8 +129,8 @@ def gossip(
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
     """Returns the hops of each round; the rounds repeat in this order.
 
-    A rank's own parameters get the remaining weight, i.e. one minus the sum of the weights of all
-    hops.
+    The hops of a round are the messages from a rank's neighbours, each with a weight. The rank's
+    own parameters get the remaining weight, i.e. one minus the sum of these weights.
 
     Raises:
         ValueError: `ranks` cannot form a grid.
@@ -188,8 +191,8 @@ def _pull(
 ) -> list[jax.Array]:
     """Returns this rank's moves in a round.
 
-    The moves are computed from differences, so that ranks with equal parameters stay bitwise
-    identical.
+    A move is how much the parameters change. It's computed from the differences to the neighbours'
+    parameters, so that ranks with equal parameters stay bitwise identical.
     """
     pulls = [jnp.zeros_like(x) for x in vectors]
     for hop in hops_of_round:

@@ -1,8 +1,8 @@
 """Global top-k: a tree over ranks merges sparse gradients, keeping k elements at every hop.
 
-With `top_k`, every rank receives the elements of all other ranks, so the bytes it receives grow
-with P - 1. Here, ranks merge their lists in pairs and keep only the k largest sums at every hop, so
-the bytes only grow with log2(P).
+In a plain top-k exchange (`top_k`), every rank receives the selected elements of all P ranks, so
+the bytes it receives grow with P - 1. Here, ranks merge their lists of elements in pairs, and keep
+only the k largest sums after every merge, so the bytes only grow with log2(P).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from jaxcross.exchange.validation import check_float32, check_state
 class GTopKState(NamedTuple):
     """Number of steps, and each rank's residual: one float32 vector per leaf, as long as the leaf.
 
-    The fields are the same as those of `TopKState` on a flat axis. Nothing reads the step count,
-    but the state needs a second field. NNX turns states into dicts, and a dict whose only key is
-    `residual` couldn't be told apart from parameters that are called `residual`.
+    Nothing reads the step count, but the state needs a second field. NNX turns states into dicts,
+    and a dict whose only key is `residual` couldn't be told apart from parameters that happen to be
+    called `residual`. With a step count, the fields are the same as those of the state of `top_k`
+    on a flat axis.
     """
 
     step: jax.Array
@@ -44,17 +45,20 @@ def gtop_k(
 ) -> optax.GradientTransformation:
     """Averages approximately the k largest elements of all ranks; at most k of D are nonzero.
 
-    Each rank selects its k largest elements. Pairs of ranks then merge their lists of k (value,
-    index) pairs and keep the k largest sums, at log2(P) levels, so the result holds about the k
-    largest elements of the mean of all selections. Updates are the same on every rank, but
-    residuals are rank-local. Deterministic.
+    Each rank selects its k largest elements, as a list of k (value, index) pairs. Then there are
+    log2(P) levels of merging: at each level, two ranks exchange their lists, add them, and keep the
+    k largest sums. In the end, the result holds approximately the k largest elements of the mean of
+    all selections.
 
-    If an element is dropped at any level of the tree, it returns to the residual of each rank that
-    contributed it. So nothing is lost, even if another branch of the tree has kept an element with
-    the same index.
+    Updates are the same on every rank. What a rank hasn't contributed to the result is kept in its
+    own residual and added to its next gradient. Deterministic.
 
-    Bytes received per rank: `8 k log2(P)`, compared with `8 k (P-1)` for `top_k`, plus `2(P-1)/P n`
-    for skipped leaves of n bytes.
+    When two lists are merged, elements that aren't among the k largest are dropped. Each rank that
+    has contributed to a dropped element keeps its own contribution in its residual, so nothing is
+    lost. This holds even if a different branch of the tree has kept an element with the same index.
+
+    Bytes received per rank: `8 k log2(P)` (whereas `top_k` takes `8 k (P-1)`), plus `2(P-1)/P n`
+    for leaves of n bytes that aren't compressed because of `skip`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.gtop_k(0.001, "batch"), optax.sgd(0.1))
@@ -131,8 +135,8 @@ def gtop_k(
         for level in range(size.bit_length() - 1):
             other = collectives.swap((values, indices), axis, 1 << level)
             lower = (rank >> level) & 1 == 0
-            # Both ranks pass the lower rank's list first, so that they add in the same order and
-            # break ties in the same way.
+            # Both partners must get bitwise the same result. So both put the list of the lower rank
+            # first, such that they add in the same order and break ties in the same way.
             first = jax.tree.map(lambda a, b: jnp.where(lower, a, b), (values, indices), other)  # noqa: B023
             second = jax.tree.map(lambda a, b: jnp.where(lower, b, a), (values, indices), other)  # noqa: B023
             values, indices = _merge(first, second, vector.size)
@@ -154,8 +158,9 @@ def _merge(
     order = jnp.argsort(indices, stable=True)
     indices = indices[order]
     values = jnp.concatenate([first[0], second[0]])[order]
-    # An index occurs at most once in each list. If it's in both, we add the two values into its
-    # first occurrence, and turn the second occurrence into an empty slot.
+    # The pairs of both lists are now sorted by index. An index occurs at most once in each list. If
+    # it's in both lists, its two values are now neighbours. We add the second value to the first,
+    # and turn the second one's slot into an empty slot.
     twin = jnp.append(indices[1:] == indices[:-1], False)
     values = values + jnp.where(twin, jnp.append(values[1:], 0), 0)
     second_of_pair = jnp.append(False, twin[:-1])

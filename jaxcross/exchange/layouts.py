@@ -1,29 +1,31 @@
 """How the leaves of a tree are laid out for an exchange.
 
-An exchange works on vectors or rows of equal length, while a model is a tree of leaves of all
-shapes. We need four ways to get from one to the other, because strategies have different
-priorities: static bounds of layers, few messages, little copying, or short indices.
+Exchanges work on vectors, or on rows of equal length, but a model is a tree of arrays (leaves) of
+all shapes. This file contains four ways to get from one to the other, because strategies have
+different priorities: that the bounds of layers are static, that there are few messages, that little
+is copied, or that indices are short.
 
 **Blocks.** We cut every leaf evenly, and row `r` of the result holds the r-th part of *every* leaf.
-Adasum, the sharded optimizer and the hierarchical top-k use this layout. The alternative is to
-concatenate all leaves into one vector and to cut that. But then each rank's share would begin in
-the middle of some layer, and in a different one on each rank. With blocks, all shares have the same
-layout, so layers have static bounds within a share. The price is fewer than `count` elements of
-padding per leaf.
+Adasum, the sharded optimizer and the hierarchical top-k use this layout.
+
+The alternative would be to concatenate all leaves into one vector and to cut that. But then each
+rank's part would begin in the middle of some layer, and in a different one on each rank. With
+blocks, the layers have the same static bounds within every rank's part. The price is fewer than
+`count` elements of padding per leaf.
 
 **Vectors.** We write all leaves into one vector, one after the other, and pad it. This copies the
-whole tree. In return, a ring, a halving or a bit-packing needs a single operation and a single
-message, instead of one per leaf.
+whole tree. In return, operations such as a ring all-reduce or the packing of bits are done once for
+the whole vector, with a single message, rather than once per leaf.
 
-**Fragments.** We imagine that all leaves are concatenated, and cut this vector into even parts. The
-whole vector is never created, because it would be a copy of the tree. Instead, each fragment is a
-vector by itself, so work on one fragment doesn't touch the memory of the others. Streaming DiLoCo
-exchanges one fragment at a time.
+**Fragments.** We imagine that all leaves are concatenated into one vector, and cut this vector into
+even parts, the fragments. The whole vector is never created, because it would be a copy of the
+tree. Each fragment is a vector by itself, so work on one fragment doesn't touch the memory of the
+others. Streaming DiLoCo exchanges one fragment at a time.
 
-**Chunks.** We cut a leaf into chunks of equal length, and every chunk sends the same number of
-elements. This way, no part of a layer is left out because its values are smaller than elsewhere,
-and an index within a chunk needs fewer bits than an index within the leaf. SparseLoCo and decoupled
-momentum use chunks.
+**Chunks.** This layout is for strategies that send only the largest elements (SparseLoCo and
+decoupled momentum). We cut a leaf into chunks of equal length, and send the same number of elements
+from every chunk. This way, a part of a layer still sends something if its values are smaller than
+elsewhere. An index within a chunk also takes fewer bits than an index within the leaf.
 """
 
 from __future__ import annotations
@@ -159,10 +161,10 @@ def ravel_floats(
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
     """Returns the floating-point leaves as one vector per type, and a function to undo that.
 
-    The function puts vectors of the same lengths back into the tree. With one message per element
-    type instead of one per leaf, hops between neighbours take less time, because most of that time
-    is latency. Vectors are padded with zeros to a multiple of `multiple`. Types without any
-    elements get no vector.
+    The returned function converts vectors of the same lengths back into a tree. We join leaves
+    because hops between neighbours are mostly latency, so one message per element type takes less
+    time than one per leaf. Vectors are padded with zeros to a multiple of `multiple`. Types without
+    any elements get no vector.
     """
     leaves, treedef = jax.tree.flatten(tree)
     groups = [
@@ -170,8 +172,8 @@ def ravel_floats(
         for members in group_by_dtype(leaves).values()
         if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
     ]
-    # There's one vector per element type, so that no leaf has to be converted to a wider type,
-    # which would send more bytes.
+    # We make one vector per element type. If all leaves were in a single vector, some of them would
+    # have to be converted to a wider type, which would send more bytes.
     layouts = [vector_layout([leaves[i] for i in members], multiple=multiple) for members in groups]
     vectors = [
         lay.ravel([leaves[i] for i in members])
@@ -244,10 +246,11 @@ class Fragments:
     def parts(self, tree: PyTree, fragment: int) -> list[jax.Array]:
         """Returns the pieces of a fragment of a tree, each in its shape, all in the vectors' type.
 
-        Use this method rather than `take` for work that can be done piece by piece, because
-        building a vector reads and writes all of its memory once more. If a piece is a whole leaf,
-        it keeps the leaf's shape: XLA can write a leaf in place only if the leaf's shape doesn't
-        change on the way.
+        Use this method rather than `take` for work that can be done piece by piece. `take` copies
+        all pieces into one vector, which reads and writes their memory once more.
+
+        If a piece is a whole leaf, it keeps the leaf's shape, because XLA can write a leaf in place
+        only if the leaf's shape doesn't change on the way.
         """
         leaves = jax.tree.leaves(tree)
         return [p.of(leaves[p.leaf]).astype(self.dtype) for p in self.pieces[fragment]]
@@ -269,8 +272,9 @@ class Fragments:
         for piece, part in zip(self.pieces[fragment], parts, strict=True):
             old = leaves[piece.leaf]
             new = part.astype(old.dtype)
-            # If the piece is only a part of the leaf, we write into the leaf's flat form. A whole
-            # leaf is replaced as it is, without a reshape, so that XLA can work in place.
+            # A piece is either a range of a leaf's elements or the whole leaf. We write a range
+            # into the flat form of the leaf. But we replace a whole leaf without any reshape, so
+            # that XLA can work in place.
             if piece.shape != old.shape:
                 new = jax.lax.dynamic_update_slice(old.reshape(-1), new, (piece.start,)).reshape(
                     old.shape
@@ -292,8 +296,9 @@ def cut_fragments(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragmen
     moving = [i for i, x in enumerate(leaves) if is_float(x)]
     shapes = {i: jnp.shape(leaves[i]) for i in moving}
     bounds = [*itertools.accumulate(map(math.prod, shapes.values()), initial=0)]
-    # All fragments have the same width. The last ones may contain fewer elements, or none at all;
-    # their vectors are then mostly padding.
+    # All fragments have vectors of the same length, so we round up the number of elements per
+    # fragment. The last fragments may therefore contain fewer elements, or none at all, and are
+    # padded with zeros.
     share = -(-bounds[-1] // fragments)
     pieces = tuple(_pieces(shapes, bounds, n * share, (n + 1) * share) for n in range(fragments))
     dtype = jnp.result_type(jnp.float32, *(jnp.result_type(leaves[i]) for i in moving))
@@ -326,9 +331,9 @@ def chunk_length(size: int, most: int) -> int:
 
     All chunks are equally long. There are fewer elements of padding than chunks.
     """
-    # First find out how many chunks are needed, then spread the elements evenly over these. With
-    # chunks of exactly `most` elements, the last one could be mostly padding, and would still send
-    # as many elements as the others.
+    # We first compute how many chunks are needed, and then spread the elements evenly over them. If
+    # we made chunks of exactly `most` elements instead, the last one could be mostly padding, but
+    # would still send as many elements as the others.
     return -(-size // max(1, -(-size // most)))
 
 

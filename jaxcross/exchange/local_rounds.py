@@ -1,24 +1,30 @@
 """Rounds of local steps: each rank trains independently, and a merge ends the round.
 
-Six strategies work this way: `local_sgd`, `diloco`, `sparse_loco`, `elastic_average`,
-`federated_average` and `no_loco`. They only differ in how they merge the ranks' parameters, so they
-all use `local_rounds` and supply a merge of their own.
+With six of our strategies, every rank trains by itself for a few steps, and then the ranks'
+parameters are merged: `local_sgd`, `diloco`, `sparse_loco`, `elastic_average`, `federated_average`
+and `no_loco`. They only differ in how they merge, so they all call `local_rounds` and supply a
+merge function of their own.
 
-**Steps that don't exchange.** A step within a round mustn't cost any communication, and not even a
-message to find out whether it's time to merge. So the step branches on a counter in the state. The
-host knows the counter, so it knows the branch before the step begins, and runs a program that
-contains no exchange. If a strategy has several possible merges, as `no_loco` has one for each
-pairing of the ranks, the choice among them must be computed such that the host can follow as well.
+**Steps that don't exchange.** Most steps only train, and mustn't cost any communication, not even a
+message to find out whether it's time to merge. So each step branches on a counter in the state. The
+host can compute the counter, so it knows the branch before the step begins, and runs a program that
+contains no exchange.
+
+Some strategies have several possible merges, e.g. `no_loco` has one for each pairing of the ranks.
+They must choose among these by arithmetic that the host can repeat, so that the host knows the
+choice in advance as well.
 
 **Merging through updates.** An optax transformation returns updates, so a merge can't replace the
 parameters. It returns the difference between the merged parameters and those from before the step.
-Adding a difference rounds, and the parameters from before the step aren't the same on all ranks.
-That's why parameters may differ by one rounding after a merge, even if all ranks have computed the
-same target. Strategies that need a model that is bitwise identical on every rank keep it in the
-state, as an anchor or a centre.
+When optax adds this difference, the sum is rounded. The parameters from before the step differ
+between ranks, so the rounding does, too.
 
-**The end of a job.** A job may end in the middle of a round, when every rank has a model of its
-own. `finish` returns the model that the job should be judged by.
+That's why parameters may differ by one rounding after a merge, even if all ranks have computed the
+same target. Strategies that need a model that is bitwise identical on every rank keep a copy of it
+in the state, called the anchor or the centre.
+
+**The end of a job.** A job may end between two merges, when every rank has its own parameters.
+`finish` returns the parameters that should be evaluated as the result of the job.
 """
 
 from __future__ import annotations
@@ -94,16 +100,16 @@ def local_rounds(
         this_round = begin(state, params)
         updates, inner = optimizer.update(updates, state.inner, params, **extra)
         if this_round.taking_part is not None:
-            # All ranks run the same program, so a rank that pauses computes the local step as well.
-            # We only discard its result.
+            # In federated averaging, some ranks pause for a round. All ranks run the same program,
+            # so a rank that pauses computes the local step as well, and we discard its result here.
             paused = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner = jax.tree.map(
                 partial(jnp.where, this_round.taking_part), (updates, inner), paused
             )
         since = next_in_round(state.since, every)
         counts_rounds = "round" in state._fields
-        # Merges don't get the fields that change on every step. This keeps these out of the
-        # conditional, whose branches only return what a merge may change.
+        # We hide the fields that change on every step from the merge. Otherwise, they'd be results
+        # of the conditional that decides whether to merge, although no branch of it changes them.
         own = state._replace(since=None, inner=None, **({"round": None} if counts_rounds else {}))
         updates, own = _merged(this_round, since, every, updates, params, own)
         if counts_rounds:
@@ -155,8 +161,9 @@ def _merged(
         return updates, state
 
     if this_round.chosen is not None:
-        # A single switch decides both whether to merge and which merge to use. The host can then
-        # compute the branch in advance, and only the chosen merge communicates.
+        # If there are several possible merges, a single `switch` decides both whether to merge on
+        # this step and which merge to use. The host can compute the index of the branch in advance,
+        # and then runs a program in which only the chosen merge communicates.
         branches = [unchanged, *(partial(end, merge) for merge in this_round.merges)]
         return jax.lax.switch(jnp.where(since == 0, this_round.chosen + 1, 0), branches)
     (merge,) = this_round.merges
@@ -195,15 +202,20 @@ def copied(params: optax.Params) -> optax.Params:
 def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     """Returns the model that all ranks agree on, for a job that ended, stopped or was pruned.
 
-    The job may have ended at any step. For `diloco`, `streaming_diloco` and `sparse_loco`, the
-    model is the anchor, so local steps since the last exchange, and anything pending, are dropped.
-    For all other optimizers, the model is the parameters; the gradient that `delayed_mean` still
-    has pending is dropped as well.
+    For optimizers that keep a shared copy of the parameters, called the anchor (`diloco`,
+    `streaming_diloco` and `sparse_loco`), the anchor is the model. If the job has ended between two
+    exchanges, the steps since the last exchange aren't part of the anchor and are dropped.
+    Exchanges that aren't complete are dropped as well.
 
-    With `no_loco`, `gossip` and `elastic_average`, and within a round of `local_sgd`, ranks haven't
-    agreed on a model. The result is then rank-local, and the model to evaluate is the mean over
-    ranks. If you resume the job, you don't need `finish`, because the job simply continues from its
-    state.
+    For all other optimizers, the model is the parameters. With `delayed_mean`, the gradient of the
+    last step hasn't been applied to them yet, and is dropped.
+
+    Some optimizers never make the parameters equal on all ranks (`no_loco`, `gossip` and
+    `elastic_average`), and `local_sgd` and `federated_average` make them equal only at the end of a
+    round. In these cases, every rank gets its own parameters. The model to evaluate is then their
+    mean over ranks or, for `elastic_average`, the centre in its state.
+
+    You don't need `finish` to resume a job, because the job simply continues from its state.
 
     ```python
     model = jaxcross.exchange.finish(state.params, state.opt_state)

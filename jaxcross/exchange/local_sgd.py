@@ -38,10 +38,12 @@ def local_sgd(
 
     Between exchanges, parameters differ between ranks. Right after an exchange, they're equal up to
     one rounding. (If `every` is 1 and all ranks started from the same parameters, they stay bitwise
-    identical.) The optimizer's state is rank-local and never averaged, so it has to be saved per
-    rank, and so do the parameters. Deterministic. With `every=1`, this is synchronous training for
-    SGD with or without momentum, but not for Adam. It corresponds to `diloco` with `optax.sgd(1.0)`
-    as its outer optimizer, but saves the memory for the anchor.
+    identical.) The optimizer's state is never averaged. A checkpoint must store this state and the
+    parameters separately for each rank. Deterministic.
+
+    With `every=1`, this is synchronous training for SGD with or without momentum, but not for Adam.
+    It corresponds to `diloco` with `optax.sgd(1.0)` as its outer optimizer, but saves the memory
+    for the anchor.
 
     ```python
     tx = jaxcross.exchange.local_sgd(optax.sgd(0.1, momentum=0.9), "batch", every=8)

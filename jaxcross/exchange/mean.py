@@ -32,9 +32,9 @@ def mean(
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
     ```
 
-    Ranks may have different numbers of tokens or examples. In that case, pass this rank's number to
-    `update` as `weight`. With g_r the gradient of rank r, which is itself a mean over w_r tokens,
-    the result is sum(w_r g_r) / sum(w_r), i.e. the mean over all tokens:
+    Ranks may have different numbers of tokens or examples. In that case, each rank passes its own
+    number as the `weight` argument of `update`. With g_r the gradient of rank r, which is itself a
+    mean over w_r tokens, the result is sum(w_r g_r) / sum(w_r), i.e. the mean over all tokens:
 
     ```python
     updates, state = tx.update(grads, state, params, weight=mask.sum())
@@ -58,9 +58,10 @@ def mean(
     - `"tree"`: recursive doubling in log2(P) hops of n bytes each, plus two more hops if P is not a
       power of two. Use it for small messages.
 
-    All patterns except `"auto"` copy the updates into one vector per element type, which is padded
-    to a multiple of the number of ranks, and copy the result back. Updates with an integer type
-    always use the `"auto"` pattern, and their mean is a float.
+    By default, each update is averaged by an all-reduce of its own. All other patterns first copy
+    the updates into one vector per element type, which is padded to a multiple of the number of
+    ranks, and copy the result back. Updates with an integer type are always averaged as by default,
+    and their mean is a float.
 
     Args:
         axes: One axis name, or a tuple of names that act as a single axis.
@@ -160,8 +161,8 @@ def _ring(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Arr
 
 
 def _tree(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
-    # Both ranks of a hop must add the same two numbers, or their results would differ. A rank
-    # receives a rounded number from its partner, so it has to round its own number in the same way
+    # In each hop, two ranks add their numbers, and both must get the same sum. A rank receives its
+    # partner's number rounded to the wire type, so it has to round its own number in the same way
     # before adding.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return collectives.round_for_wire(a.astype(x.dtype) + b.astype(x.dtype), wire)

@@ -60,19 +60,20 @@ def no_loco(
     """Lets random pairs of ranks take an outer step together, on every `every`-th step.
 
     Each rank has an anchor `a`, which is its parameters at the last exchange, and a velocity `v`.
-    With `x` its current parameters, and with means taken over the pair, the exchange computes the
-    velocity `v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)`. The next anchor is
-    then `a + v`, and the rank continues from there.
+    With `x` its current parameters, and with means taken over the two ranks of a pair, the exchange
+    computes the velocity `v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)`. The next
+    anchor is then `a + v`, and the rank continues from there.
 
-    In this formula, the term with `rate` is the progress that the pair has made on average, and the
-    term with `pull` draws the two ranks towards each other. Parameters and the state are
-    rank-local, even right after an exchange. Ranks only become approximately equal, so the model to
-    evaluate is the mean of the parameters over ranks. Deterministic.
+    In this formula, `mean(x - a)` is the progress that the pair has made on average since the last
+    exchange. The last term draws the two ranks towards each other.
 
-    The pairs of an exchange form a round of a round-robin tournament, in which every rank is paired
-    with every other rank once. Which round of the tournament is used depends only on `seed` and the
-    number of the exchange, and all partners are equally likely. If the number of ranks is odd, one
-    rank has no partner and takes its step alone.
+    Ranks only become approximately equal: parameters and the state are rank-local, even right after
+    an exchange. The model to evaluate is the mean of the parameters over ranks. Deterministic.
+
+    Pairs are drawn from a round-robin tournament, in which every rank is paired with every other
+    rank once. Each exchange uses one round of this tournament, so every rank gets one partner.
+    Which round it is depends only on `seed` and the number of the exchange, and all partners are
+    equally likely. If the number of ranks is odd, one rank has no partner and takes its step alone.
 
     ```python
     tx = jaxcross.exchange.no_loco(optax.adam(1e-3), "batch", every=16)
@@ -102,8 +103,8 @@ def no_loco(
     call it on the same step.
 
     Source: after Kolehmainen et al., arXiv 2506.10911, and the authors' code, in which `pull`
-    always equals `rate`. In their method, any pairs may form a round, while ours come from a
-    tournament.
+    always equals `rate`. Their method may pair the ranks in any way, while our pairs come from the
+    rounds of a tournament.
     """
     axis = collectives.one_axis(axes, "`no_loco`")
     every = whole_number(every, "every", "`no_loco`")
@@ -207,8 +208,9 @@ def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
 def draw(seed: int, number: jax.Array, count: int) -> jax.Array:
     """Returns a pseudo-random int32 from 0 to `count - 1`, a function of `seed` and `number`.
 
-    It only uses scalar integer arithmetic, which the host can evaluate, too. `jax.random` isn't
-    suitable, because it works on arrays.
+    We need a random number that the host can compute, too. That's why this only uses integer
+    arithmetic on scalars, which the host can evaluate. `jax.random` isn't suitable, because it
+    works on arrays.
     """
     x = number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(
         (seed * 0x85EBCA6B + 0x27D4EB2F) % 2**32

@@ -28,10 +28,13 @@ from jaxcross.exchange.validation import as_number, check_real, check_state, who
 class OneBitAdamState(NamedTuple):
     """The moments and the residuals of both phases, all float32.
 
-    Both moments and the worker's residual are trees like the parameters. The server's residual is a
-    vector as long as a rank's share of all elements, including padding. `nu_steps` counts the
-    gradients in the second moment, and may differ from `freeze_step`, because you can change that
-    at a restart. Step counts and moments are the same on every rank, but residuals are rank-local.
+    Both moments and the worker's residual are trees like the parameters. In an exchange of signs,
+    each rank averages 1/P of all elements, i.e. acts as a server for them. The server's residual is
+    a vector of that length, including padding. Step counts and moments are the same on every rank,
+    but residuals are rank-local.
+
+    `nu_steps` counts the gradients in the second moment. It may differ from `freeze_step`, because
+    you can change that at a restart.
     """
 
     step: jax.Array
@@ -57,22 +60,26 @@ def one_bit_adam(
     """Returns Adam's direction, exchanging gradients at first, and 1-bit momenta later.
 
     Replaces `mean` followed by `optax.scale_by_adam`, and gives the same updates as these for the
-    first `freeze_step` steps. After that, the second moment stays frozen, and each rank adds its
-    gradient to the common momentum. The results are averaged in two phases with one bit per
-    element, each with its own residual: first every rank sends each part to the rank that owns that
-    1/P, and then the owners send the averages to all ranks. Updates are the same on every rank, but
-    residuals are rank-local. Deterministic.
+    first `freeze_step` steps. After that, the second moment stays frozen, and the ranks no longer
+    exchange gradients. Each rank adds its gradient to the common momentum, and only the momentum is
+    averaged, with one bit per element.
 
-    Bytes received per rank and step: `2(P-1)/P n` at first, with n the bytes of the gradients in
-    float32, and `2 (P-1)/P (D'/8 + 4 D'/block)` later, with D' the number of all elements padded to
-    a multiple of P blocks.
+    This average takes two phases, each with its own residual. First, every rank sends each 1/P of
+    its momentum to the rank that owns that part. Then the owners send the averages to all ranks.
+    Updates are the same on every rank, but residuals are rank-local. Deterministic.
 
-    Freeze once the second moment has settled, which in the paper is after 15-25% of the run. If you
-    freeze too early, the update overflows. An element that had no gradient until then won't move
-    afterwards, because nothing is known about its size. The dangerous elements are those that had
-    hardly any gradient: the signs give such an element its block's mean size, and dividing that by
-    a root near 0 plus a small `eps` makes a huge step. If the loss jumps at `freeze_step`, raise
-    `eps` (1e-4 in our benchmarks) or lower `block`.
+    Bytes received per rank and step: before `freeze_step`, `2(P-1)/P n`, where n is the bytes of
+    the gradients in float32. From then on, `2 (P-1)/P (D'/8 + 4 D'/block)`, where D' is the number
+    of all elements, padded to a multiple of P blocks.
+
+    Choose a `freeze_step` by which the second moment has settled, which in the paper is after
+    15-25% of the run. If you freeze too early, the update overflows. An element that had no
+    gradient until then won't move afterwards, because nothing is known about its size.
+
+    The dangerous elements are those that had hardly any gradient before. One bit can't say that
+    such an element's momentum is small, so it gets the mean size of its block. Dividing this by the
+    root of a second moment near 0, plus a small `eps`, makes a huge step. If the loss jumps at
+    `freeze_step`, raise `eps` (1e-4 in our benchmarks) or lower `block`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.one_bit_adam(2000, "batch", ranks=world.size),
@@ -98,12 +105,13 @@ def one_bit_adam(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Tang et al., arXiv 2102.02888, algorithm 1. As scales, we use mean absolute values. With
-    these, the compression is a contraction whatever the elements are, as error feedback requires.
+    Source: Tang et al., arXiv 2102.02888, algorithm 1. The scale of a block of signs is the mean
+    absolute value of its elements. With this scale, the compression is a contraction for all
+    possible inputs, which error feedback requires.
     """
     axis = collectives.one_axis(axes, "`one_bit_adam`")
-    # It can't be 0, because the update from signs is divided by a second moment, which takes at
-    # least one Adam step.
+    # At least one normal Adam step has to come first, because the later steps divide by the second
+    # moment, which would otherwise still be zero.
     freeze_step = whole_number(freeze_step, "freeze_step", "`one_bit_adam`")
     block = whole_number(block, "block", "`one_bit_adam`")
     ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
@@ -207,8 +215,8 @@ def _sign_step(
     rest = vector - _decode(packed, scales, block).reshape(-1)
     packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
     counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
-    # One bit can't encode zero, so padding arrives as nonzero values. Neither pass these on nor
-    # keep a residual of them.
+    # One bit can't encode zero, so the padding at the end arrives as nonzero values. We set it to
+    # zero again, both in the mean and in the residual.
     real = (jnp.arange(block) < counts[:, None]).reshape(-1)
     owned = collectives.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
     owned = jnp.where(real, owned, 0)
@@ -220,9 +228,10 @@ def _sign_step(
             -1
         )
     )
-    # Even an element that has never had a gradient receives a sign, and dividing its value by `eps`
-    # alone would make a huge update. So we set it to zero, unless it isn't finite, because that
-    # must stay visible.
+    # One bit can't encode zero, so even an element that has never had a gradient gets a nonzero
+    # momentum. Its second moment is 0, so the momentum would be divided by `eps` alone, which would
+    # make a huge update. We therefore set such a momentum to zero, unless it isn't finite, because
+    # that must stay visible.
     mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
     return state.nu_steps, mu, state.nu, lay.unravel(rest), server_rest
 

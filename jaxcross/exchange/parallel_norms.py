@@ -29,20 +29,21 @@ def scale_by_trust_ratio(
 ) -> optax.GradientTransformation:
     """Scales each layer's update by its trust ratio, like optax's function, with 1/P of the work.
 
-    After an exchange, all ranks hold the same updates and parameters, so all of them would compute
-    the same norms. Here, each layer (leaf) is assigned to a single rank, which computes its norms
-    for all. Layers are balanced by number of elements. Stateless, bitwise identical on every rank,
-    and deterministic.
+    The trust ratio of a layer (leaf) is computed from the norms of its parameters and its update.
+    After an exchange of gradients, these are the same on all ranks, so all ranks would compute the
+    same norms. Here, each layer is assigned to a single rank, which computes its ratio for all
+    ranks. The assignment balances the number of elements per rank. Stateless, bitwise identical on
+    every rank, and deterministic.
 
-    Only the ratios are exchanged, and nothing is averaged. Updates and parameters must already be
-    identical on all ranks, so put this after `mean` or another exchange with identical results.
-    Otherwise each rank scales its own updates by ratios that were computed from other ranks'
-    updates, and no error tells you.
+    Only the trust ratios are exchanged, and nothing is averaged. So put this after `mean`, or after
+    another exchange that makes updates and parameters identical on all ranks. If they aren't, each
+    rank scales its own updates by ratios that were computed from other ranks' updates, and no error
+    is raised.
 
-    Sharing the norms pays off if it takes longer to read (P-1)/P of the updates and parameters than
-    to wait for one more exchange. On two ranks, the gain was within the noise, both for a
-    Transformer and for ResNet-50 (benchmarks/results/exchanges.md). It's meant for many ranks and
-    large models.
+    Each of P ranks computes only its part of the norms, which saves it from reading (P-1)/P of the
+    updates and parameters. In return, it has to wait for one more exchange. On two ranks, the gain
+    was within the noise, both for a Transformer and for ResNet-50
+    (benchmarks/results/exchanges.md). This is meant for many ranks and large models.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), jaxcross.exchange.lars("batch", 0.1))
@@ -121,9 +122,10 @@ def lars(
     `w <- w + m`, or with Nesterov momentum `w <- w + momentum m - learning_rate ratio u`. The
     momentum is the same on every rank.
 
-    LARS doesn't average gradients, so put it after `mean`. If you forget this, no error tells you,
-    but the ranks drift apart, because each rank's layers are scaled by ratios of other ranks'
-    gradients. For what is sent and when that pays off, see `scale_by_trust_ratio`.
+    LARS doesn't average gradients, so put it after `mean`. No error is raised if you forget this,
+    but the ranks drift apart: each rank then scales its own gradients by ratios that other ranks
+    have computed from different gradients. See `scale_by_trust_ratio` for what is sent, and for
+    when it saves time.
 
     Args:
         axes: One axis name. Several raise an error. Gradients and parameters must be identical on
@@ -172,9 +174,10 @@ def lamb(
     step by the ratio of the two norms, `w <- w - learning_rate |w| / |u| u`. If a norm is 0, the
     ratio is 1. The moments are the same on every rank.
 
-    LAMB doesn't average gradients, so put it after `mean`. If you forget this, no error tells you,
-    but the ranks drift apart, because each rank's layers are scaled by ratios of other ranks'
-    gradients. For what is sent and when that pays off, see `scale_by_trust_ratio`.
+    LAMB doesn't average gradients, so put it after `mean`. No error is raised if you forget this,
+    but the ranks drift apart: each rank then scales its own gradients by ratios that other ranks
+    have computed from different gradients. See `scale_by_trust_ratio` for what is sent, and for
+    when it saves time.
 
     Args:
         axes: One axis name. Several raise an error. Gradients and parameters must be identical on

@@ -2,10 +2,12 @@
 
 A gradient matrix M of shape [n, m] is approximated as P Q^T, where P and Q have r columns each. One
 step of power iteration computes the two: first P = M Q with the Q of the previous step, then, after
-orthogonalising P, Q = M^T P. Both products are linear in M, so they can be averaged by all-reduces,
-whereas a selection such as `top_k` can't. Since Q is kept from step to step (a warm start), the
-iterations add up over steps. What the approximation leaves out stays in the rank's residual and is
-added to its next gradient.
+orthogonalising P, Q = M^T P. Both products are linear in M, so an all-reduce can average them. With
+a selection such as `top_k`, that isn't possible.
+
+Since Q is kept from step to step (a warm start), the iterations add up over steps, and the
+approximation gets better. What it leaves out stays in the rank's residual and is added to the
+rank's next gradient.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from jaxcross.exchange.arithmetic import product
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
-# A column may almost vanish when we project out the earlier columns. If less than this fraction of
-# its length is left, we conclude that it's a combination of them, and that the rest is rounding
-# noise.
+# When we orthogonalise a column, we project out all earlier columns. If less than this fraction of
+# its length is left, we conclude that the column is a combination of the earlier ones, and that
+# what is left is rounding noise.
 _EPSILON = 1e-5
 
 
 class PowerSGDState(NamedTuple):
     """Right factors for the next step, and residuals; float32, in the tree of the parameters.
 
-    For each matrix of shape [n, m] that is compressed, the state holds factors of shape [m, r] and
-    a residual of shape [n, m]. For other leaves, it holds `optax.MaskedNode` instead. The factors
-    are the same on every rank, but the residuals are rank-local.
+    For each matrix of shape [n, m] that is compressed, there's a factor of shape [m, r] and a
+    residual of shape [n, m]. Leaves that aren't compressed have a placeholder instead
+    (`optax.MaskedNode`). The factors are the same on every rank, but the residuals are rank-local.
     """
 
     factor: PyTree
@@ -52,16 +54,19 @@ def power_sgd(
 
     A leaf with two or more dimensions is treated as a matrix of n rows and m columns, where m is
     its last dimension. Vectors, scalars, and matrices that wouldn't shrink by `min_ratio` are
-    averaged uncompressed. Updates are the same on every rank, but residuals are rank-local.
-    Deterministic. If the mean of the ranks' matrices has rank `rank` or less, it's reproduced
-    exactly once the right factors from an earlier step cover its row space.
+    averaged uncompressed.
 
-    Bytes received per rank: `2(P-1)/P 4 rank (n + m)` per matrix on P ranks. Two all-reduces, one
-    after the other, carry `rank (n + m)` elements instead of the n m elements of the matrix.
+    Updates are the same on every rank, but residuals are rank-local. Deterministic. If the mean of
+    the ranks' matrices has rank `rank` or less, it's reproduced without any error, as soon as the
+    right factors from an earlier step cover its row space.
 
-    Matrix products are computed in full float32, even if a GPU would round their factors to TF32 by
-    default. With TF32, the update would lose something to rounding that the residual doesn't
-    contain.
+    Bytes received per rank: `2(P-1)/P 4 rank (n + m)` per matrix on P ranks. There are two
+    all-reduces, one after the other, one for each of the two thin matrices. Together, they carry
+    `rank (n + m)` elements instead of the n m elements of the whole matrix.
+
+    Matrix products are computed in full float32, even if a GPU would by default round their factors
+    to TF32. Rounding to TF32 would add an error to the update that the residual doesn't contain, so
+    error feedback couldn't correct it later.
 
     ```python
     tx = optax.chain(jaxcross.exchange.power_sgd(4, "batch"), optax.sgd(0.1, momentum=0.9))
@@ -172,11 +177,12 @@ def _exchange(
     found = product(p, factor.T)
     sent = collectives.saturate(found, leaf.dtype)
     update = sent.reshape(leaf.shape).astype(leaf.dtype)
-    # Subtract this rank's own product rather than the mean's. Averaged over ranks, what remains is
-    # then exactly what the update leaves out.
+    # The residual is this rank's matrix minus the product of the two factors. We use this rank's
+    # own right factor rather than the mean over ranks. Averaged over ranks, the residuals are then
+    # exactly what the update leaves out.
     residual = matrix - product(p, own.T)
-    # An update in a narrower range may have been clipped; then the residual keeps the rest. In
-    # bfloat16, which has float32's range, nothing was clipped.
+    # If the update's type has a smaller range than float32, large values have been clipped. We add
+    # what was cut off to the residual. bfloat16 has float32's range, so nothing is clipped there.
     if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:
         residual += found - sent
     return update, factor, residual
@@ -185,18 +191,20 @@ def _exchange(
 def _directions(factors: PyTree, seed: int) -> PyTree:
     """Scales right factors to a largest element of 1 per column, for the next step.
 
-    For the next step, only the directions of the columns matter. If we kept their magnitudes,
-    they'd multiply from step to step and could overflow. A column that has become zero would stay
-    zero, so we replace it by a random one. It wouldn't be enough to fall back to an older column,
-    since that may be orthogonal to all later gradients.
+    The next step only needs the directions of the columns. If we kept their magnitudes, these would
+    multiply from step to step and could overflow.
+
+    A column that has become zero would stay zero, so we replace it by a random one. It wouldn't be
+    enough to fall back to an older column, since that may be orthogonal to all later gradients.
     """
     shapes = [new.shape for new in jax.tree.leaves(factors)]
     if not shapes:
         return factors
     largest = jax.tree.map(lambda new: jnp.max(jnp.abs(new), axis=0), factors)
     nothing = jnp.concatenate([x == 0 for x in jax.tree.leaves(largest)]).any()
-    # Draw once for all factors, because each draw would be compiled separately. The draw takes
-    # milliseconds and few steps need it, hence the `cond`.
+    # The random columns of all factors come from a single draw, because each draw would be compiled
+    # separately. The draw takes milliseconds, and few steps have a zero column, so it's in a
+    # `cond`.
     shape = [*map(max, zip(*shapes, strict=True))]
     drawn = jax.lax.cond(
         nothing,

@@ -25,14 +25,16 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
     """Averages leaves over ranks, rounding each at random to multiples of `norm / levels`.
 
     The rounding is unbiased. Each rank uses different random numbers, derived from the seed, the
-    step, the leaf and the rank, so the result is the same on every rank, and in every run with the
-    same seed and number of ranks. The variance of one rank's leaf of D elements is at most `min(D /
-    levels^2, sqrt(D) / levels)` times its squared norm. With `levels` near sqrt(D), the rounding
-    therefore adds about as much noise as the gradient itself has. As with `pmean`, the sum is
-    divided by the number of ranks at the end, so a sum beyond float32's range is infinite.
+    step, the leaf and the rank. The result is the same on every rank, and in every run with the
+    same seed and number of ranks.
 
-    Bytes received per rank: `(P-1) (D + 4)` for a leaf of D elements, which is less than `mean`
-    receives if there are fewer than 8 ranks.
+    The variance of one rank's leaf of D elements is at most `min(D / levels^2, sqrt(D) / levels)`
+    times its squared norm. With `levels` near sqrt(D), the rounding therefore adds about as much
+    noise as the gradient itself has. As with `pmean`, the sum is divided by the number of ranks at
+    the end, so a sum beyond float32's range is infinite.
+
+    Bytes received per rank: `(P-1) (D + 4)` for a leaf of D elements. With fewer than 8 ranks,
+    that's less than an uncompressed float32 mean (`mean`) receives.
 
     ```python
     tx = optax.chain(jaxcross.exchange.qsgd(127, "batch"), optax.sgd(0.1))
@@ -106,8 +108,9 @@ def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax
     level = jnp.minimum(jnp.floor(share + jax.random.uniform(key, vector.shape)), levels)
     norm = largest * length
     unit = jnp.where(jnp.isfinite(norm), norm / levels, largest * (length / levels))
-    # Near the largest float32, rounding up by one level may overflow, and so may the norm itself.
-    # We round such elements down instead.
+    # If elements are close to the largest float32, their norm may overflow, and so may an element
+    # that's rounded up to the next multiple of the unit. We then make the unit slightly smaller,
+    # and round such an element down.
     unit = jnp.where(jnp.isinf(unit * levels), jnp.minimum(unit, _LARGEST) * (1 - 2**-20), unit)
     level = jnp.where(jnp.isinf(level * unit), level - 1, level)
     # No integer can represent NaN or infinity, so such a leaf is marked by a unit of NaN.
@@ -121,8 +124,8 @@ def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         return sum_ + codes[rank].astype(jnp.float32) * units[rank]
 
-    # Start the loop with the first rank's values rather than with zeros. To
-    # `shard_map(check_vma=True)`, zeros are identical on every rank, so it would reject a loop that
-    # makes them differ between ranks.
+    # The loop's sum starts with the first rank's values rather than with zeros. Under
+    # `shard_map(check_vma=True)`, JAX treats zeros as identical on all ranks, and it rejects a loop
+    # whose sum is identical on all ranks before the first iteration but not after it.
     first = add(jnp.int32(0), jnp.zeros(codes.shape[1], jnp.float32))
     return jax.lax.fori_loop(1, codes.shape[0], add, first) / codes.shape[0]

@@ -1,9 +1,10 @@
 """The k largest elements of an array by absolute value, without sorting it.
 
-A sparse exchange saves most of the bytes, and what then remains of its cost is the selection. To
-find the largest 1% of 25.6 million elements, `lax.top_k` takes 0.6 s on a CPU core, while the
-threshold search takes less than 0.05 s (benchmarks/results/exchanges.md). `lax.top_k` is faster if
-the vector is short and few elements are selected.
+A sparse exchange sends only the k largest elements of each gradient. That saves most of the bytes,
+so finding these elements becomes the main cost. To find the largest 1% of 25.6 million elements,
+`lax.top_k` takes 0.6 s on a CPU core, while our search for a threshold takes less than 0.05 s
+(benchmarks/results/exchanges.md). `lax.top_k` is faster if the vector is short and few elements are
+selected.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _EXACT_UP_TO = {
     "gpu": (_INT32_MAX, _INT32_MAX),
 }
 # The threshold search starts with a sample of the vector: every seventh element, or fewer if that
-# would be more than this many elements in total. The limit matters because the search goes through
-# the sample once for each bit of the threshold.
+# would be more than this many elements in total. A limit is needed because the search goes through
+# the sample 31 times, once for each bit of the threshold.
 _SAMPLE = 1 << 15
 _STRIDE = 7
 _KEY_BITS = 31
@@ -38,22 +39,25 @@ _FLOAT_COUNTS = 1 << 24  # float32 counts exactly up to here
 def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.Array, jax.Array]:
     """Returns values and indices of a vector's `k` largest elements by absolute value.
 
-    Does not communicate. Both selections return the same elements, except that they may break ties
-    differently and use a different order. NaN counts as infinity or above.
+    There are two selections: `"exact"` sorts, and `"threshold"` searches for the k-th largest
+    magnitude without sorting. Both return the same elements, except that they may break ties
+    differently and use a different order. NaN counts as infinity or above. Does not communicate.
 
-    The `"threshold"` selection takes its idea from MSTopK (Shi et al., arXiv 2010.10458), which
-    searches for a threshold and then collects the elements above it. We make it exact:
+    The threshold search takes its idea from MSTopK (Shi et al., arXiv 2010.10458): find a
+    threshold, then collect the elements above it. But while MSTopK's threshold is approximate, we
+    return exactly the k largest elements, in three steps:
 
-    - First, a sample of the vector gives us a threshold that slightly more than k elements should
+    - From a sample of the vector, estimate a threshold that slightly more than k elements should
       exceed.
-    - Then, one pass over the vector compares all elements with this threshold, and packs the
-      outcomes into bits.
-    - Finally, we locate the candidates from these bits, and search for the exact threshold among
-      them only.
+    - In one pass over the vector, compare all elements with this threshold, and pack the outcomes
+      into bits.
+    - Use these bits to locate the elements above the threshold, and search for the exact threshold
+      among them only.
 
-    If the sample was misleading, so that too few or too many elements pass, the threshold is
-    searched in the whole vector instead. The `"threshold"` selection never returns elements that
-    are 0. If there are fewer than k others, the remaining slots have index D and value 0.
+    If the sample was misleading, so that too few or too many elements exceed the threshold, we
+    search for the exact threshold in the whole vector instead. The `"threshold"` selection never
+    returns elements that are 0. If fewer than k elements aren't 0, the remaining slots have index D
+    and value 0.
 
     Args:
         x: A vector of D floats.
@@ -108,8 +112,9 @@ def _keys(x: jax.Array) -> jax.Array:
 
 def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     size = x.size
-    # In the sorted sample, this is where we expect the vector's k-th largest key, plus four
-    # standard deviations of that count. The margin makes it unlikely that too few elements pass.
+    # If the sample is representative, it contains `expected` of the vector's k largest keys. We
+    # choose a threshold that a few more keys of the sample reach, four standard deviations of that
+    # count. That makes it unlikely that fewer than k elements of the whole vector reach it.
     sample = _keys(x[:: sample_stride(size)])
     expected = sample.size * k / size
     rank = min(sample.size, math.ceil(expected + 4 * math.sqrt(expected) + 1))
@@ -129,8 +134,9 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     def far(_: None) -> jax.Array:
         return _positions(_pack(_exactly(_keys(x), k)), size, k)
 
-    # If the bracket is at its minimum of 1, every nonzero element passes. So even if these are
-    # fewer than k, we've found all there are.
+    # The quick search only works if at least k elements have reached the threshold (`bracket`). The
+    # exception is a threshold at its minimum of 1: every nonzero element reaches that, so even if
+    # they're fewer than k, there are no others.
     fits = (count <= capacity) & ((count >= k) | (bracket == 1))
     return jax.lax.cond(fits, near, far, None)
 
@@ -139,8 +145,8 @@ def sample_stride(size: int) -> int:
     """Returns the distance between the elements of the threshold search's sample.
 
     The columns of a weight matrix may differ in scale, so the sample should contain elements of all
-    columns. It would miss some if the stride had a factor in common with the length of a row.
-    Nearly all row lengths are products of 2, 3 and 5, so we choose a stride that none of these
+    columns. It would miss some columns if the stride had a factor in common with the length of a
+    row. Nearly all row lengths are products of 2, 3 and 5, so we choose a stride that none of these
     divides.
     """
     return next(
@@ -186,9 +192,10 @@ def _exactly(keys: jax.Array, k: int) -> jax.Array:
 def _pack(mask: jax.Array) -> jax.Array:
     """Packs a mask into 32-bit words.
 
-    With W words for the first 32 W elements, bit b of word w is element b W + w. An additional last
-    word holds the remaining elements. Since the bits of a word come from elements that lie W apart,
-    neighbouring words come from neighbouring elements, so the pass can use whole vector registers.
+    The first 32 W elements go into W words, and the remaining ones into an additional last word.
+    Bit b of word w is element b W + w, so the bits of one word come from elements that lie W apart.
+    In return, neighbouring words come from neighbouring elements, so the CPU can compute several
+    words at once in its vector registers.
     """
     per_bit = mask.size // 32
     words = jnp.zeros(per_bit, jnp.uint32)
@@ -214,9 +221,9 @@ def _positions(words: jax.Array, size: int, slots: int) -> jax.Array:
     until = jnp.cumsum(jax.lax.population_count(grid).astype(jnp.int32), axis=0)
     ends = jnp.cumsum(until[-1])
     slot = jnp.arange(slots, dtype=jnp.int32)
-    # Each column of the grid fills a range of slots. It writes its number to the slot where its
-    # range begins, and a running maximum then gives every slot the number of the column that it
-    # lies in.
+    # The set bits of the grid fill the slots of the result, column by column. To find each slot's
+    # column, every column writes its number to the first slot that it fills, and a running maximum
+    # copies the number to its other slots.
     marks = (
         jnp.zeros(slots, jnp.int32)
         .at[ends[:-1]]

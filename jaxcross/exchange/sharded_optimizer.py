@@ -1,9 +1,9 @@
 """Sharded optimizer (ZeRO stage 1): every rank steps 1/P of every parameter and holds that state.
 
-After a plain mean, all ranks hold the same optimizer state and compute the same update. Here, a
-reduce-scatter gives each rank the mean gradient of its own part only. The rank steps the optimizer
-on that part, and an all-gather distributes the updates to all ranks. Together, the two take as many
-bytes as an all-reduce.
+If the gradients are simply averaged, all ranks hold the same optimizer state and compute the same
+update. Here, a reduce-scatter gives each rank the mean gradient of its own part only. The rank
+steps the optimizer on that part, and an all-gather distributes the updates to all ranks. Together,
+the two take as many bytes as an all-reduce.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ def sharded_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages and steps only this rank's part of each leaf, then gathers the updates.
 
-    To rounding, this is the same synchronous training as `mean` in front of `optimizer`, with 1/P
-    of the optimizer's state and work per rank. Every leaf is cut into P equal parts, padded with
-    zeros. Updates are bitwise identical on every rank. The state is this rank's part, in a
-    `PerRankState`: save it per rank, and never load it on a different number of ranks.
-    Deterministic.
+    Up to rounding, this is the same synchronous training as `mean` in front of `optimizer`, with
+    1/P of the optimizer's state and work per rank. Every leaf is cut into P equal parts, padded
+    with zeros. Updates are bitwise identical on every rank. Deterministic.
+
+    The state that a rank holds is that of its own part only, and is wrapped in a `PerRankState`.
+    Save it per rank, and never load it on a different number of ranks.
 
     The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by
-    value), because it only receives flat parts of the leaves. We check this from its jaxpr, and
-    raise an error if it takes norms over a layer or over all layers (LARS, LAMB,
+    value), because it only receives flat parts of the leaves. We check this from its jaxpr. You get
+    an error if the optimizer takes norms over a layer or over all layers (LARS, LAMB,
     `optax.clip_by_global_norm`), draws noise, or depends on shapes (e.g. by a `mask` function that
     looks at them; pass a tree of booleans instead).
 

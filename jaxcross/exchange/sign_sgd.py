@@ -15,14 +15,15 @@ from jaxcross.exchange.validation import check_real
 def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
     """Returns each element's majority sign over ranks, +1 or -1, identical on every rank.
 
-    Stateless and deterministic. An element that is zero counts as a vote for +1, and a tie gives
-    +1. If a leaf is all zeros on all ranks, it stays zero. If it contains NaN or infinity on any
-    rank, it becomes NaN on every rank. The magnitude of the gradients is lost, so use a small
-    learning rate.
+    An element that is zero counts as a vote for +1, and a tie gives +1. If a leaf is all zeros on
+    all ranks, it stays zero. If it contains NaN or infinity on any rank, it becomes NaN on every
+    rank. The magnitude of the gradients is lost, so use a small learning rate. Stateless and
+    deterministic.
 
-    Rank r counts the votes for the r-th part of all elements. Bytes received per rank: `2 (P-1)/P
-    D'/8` for the votes and the results, where D' is the number of elements padded to a multiple of
-    8 P, and `2 (P-1)/P` times 4 bytes per leaf, to find out which leaves are zero or not finite.
+    Each rank counts the votes for 1/P of all elements and sends the results to the others. Bytes
+    received per rank: `2 (P-1)/P D'/8` for the votes and the results, where D' is the number of
+    elements padded to a multiple of 8 P, and `2 (P-1)/P` times 4 bytes per leaf, to find out which
+    leaves are zero or not finite.
 
     ```python
     tx = optax.chain(jaxcross.exchange.sign_sgd("batch"), optax.add_decayed_weights(1e-4),
@@ -54,8 +55,9 @@ def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(collectives.gather(bits.pack(majority), axis)).reshape(-1)
         # A vote of one bit can't say that an element is zero or not finite. So the ranks also sum
-        # one number per leaf: 1 if the leaf has a nonzero element, otherwise 0, and NaN if it isn't
-        # finite. Such a leaf becomes NaN everywhere, which a job's `nonfinite` check detects.
+        # one number per leaf: 1 if the leaf has a nonzero element, otherwise 0, and NaN if it has
+        # an element that isn't finite. In the last case, the leaf becomes NaN on all ranks, which a
+        # job's `nonfinite` check detects.
         present = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
         moved = jax.lax.psum(jnp.stack(present).astype(jnp.float32), axis)
         signed = jax.tree.leaves(where.unravel(bits.signs(elected)))

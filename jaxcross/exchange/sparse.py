@@ -1,7 +1,8 @@
 """Sparse messages of a fixed size: (value, index) pairs.
 
-The size is fixed because it's part of the compiled program. If fewer elements are sent, the
-remaining slots are empty: they have value 0 and index D, which is just beyond the end.
+The number of pairs in a message is fixed, because it's part of the compiled program. If a rank has
+fewer elements to send, the remaining slots of its message are empty: they have value 0 and index D,
+which is just beyond the end of the vector.
 
 The pairs hold either the largest elements of a whole leaf, or those of each of its chunks
 (`layouts.Chunks`).
@@ -29,18 +30,19 @@ from jaxcross.exchange.validation import as_number
 Skip = Callable[[str, Any], bool]
 _LARGEST = (1 << 31) - 1
 
-# Matches the end of a path in the format of `jax.tree_util.keystr`. A path ends in a dict key or an
-# attribute. In NNX, that's followed by the attribute that holds the variable's value.
+# Matches the path of a parameter whose name is `bias` or `scale`, in the format of
+# `jax.tree_util.keystr`. The name is the last dict key or attribute of the path, except in NNX,
+# where it's followed by the attribute that holds the variable's value.
 _BIAS_OR_SCALE = re.compile(r"(?<!\w)(bias|scale)\b\W*((raw_)?value\W*)?$")
 
 
 def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
     """Whether a leaf is small and sensitive enough to be exchanged uncompressed.
 
-    All scalars and vectors count as such, and so do biases and the scales of normalisation layers,
-    even if they aren't vectors. They have more dimensions in attention (one for the heads) and
-    under `nn.scan` (one for the layers), so we recognise them by the name `bias` or `scale` at the
-    end of their path.
+    All scalars and vectors are exchanged uncompressed. So are biases and the scales of
+    normalisation layers, even if they aren't vectors: in attention, they have an additional
+    dimension for the heads, and under `nn.scan` one for the layers. We recognise them by their
+    name, i.e. if their path ends in `bias` or `scale`.
     """
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
@@ -101,9 +103,9 @@ def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) ->
 def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
     """Warns if `what` compresses nothing because all parameters are vectors, biases or scales.
 
-    For example, nothing is compressed if `optax.flatten` has joined all leaves into one vector. We
-    don't warn while tracing, because `init` may be traced only to find out shapes, and we don't
-    warn if users have passed a `skip` of their own.
+    For example, nothing is compressed if `optax.flatten` has joined all leaves into one vector.
+    There's no warning if users have passed a `skip` of their own, because that's then their choice.
+    There's also none while `init` is traced, because that may only be done to find out shapes.
     """
     found = jax.tree.leaves_with_path(params)
     if (
@@ -138,13 +140,14 @@ def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
     """
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
-        # The indices of one rank are all different, so the order in which a backend makes these
-        # additions can't change the bits of the result.
+        # The indices of one rank are all different, so each element is added to at most once. A
+        # backend may therefore make these additions in any order without changing the bits of the
+        # result.
         return sum_.at[indices[rank]].add(values[rank].astype(jnp.float32), mode="drop")
 
-    # Start the loop with the first rank's pairs rather than with zeros. To `shard_map` with
-    # `check_vma`, zeros are identical on every rank, so it would reject a loop that makes them
-    # differ between ranks.
+    # The loop's sum starts with the first rank's pairs rather than with zeros. Under
+    # `shard_map(check_vma=True)`, JAX treats zeros as identical on all ranks, and it rejects a loop
+    # whose sum is identical on all ranks before the first iteration but not after it.
     first = add(jnp.int32(0), jnp.zeros(size, jnp.float32))
     return jax.lax.fori_loop(1, values.shape[0], add, first)
 
@@ -201,9 +204,9 @@ def mean_of_chunks(
 ) -> list[jax.Array]:
     """Exchanges the values and columns of all leaves, and returns each leaf's mean over ranks.
 
-    Each mean is a float32 array of shape `[rows, width]`. The values of all leaves are sent in one
-    message, and their columns in another. With separate messages, small leaves would spend most of
-    the time on latency.
+    Each mean is a float32 array of shape `[rows, width]`. There's one message with the values of
+    all leaves, and one with their columns, i.e. their indices within a chunk. If every leaf had
+    messages of its own, small leaves would spend most of the time on latency.
     """
     ends = list(itertools.accumulate(lay.count for lay in layouts))[:-1]
     own = jnp.concatenate([values.reshape(-1) for values, _ in pairs])

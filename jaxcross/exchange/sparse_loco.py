@@ -6,18 +6,21 @@ In our digits task on four ranks, with an exchange every 16 steps, a rank receiv
 bytes that a mean on every step takes, and ends one point of accuracy behind the mean
 (benchmarks/results/exchanges.md).
 
-**Error feedback.** A rank doesn't discard what it doesn't send. It keeps a residual, adds each
-round's delta to it, and sends the largest elements of the residual. The residual decays from round
-to round, like a momentum. That's why it can replace DiLoCo's outer momentum, and the outer
-optimizer can be plain SGD.
+**Error feedback.** A rank doesn't discard what it doesn't send. At the end of a round of local
+steps, it adds the change of its parameters (the delta) to a residual, and sends the largest
+elements of the residual. The residual decays from round to round, like a momentum. That's why it
+can replace DiLoCo's outer momentum, and the outer optimizer can be plain SGD.
 
-**Chunks.** We select within chunks of at most 4,096 elements rather than within whole leaves. An
-index then takes 12 bits instead of 32, and every part of a layer gets to send something.
+**Chunks.** We select the largest elements within chunks of at most 4,096 elements, rather than
+within whole leaves. An index then takes 12 bits instead of 32, and no part of a layer is left out
+because its elements are smaller than those of other parts.
 
 **Two bits per value.** A value is reduced to its sign and to one bit that says whether its
 magnitude is large or small. For each leaf, a rank also sends what large and small stand for, as two
-float32 numbers. It decodes its own message as well, and subtracts the decoded values from its
-residual rather than the exact ones. This way, the rounding error stays in the residual, too.
+float32 numbers.
+
+Each rank decodes its own message as well, and subtracts the decoded values from its residual rather
+than the exact ones. This way, the rounding error stays in the residual, too.
 
 The code of a value is stored above the bits of its index, so both travel as one integer.
 """
@@ -100,23 +103,29 @@ def sparse_loco(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps per rank, then one `outer` step on the mean of sparse deltas.
 
-    A round is like a round of `diloco`, except that ranks don't send their whole delta. Each rank
-    adds its delta to a residual, `residual <- decay * residual + (anchor - mine)`. The `density`
-    largest elements of each chunk are then sent and removed from the residual.
+    As in `diloco`, each rank trains by itself for `every` steps, and the ranks then exchange how
+    far their parameters have moved from the common start, the anchor. But a rank doesn't send this
+    whole delta. It adds the delta to a residual, `residual <- decay * residual + (anchor - mine)`.
+    From each chunk of the residual, the largest elements, a fraction `density`, are sent and
+    removed.
 
-    Each element is sent as its index in the chunk, its sign, and one bit that says whether its
-    magnitude is above the mean magnitude of all elements that this rank sends of the leaf. The
-    receivers replace the magnitude by the mean magnitude of the elements on the same side. The
-    rounding error stays in the residual, too.
+    Each element is sent as its index in the chunk and two bits. One is its sign. The other says
+    whether its magnitude is above the mean magnitude of all elements that this rank sends of the
+    leaf.
+
+    The receivers don't get the exact magnitudes. They use two means per leaf and rank instead, one
+    for the elements with large magnitudes and one for those with small magnitudes. The rounding
+    error stays in the sender's residual.
 
     The residual takes over the role of DiLoCo's outer momentum, so `outer` can be plain
     `optax.sgd(1.0)`.
 
-    Within a round, parameters differ between ranks. After a round, they're equal up to one
-    rounding. The inner optimizer's state and the residual are rank-local, so they have to be saved
-    per rank, and so do the parameters. The model to evaluate is the anchor (`state.anchor`), which
-    `jaxcross.exchange.finish` returns. All ranks must start with the same parameters.
-    Deterministic.
+    During a round, each rank has different parameters. At its end, the parameters become equal, up
+    to one rounding. The inner optimizer's state and the residual are never averaged. A checkpoint
+    must store these two, and also the parameters, separately for each rank.
+
+    The model to evaluate is the anchor (`state.anchor`), which `jaxcross.exchange.finish` returns.
+    All ranks must start with the same parameters. Deterministic.
 
     ```python
     tx = jaxcross.exchange.sparse_loco(optax.adamw(4e-4), optax.sgd(1.0), "batch", every=30)
@@ -157,7 +166,7 @@ def sparse_loco(
 
     Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco.
     That code averages an element only over those ranks that have sent it, while we always divide by
-    the number of all ranks. The two magnitudes that the bits stand for are ours, too.
+    the number of all ranks. We also differ in how the two magnitudes are chosen.
     """
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
@@ -275,8 +284,9 @@ class _SparseExchange:
             sent = [values for values, _ in pairs]
         else:
             coded = [_coded(values) for values, _ in pairs]
-            # This rank decodes its own codes in the same way as the receivers do. Its residual then
-            # keeps exactly what they don't get.
+            # The receivers of this rank's message get rounded values. This rank decodes its own
+            # codes in the same way, and subtracts the decoded values from its residual. The
+            # residual then keeps exactly what the receivers don't get.
             sent = [_decoded(codes, levels) for codes, levels in coded]
             # The code goes above the bits of the index, so that both are packed as one integer.
             both = [
@@ -292,8 +302,7 @@ class _SparseExchange:
             )  # [P, leaves, 2]
             means = []
             for leaf, (number, lay) in enumerate(zip(every, layouts, strict=True)):
-                # Every rank has sent magnitudes of its own, so each rank's codes are decoded with
-                # these.
+                # Each rank has its own two magnitudes, with which its codes must be decoded.
                 values = _decoded(number >> lay.index_bits, levels[:, leaf, None])
                 columns = number & ((1 << lay.index_bits) - 1)
                 means.append(sparse.sum_of_chunks(values, columns, lay) / values.shape[0])

@@ -1,7 +1,7 @@
 """Scheduled staleness: bounded-stale and asynchronous training, simulated with delay queues.
 
-If the workers of a real parameter server don't wait for each other, staleness depends on timing, so
-no run can be repeated. Here, the delays are given as an argument, and delayed gradients wait in
+On a real parameter server whose workers don't wait for each other, staleness depends on timing, so
+no run can be repeated. Here, you give the delays as an argument, and delayed gradients wait in
 queues in the optimizer's state. This lets you study and test how delays affect convergence.
 """
 
@@ -65,10 +65,11 @@ def bounded_stale(
 
     This is the worst case that stale-synchronous parallelism (SSP) permits. Under SSP, a rank
     always reads its own writes, and all writes of other ranks that are more than `staleness` clocks
-    old. It may read newer ones as well, but here it never does. Every gradient counts exactly once
-    on each rank, divided by the number of ranks. Parameters and state differ between ranks, so save
-    them per rank. Deterministic. With `staleness=0`, the result is bitwise identical to that of
-    `mean` in front of `optimizer`.
+    old. It may read newer ones as well, but here it never does.
+
+    Every gradient counts exactly once on each rank, divided by the number of ranks. Parameters and
+    state differ between ranks, so save them per rank. Deterministic. With `staleness=0`, the result
+    is bitwise identical to that of `mean` in front of `optimizer`.
 
     ```python
     tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", staleness=3)
@@ -141,9 +142,11 @@ def asynchronous(
     """Steps on the mean of the gradients that *arrive* in this step, each with its own delay.
 
     This simulates an asynchronous server with scheduled arrival times: a gradient that was computed
-    on the parameters of step `t` is applied on step `t + delay`, when the parameters have changed.
-    Each gradient is applied exactly once. Parameters and updates are bitwise identical on every
-    rank, but the queue is rank-local. Deterministic. If all delays are 0, the result is bitwise
+    on the parameters of step `t` is applied on step `t + delay`, by which time the parameters have
+    changed. Each gradient is applied exactly once.
+
+    Parameters and updates are bitwise identical on every rank, but the queue of gradients that
+    haven't arrived yet is rank-local. Deterministic. If all delays are 0, the result is bitwise
     identical to that of `mean` in front of `optimizer`.
 
     ```python

@@ -1,36 +1,46 @@
 """Streaming DiLoCo: fragments of the model are exchanged in turn while the ranks keep training.
 
-In DiLoCo, the ranks exchange the whole model at the end of a round, and all of them wait for it.
-Over a slow network, this single exchange can take much longer than a step. Streaming DiLoCo
-combines three ideas so that nobody has to wait.
+In DiLoCo, the ranks train independently for a round of many steps, then exchange the whole model,
+and all of them wait for it. Over a slow network, this single exchange can take much longer than a
+step. Streaming DiLoCo combines three ideas so that no rank has to wait.
 
-**Fragments.** The model is cut into `fragments` even parts, each with its own anchor and outer
-optimizer state. The fragments take turns, so instead of one large exchange per round, there's a
-smaller one every `every / fragments` steps. The paper's fragments are made of layers. We cut the
-vector of all leaves evenly, so that each exchange takes the same number of bytes.
+**Fragments.** The model is cut into `fragments` even parts, each with its own anchor (the last
+parameters that all ranks agreed on) and its own outer optimizer state. The fragments take turns, so
+instead of one large exchange per round, there's a smaller one every `every / fragments` steps.
 
-**Delay.** When it's a fragment's turn, its pseudo-gradient is captured into the state (`pending`),
-but the outer step on it is only taken `delay` steps later. In the meantime, the pseudo-gradient is
-exchanged. The paper sends it as one message that's in flight during several steps. We can't do
-that, because no exchange may be in flight between two steps of a job. Instead, we cut the
-pseudo-gradient into `delay` slices, and each of the following steps exchanges one of them. A slice
-depends only on the state rather than on the step's gradient, so its exchange is carried: it's in
-flight while the step computes. With `delay = every / fragments`, the link carries the same bytes on
-every step.
+The paper's fragments are made of layers. We cut the vector of all leaves evenly, so that each
+exchange takes the same number of bytes.
 
-**Mixing.** By the time the outer step on a fragment is taken, the rank has trained for `delay` more
-steps. If it jumped to the new anchor, it would discard that progress in this fragment. So it moves
-to a mix of the new anchor and its own parameters instead.
+**Delay.** When it's a fragment's turn, each rank captures the fragment's pseudo-gradient, i.e.
+computes the difference between anchor and parameters and stores it in the state (`pending`). The
+outer step on it is only taken `delay` steps later. In the meantime, the pseudo-gradient is
+exchanged.
 
-**The schedule.** What a step does is a function of the clock in the state (`FragmentTurns`). The
-host can compute the clock, too, so it runs the right program for each step, and a step without an
-exchange sends nothing. The clock counts turns, and steps within a turn. It used to count the steps
-of a round, which went wrong when a restart changed the length of a round: the outer step of one
-fragment was taken on the pseudo-gradient of another, without any error.
+The paper sends it as one message that's in flight during several steps. We can't do that, because
+no exchange may be in flight between two steps of a job. Instead, we cut the pseudo-gradient into
+`delay` slices, and each of the following steps exchanges one of them.
 
-**Few bits.** With 8 or 4 bits, pseudo-gradients are sent as integers with a shared unit per block
-(`bits.quantise`), while the paper uses 4-bit floats. Every rank gathers all vectors and sums them
-in float32.
+A slice depends only on the state rather than on the step's gradient, so its exchange is in flight
+while the step computes (a carried exchange). If `delay` has its largest value, `every / fragments`,
+every step exchanges a slice, so the link carries the same bytes on every step.
+
+**Mixing.** The outer step gives the fragment a new anchor. But this is computed from parameters
+that are `delay` steps old, and the rank has kept training in the meantime. If it continued from the
+new anchor, it would discard that progress. So it continues from a mix of the new anchor and its own
+parameters instead.
+
+**The schedule.** What a step does is a function of a clock in the state (`FragmentTurns`). The host
+can compute the clock, too, so it runs the right program for each step, and a step without an
+exchange sends nothing.
+
+The clock counts turns, i.e. periods of `every / fragments` steps, and the steps within a turn. It
+used to count the steps of a round, which went wrong when a restart changed the length of a round:
+the outer step of one fragment was taken on the pseudo-gradient of another, without any error.
+
+**Few bits.** Optionally, an element of a pseudo-gradient is sent as an integer of 8 or 4 bits, with
+a float32 scale for every block of elements (`bits.quantise`). The paper uses 4-bit floats instead.
+Since every rank has scales of its own, an all-reduce can't add these integers. So every rank
+gathers the vectors of all ranks and sums them in float32.
 
 To see how close a step comes to the speed of computation alone, see benchmarks/results/carried.md.
 """
@@ -69,7 +79,7 @@ _WHAT = "`streaming_diloco`"
 class Clock(NamedTuple):
     """A step's position in the schedule.
 
-    The clock doesn't depend on the length of a round, because a restart may change that.
+    The clock doesn't depend on the length of a round, because a restart may change that length.
 
     Attributes:
         turn: Number of the turn, int32. Turn 0 is the first one, in which nothing is pending. After
@@ -134,17 +144,21 @@ def streaming_diloco(
     """Takes DiLoCo's outer step fragment by fragment, `delay` steps after each was captured.
 
     The model is cut into `fragments` even parts. Every `every / fragments` steps, it's the next
-    fragment's turn: its pseudo-gradient (its anchor minus this rank's parameters) becomes
-    `pending`, and each of the following `delay` steps exchanges one slice of it. The exchange
-    depends only on the state, so it's carried and runs while the step computes. After the last
-    slice, `outer` takes a step from the fragment's anchor, and the rank continues from a mix of the
-    new anchor and its own parameters. With `delay = every / fragments`, the link carries the same
-    bytes on every step. With `delay=0`, the fragment is exchanged and applied at once, and the step
-    waits for it. With a single fragment in addition, that's the same as `diloco`.
+    fragment's turn: its pseudo-gradient (its anchor minus this rank's parameters) is stored in the
+    state, and each of the following `delay` steps exchanges one slice of it. The exchange depends
+    only on the state, so it runs while the step computes.
+
+    After the last slice, `outer` takes a step from the fragment's anchor, and the rank continues
+    from a mix of the new anchor and its own parameters.
+
+    With `delay = every / fragments`, the link carries the same bytes on every step. With `delay=0`,
+    the fragment is exchanged and applied at once, and the step waits for it. If there's also just a
+    single fragment, that's the same as `diloco`.
 
     Parameters differ between ranks. The model to evaluate is the anchor, `state.model(params)`,
-    which `jaxcross.exchange.finish` returns. When a job ends, pending slices are dropped,
-    consistently on all ranks. All ranks must start with the same parameters. Deterministic.
+    which `jaxcross.exchange.finish` returns. If a job ends while a fragment is being exchanged,
+    that fragment keeps its previous anchor on all ranks. All ranks must start with the same
+    parameters. Deterministic.
 
     ```python
     outer = optax.sgd(0.4, momentum=0.9, nesterov=True)
@@ -181,12 +195,13 @@ def streaming_diloco(
             `bits` is 8 or 4.
 
     Memory in addition to the inner optimizer's: the anchor and the outer optimizer's state, both in
-    float32 or wider. With a delay, there's also one pending fragment in its wire format. At 8 or 4
-    bits, another fragment in float32 collects the means as they arrive.
+    float32 or wider. With a delay, there's also the fragment that is being exchanged, in its wire
+    format. At 8 or 4 bits, another fragment in float32 collects the means as they arrive.
 
     Bytes received per rank: for a fragment of n elements, including the padding to whole slices,
     `2(P-1)/P 4n` at 32 bits (8n instead of 4n if a leaf is float64), and `(P-1) (bits/8 + 1/32) n`
-    at 8 or 4 bits. These bytes are spread over `delay` out of every `every / fragments` steps.
+    at 8 or 4 bits. There's one such fragment in every `every / fragments` steps, and its bytes are
+    spread over `delay` of these.
 
     The step is compiled separately for every combination of what it exchanges and applies, the
     first time that the combination is needed. Normally, there are `delay + 2 * fragments` of these
@@ -194,12 +209,13 @@ def streaming_diloco(
     a delay `fragments + 1`. If compiling takes minutes, keep the number of slices and fragments
     small.
 
-    Communicates only in `update`, over its axes. The arguments determine on which steps that
-    happens. All ranks must call `update` on the same step.
+    Communicates only in `update`, over its axes. Which calls of `update` exchange something depends
+    on `every`, `fragments` and `delay`. All ranks must call it on the same step.
 
-    Source: Douillard et al., arXiv 2501.18512, algorithm 2. Unlike theirs, our fragments are even
-    parts rather than layers, they're sent in slices rather than as one message in flight, and their
-    elements are integers rather than 4-bit floats.
+    Source: Douillard et al., arXiv 2501.18512, algorithm 2. We differ in three ways: our fragments
+    are even parts of the model rather than layers, we send slices on several steps rather than one
+    message that's in flight during these steps, and we round to integers rather than to 4-bit
+    floats.
     """
     turns = FragmentTurns.checked(every, fragments, delay, _WHAT)
     own_part = _part(mix, turns.delay)
@@ -213,16 +229,18 @@ def streaming_diloco(
     def init(params: optax.Params) -> StreamingDiLoCoState:
         cut = work.cut(params)
         anchor = tuple(cut.take(params, n) for n in range(turns.fragments))
-        # Packing zeros gives zeros, so we only need the shapes of the result. When we actually
-        # packed them, XLA evaluated that at compile time, which took 16 s.
+        # At first, nothing is pending, so the slices are zeros. Zeros stay zeros when they're
+        # packed, so we only need the shapes of the packed slices. When we actually packed them, XLA
+        # evaluated that at compile time, which took 16 s.
         sent = (
             jax.eval_shape(work.sent, jax.ShapeDtypeStruct((cut.width,), cut.dtype))
             if turns.delay
             else ()
         )
         pending = jax.tree.map(jnp.zeros_like, sent)
-        # A mean doesn't fit into the slice that it comes from if that has 8 or 4 bits per element,
-        # so it gets a place of its own.
+        # When a slice has been exchanged, its mean over ranks has to be stored. At 32 bits, it
+        # replaces the slice. At 8 or 4 bits per element, the slice has no room for a float32 mean,
+        # so there's a separate vector for the means.
         arrived = jnp.zeros(cut.width, cut.dtype) if turns.delay and bits < 32 else None
         outer_state = tuple(outer_optimizer.init(x) for x in anchor)
         return StreamingDiLoCoState(
@@ -238,9 +256,10 @@ def streaming_diloco(
         params = require_params(params, _WHAT)
         _check(work, state, jax.eval_shape(init, params), params)
         updates, inner_state = inner_optimizer.update(updates, state.inner, params, **extra)
-        # Every step takes the local step, so that's done before the switch. The branches only
-        # contain what differs between steps. The index depends on nothing but the clock, which the
-        # host knows, so each program contains a single branch.
+        # The inner optimizer runs on every step, so that's done before the switch. The branches of
+        # the switch contain only what differs between steps: which slices are exchanged, and what
+        # is applied or captured. The branch depends on nothing but the clock, which the host knows,
+        # so the program that it runs contains only that branch.
         moving = _Moving(updates, state.anchor, state.outer, state.pending, state.arrived)
         branches = [_branch(work, turn, params, moving) for turn in turns.kinds()]
         moving: _Moving = (
@@ -279,8 +298,8 @@ class Turn(NamedTuple):
 class FragmentTurns:
     """The schedule of a round: on which steps each fragment is captured, exchanged and applied.
 
-    The schedule is computed from a clock in the state, by integer arithmetic that the host can
-    evaluate as well. That's how the host knows what each step exchanges.
+    The schedule is computed from a clock in the optimizer's state, by integer arithmetic on
+    scalars. The host can evaluate that, too, so it knows in advance what each step exchanges.
 
     Attributes:
         every: Steps per round.
@@ -317,14 +336,16 @@ class FragmentTurns:
 
     def kinds(self) -> list[Turn]:
         """Returns everything a step can do; `kind` is an index into this list."""
-        # `kind` relies on the order of this list: nothing, then all slices except the last, then
-        # the last slice of each fragment, then the capture of each fragment.
+        # `kind` returns a position in this list, so the order matters. First comes the step that
+        # does nothing, then all slices except the last, then the last slice of each fragment, and
+        # finally the capture of each fragment.
         captures = [Turn(captured=f) for f in range(self.fragments)]
         if self.delay == 0:
             return [Turn(), *captures]
         last = self.delay - 1
-        # If the delay is a whole turn, a fragment's last slice is exchanged in the same step in
-        # which the next fragment is captured.
+        # If the delay is as long as possible, there's no pause between the exchanges of two
+        # fragments: on the step that exchanges a fragment's last slice, the next fragment is
+        # captured.
         full = self.delay == self.period
         ends = [
             Turn(slice=last, applied=f, captured=(f + 1) % self.fragments if full else None)
@@ -338,13 +359,15 @@ class FragmentTurns:
         If a restart has shortened the rounds, `place` may be beyond the period.
         """
         turn, place = clock
-        # The last step of turn t captures fragment t, counted modulo the number of fragments. Its
-        # slices are then exchanged in turn t + 1.
+        # Turns are periods of `period` steps. On the last step of turn t, we capture the
+        # pseudo-gradient of fragment t, modulo the number of fragments. The slices of that fragment
+        # are then exchanged in the next turn.
         captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
         if self.delay == 0:
             return captures
-        # From here on, the numbers are positions in `kinds`. In turn t, the fragment that was
-        # captured at the end of turn t - 1 is pending.
+        # From here on, the numbers are positions in the list that `kinds` returns. The fragment
+        # whose slices are exchanged in this turn (`pending`) is the one that was captured at the
+        # end of the previous turn.
         ends = self.delay
         pending = (turn + self.fragments - 1) % self.fragments
         captures = jnp.where(captures > 0, captures - 1 + ends + self.fragments, 0)
@@ -400,11 +423,13 @@ class _Work:
     def sent(self, vector: jax.Array) -> tuple[PyTree, ...]:
         """Returns a fragment as slices in their wire format."""
         slices = max(self.turns.delay, 1)
-        # Each slice is a leaf of its own. If the state held the whole fragment and a step cut its
-        # slice out of it, the exchange wouldn't be carried: a slice isn't among the operations that
-        # may come between the state and a carried exchange. We also pack each slice by itself. When
-        # we packed a whole fragment at once (ResNet-50 in four fragments at 8 bits), a fragment's
-        # last step took 38 ms of computation instead of 31.
+        # Each slice is a leaf of its own in the state. If the state held the whole fragment, a step
+        # would first have to cut its slice out of it. The exchange then wouldn't be carried,
+        # because cutting out a slice isn't among the operations that may come between the state and
+        # a carried exchange.
+        #
+        # We also pack each slice by itself. When we packed a whole fragment at once (ResNet-50 in
+        # four fragments at 8 bits), a fragment's last step took 38 ms of computation instead of 31.
         parts = vector.reshape(slices, vector.size // slices)
         return tuple(
             parts[n] if self.bits == 32 else quantise(parts[n], self.bits) for n in range(slices)
@@ -446,8 +471,9 @@ class _Work:
             self.outer, gradient, anchor[fragment], outer[fragment]
         )
         anchor[fragment] = jnp.asarray(stepped)
-        # From here on, we work on pieces that have the shapes of their leaves, because vectors
-        # would cost additional passes over memory.
+        # The outer step works on a vector. From here on, we work on pieces of leaves in the leaves'
+        # own shapes, because joining them into vectors would read and write all of their memory
+        # once more.
         began = cut.parts(params, fragment)
         targets = cut.split(anchor[fragment], fragment)
         if self.own_part:  # skip a weight of 0, because 0 times NaN would be NaN
@@ -456,8 +482,8 @@ class _Work:
                 mine + (1 - self.own_part) * (x - mine)
                 for mine, x in zip(own, targets, strict=True)
             ]
-        # The updates will be added to the parameters from before the step, so the update is the
-        # difference between these and the target.
+        # optax adds the updates to the parameters from before the step. So the update that leads to
+        # the target is the difference between the target and these parameters.
         updates = cut.put(
             moving.updates, fragment, [x - before for x, before in zip(targets, began, strict=True)]
         )
@@ -473,8 +499,9 @@ class _Work:
 def _branch(work: _Work, turn: Turn, params: optax.Params, given: _Moving) -> Callable[[], _Moving]:
     def run() -> _Moving:
         moving = given
-        # A step may apply one fragment and capture another one. If there's only a single fragment,
-        # the two are the same. So we apply first, because the capture has to use the new anchor.
+        # A step may take the outer step on one fragment and capture the pseudo-gradient of the next
+        # one. With a single fragment, the two are the same. So we take the outer step first,
+        # because the pseudo-gradient has to be the difference from the new anchor.
         if turn.slice is not None:
             moving = work.arrive(turn.slice, moving)
             if turn.applied is not None:
@@ -508,7 +535,7 @@ def _check(
 ) -> None:
     """Raises for a state, parameters or outer optimizer that this exchange would handle wrongly.
 
-    This is checked while tracing, so every rank raises before the first exchange.
+    This is checked while the step is traced, so every rank raises before the first exchange.
     """
     check_real(
         [x for x in jax.tree.leaves(params) if is_float(x)],
@@ -524,8 +551,9 @@ def _check(
                 "other parameters. Restore it with the arguments that it was created with, or "
                 "create it again. Its contents are then lost."
             )
-    # The outer optimizer always receives vectors. To find out whether it looks at shapes, we also
-    # trace it on a matrix with a single row, which must give the same operations.
+    # The outer optimizer always receives vectors instead of leaves, so its result mustn't depend on
+    # shapes. To check that, we also trace it on a matrix with a single row, which must give the
+    # same operations.
     vector = fresh.anchor[0]
     row = jax.ShapeDtypeStruct((1, *vector.shape), vector.dtype)
     part = jax.ShapeDtypeStruct(vector.shape, vector.dtype)

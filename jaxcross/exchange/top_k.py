@@ -1,30 +1,37 @@
 """Top-k sparsification: each rank sends only the largest elements of its gradient.
 
 **Error feedback.** What a rank doesn't send is kept in a residual and added to its next gradient,
-so nothing is lost, only delayed. The rounding of `wire_dtype` stays in the residual as well.
-Without error feedback, training may stall. Because the residual is kept forever, an infinity in it
-would never go away. So we clip values to the range of the types that they're converted to.
+so nothing is lost, only delayed. Values may also be rounded for sending (`wire_dtype`), and the
+rounding error is kept in the residual as well. Without error feedback, training may stall.
+
+The residual carries over from step to step, so an infinity in it would never go away. That's why we
+clip values to the range of the types that they're converted to.
 
 **Exchange.** The elements are sent as (value, index) pairs. Every rank gathers the pairs of all
 ranks and adds them in rank order, so the mean is bitwise identical everywhere. The values of all
 leaves are one message and their indices another, because small leaves would otherwise spend most of
-their time on latency. Since every rank receives the pairs of all others, the bytes grow with P - 1,
-whereas those of a dense mean grow with 2(P-1)/P. If the number of ranks is a power of two, `gtop_k`
-avoids that.
+their time on latency.
 
-**Per leaf or per bucket.** By default, we select the k largest elements of each leaf. It can be
-cheaper to select from all leaves at once (the `bucket` option), but then layers with small
-gradients hardly ever send anything.
+Since every rank receives the pairs of all others, the bytes that it receives grow with P - 1,
+whereas those of a dense mean grow with 2(P-1)/P. If the number of ranks is a power of two, you can
+use `gtop_k`, which avoids that.
 
-**Nodes.** If several ranks share a node, its link would carry the pairs of all of them. With
-`pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within the node, so that
-each rank holds 1/L of the node's sum. Only then do the ranks select their elements and exchange
-pairs with the other nodes. The sum within the node can't be sparse, because the elements to select
-are the largest of the node's sum. The result is distributed densely within the node as well, since
-bytes are cheap there.
+**Per leaf or per bucket.** By default, we select the k largest elements of each leaf. With the
+`bucket` option, we select from all leaves together instead. That can be cheaper, but layers with
+small gradients then hardly ever send anything.
 
-**Density.** The number of pairs is part of the compiled program. If the density changes during
-training (the `warm_up` option), the program is therefore a `lax.switch` with one branch per stage.
+**Nodes.** If several ranks share a node, the node's link to the others would carry the pairs of
+each of them. With `pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within
+the node, so that each of its L ranks holds 1/L of the node's sum. Only then do the ranks select
+their elements and exchange pairs with the other nodes.
+
+The sum within the node can't be sparse, because the elements to select are the largest of the
+node's sum, so they aren't known before. The result is distributed densely within the node as well,
+since bytes are cheap there.
+
+**Density.** The density is the fraction of elements that are sent. It's part of the compiled
+program, because it determines the size of the messages. If it changes during training (the
+`warm_up` option), the program is therefore a `lax.switch` with one branch for each density.
 
 At a density of 1%, our digits task reaches the same accuracy as with a dense mean, at a twentieth
 of its bytes. On a task with prose, where Adam follows the exchange, it ends 2 points behind the
@@ -58,10 +65,12 @@ Pattern = Literal["flat", "hierarchical"]
 class TopKState(NamedTuple):
     """Number of steps, and each rank's residuals: float32 vectors in the tree of the parameters.
 
-    A residual is as long as its leaf, D elements. With the hierarchical pattern, it's as long as
-    one of L parts of the padded leaf, D'/L. A step can't detect residuals that were saved with a
-    different number of ranks or nodes if they happen to have the same length. `job.restore` can,
-    and raises: otherwise the unsent residuals of the missing ranks would be silently dropped.
+    A residual has as many elements as its leaf, D. In the hierarchical pattern, each of the L ranks
+    of a node only handles its part of the padded leaf, so its residual has D'/L elements.
+
+    A step can't detect residuals that were saved with a different number of ranks or nodes if they
+    happen to have the same length. `job.restore` can, and raises: otherwise the unsent residuals of
+    the missing ranks would be silently dropped.
     """
 
     step: jax.Array
@@ -88,17 +97,19 @@ def top_k(
     Updates are the same on every rank. Residuals are rank-local, so save them per rank.
     Deterministic.
 
-    Each selected element is sent as its value and an int32 index, by one all-gather of all leaves'
-    values and one of their indices. Bytes received per rank, on P ranks and with v bytes per value:
-    `(P-1) k (v + 4)`, plus `2(P-1)/P n` for skipped leaves of n bytes.
+    Each selected element is sent as its value and an int32 index. All leaves share two all-gathers,
+    one for the values and one for the indices. Bytes received per rank, on P ranks and with v bytes
+    per value: `(P-1) k (v + 4)`, plus `2(P-1)/P n` for skipped leaves of n bytes.
 
     `pattern="hierarchical"` is HiTopKComm over `axes=(outer, inner)` of N and L ranks. Each rank
     receives the dense sum of 1/L of each leaf within the node, exchanges the k/L largest elements
     of this part between nodes, and gathers the dense result within the node. The residuals belong
     to that 1/L. In total, a rank receives `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, where D' is D
-    padded to a multiple of L. Within a node, everything is dense. On the way in it has to be, since
-    the elements to select are the largest of the node's sum. On the way out, pairs would take fewer
-    bytes as long as `2 N density < 1`, but bytes are cheap within a node.
+    padded to a multiple of L.
+
+    Within a node, everything is sent densely. For the sum, there's no choice, because the elements
+    to select are the largest of the node's sum and aren't known before. For the result, pairs would
+    take fewer bytes as long as `2 N density < 1`, but bytes are cheap within a node.
 
     ```python
     tx = optax.chain(jaxcross.exchange.top_k(0.01, "batch", warm_up=[(500, 0.1)]), optax.sgd(0.1))
@@ -184,8 +195,9 @@ def top_k(
                 check_float32(path, x, "the values of `top_k`")
         big = [x for x, c in zip(leaves, chosen, strict=True) if c]
         if big:
-            # The density has to be a constant in each branch, because it determines how long the
-            # messages are. The number of stages that have ended is the index of the current one.
+            # The density determines how long the messages are, so it has to be a constant. Each
+            # stage of the warm-up therefore has a branch of its own. The index of the current stage
+            # is the number of stages that have ended.
             branches = [partial(_exchange, settings, d) for _, d in stages]
             stage = sum((state.step >= until).astype(jnp.int32) for until, _ in stages[:-1])
             big, residual = (
@@ -249,8 +261,8 @@ def _exchange(
         vectors = layouts.block_columns(rows, shapes, inner)
     if settings.error_feedback:
         vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
-    # We select from one group of elements at a time. A group is either a leaf, or with `bucket` all
-    # leaves together.
+    # The k largest elements are selected from each group separately. A group is a single leaf, or
+    # with the `bucket` option all leaves together.
     bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
     groups = [jnp.concatenate(vectors)] if settings.bucket else vectors
     pairs = [select(x, sparse.slots(share, x.size), selection=settings.selection) for x in groups]
@@ -275,8 +287,8 @@ def _exchange(
         sparse.sum_of_pairs(v, i, x.size) / ranks
         for v, i, x in zip(every_value, every_index, groups, strict=True)
     ]
-    # We subtract the values as they were sent, i.e. after clipping and rounding, so that the
-    # residual keeps these errors as well.
+    # From the residuals, we subtract the values as they were sent, i.e. after clipping and
+    # rounding. The errors of clipping and rounding then stay in the residuals and are sent later.
     rests = [
         sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)
     ]
@@ -303,9 +315,9 @@ def _sent_values(
 ) -> list[jax.Array]:
     """Returns the selected values of each group as they are sent, clipped and rounded.
 
-    If all ranks' values fit the update's type, so does their mean. With nodes, however, a value may
-    be the sum over the `inner` ranks of a node, so it's only clipped to `inner` times the type's
-    largest number.
+    Clipping all values to the range of the update's type makes sure that their mean fits this type.
+    In the hierarchical pattern, a value is a sum over the `inner` ranks of a node, so it may be up
+    to `inner` times as large and is clipped to `inner` times the type's largest number.
 
     Args:
         settings: Settings of the exchange.
@@ -336,8 +348,9 @@ def _saturate_each(
     """Clips each element of a bucket to the range of its leaf's type; leaves end at `ends`."""
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
-    # The index of an empty slot lies beyond the last leaf. It's clipped to that leaf, which does no
-    # harm because the slot's value is 0.
+    # For each element, look up the leaf that it belongs to, and the range of that leaf's type. An
+    # empty slot has an index beyond the last leaf, and is treated as an element of that leaf. This
+    # does no harm, because its value is 0.
     largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(
         mode="clip"
     )

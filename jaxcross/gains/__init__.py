@@ -8,7 +8,8 @@ fusion           fuses tiny jobs that have the same step into a job with a singl
                  is measured to be faster (`jaxcross.fuse`)
 solo_cost        measures the time and the bytes of a single step, on all ranks or on none
 
-The predictions themselves are computed in the `plan` package, which doesn't need any ranks.
+This package only measures. The predictions themselves are computed in the `plan` package, which
+doesn't need any ranks.
 """
 
 from typing import TYPE_CHECKING

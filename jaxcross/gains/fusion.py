@@ -1,9 +1,11 @@
 """`jaxcross.fuse`: joins tiny jobs that have the same step, so that one program trains several.
 
-On every step, each job costs votes and hand-overs, and if the step itself is tiny, they make up
-much of its time. Jobs that share a program share this cost, and their exchanges share messages. To
-find out whether that's faster, we measure it on copies of the jobs' states: first the step alone,
-and then all jobs, both taking turns and fused.
+On every step, the ranks vote on which job may exchange, and jobs hand the device over to each
+other. If the step itself is tiny, this makes up much of its time. Jobs that are fused into one
+program share this cost, and their exchanges share messages.
+
+To find out whether fusing is faster, we measure it on copies of the jobs' states: first the step
+alone, and then all jobs, both taking turns and fused.
 """
 
 from __future__ import annotations
@@ -51,20 +53,22 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
     The program of a fused job contains the step once for each member. The members' exchanges share
     buffers and messages, and all members together cost the votes and hand-overs of a single job.
     Each member ends in the same state as when it runs alone, bit for bit (see the page on tiny jobs
-    for what was compared). Members may have different shapes, data and lengths. A member leaves
-    alone when its data end, when it stops early, or when its data raise an error. The program is
-    then compiled again for the remaining members. An error in the step or in an evaluation ends all
-    members.
+    for what was compared).
+
+    Members may have different shapes, data and lengths. A member leaves alone when its data end,
+    when it stops early, or when its data raise an error. The program is then compiled again for the
+    remaining members. An error in the step or in an evaluation ends all members.
 
     Jobs can be fused only if they have the same step, the same `mode` and the same
-    `check_replicas`, and if all of them have `nonfinite="ignore"`. The step must be decorated by
-    `crossover` with `cut="whole"`, it must exchange over named axes, and it can't take NNX objects.
+    `check_replicas`. The step must be decorated by `crossover` with `cut="whole"`, it must exchange
+    over named axes, and it can't take NNX objects. All jobs must have `nonfinite="ignore"`, because
+    otherwise a job with non-finite values would make the others skip a step or end, too.
 
     We measure on copies of the states, with the first batch of each job. We time the step alone,
     and then all jobs as they take turns, with and without fusing. If the step takes more than 5 ms
-    alone (c + m), the jobs aren't fused. Most of the time is spent on compilation, but the run
-    reuses the executables. All ranks must call this function with the same jobs, and wait for each
-    other.
+    alone, computation and exchange together, the jobs aren't fused. Most of the time is spent on
+    compilation, but the run reuses the executables. All ranks must call this function with the same
+    jobs, and wait for each other.
 
     Args:
         jobs: The jobs, each with a unique name.
@@ -258,8 +262,9 @@ class _Candidate:
 def fused_step(step: Step[..., Any]) -> Step[..., Any]:
     """Returns a step that trains any number of jobs: `fused(states, batches) -> (states, metrics)`.
 
-    States, batches and metrics are tuples with one entry per job. For the same `step`, the fused
-    step is created only once. Sets of jobs that are fused in the same way then share one compiled
+    The fused step calls the original step once per job. Its states, batches and metrics are tuples
+    with one entry per job. It's created only once for each original step. So if several sets of
+    jobs with this step are fused, and the sets have the same shapes, they share one compiled
     program.
     """
     function = step.step
@@ -300,7 +305,7 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
 def _first_of(job: Job) -> list[Any]:
     """Returns a list with the first batch, or an empty list if there is none.
 
-    The job still gets that batch during training, even if its data are an iterator.
+    The job still trains on that batch later, even if its data are an iterator.
     """
     if job._steps == 0:
         return []
@@ -359,7 +364,7 @@ def _measure(
 ) -> _FusedCost:
     """Measures the step alone, then all jobs in turns and fused. Waits for all ranks.
 
-    If a step alone takes more than `limit_s`, the jobs aren't measured together.
+    If a step alone takes more than `limit_s`, we don't measure the jobs together.
 
     Raises:
         CutError, ExchangeError: As `measure_on_all_ranks` does.
@@ -425,7 +430,8 @@ def _step_of_each_s(trials: Sequence[_MeasuredJob], fused: FusedStep | None, wor
 def _repeated(trial: _MeasuredJob) -> Iterator[PyTree]:
     """Yields the batch over and over.
 
-    If the step may overwrite the batch, this yields copies, because the job will still train on it.
+    If the step may overwrite the batch (because it's donated), this yields copies, because the job
+    will still train on the batch.
     """
     step = trial.job._function
     assert isinstance(step, Step)

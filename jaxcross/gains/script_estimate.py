@@ -67,10 +67,10 @@ class Request:
 def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobEngine | None) -> None:
     """Measures a step that a script is about to call, and terminates the script on all ranks.
 
-    Rank 0 prints the estimate. In two cases, this function returns without measuring anything, so
-    that the step runs as usual: if the user has asked for a different step, or if this call of the
-    step doesn't exchange anything because its exchanges happen only in other calls. In all other
-    cases, it waits for all ranks.
+    Rank 0 prints the estimate. Waits for all ranks, except in two cases, in which nothing is
+    measured and the step runs as usual: the user has asked to measure a different step, or this
+    call of the step doesn't exchange anything, because the step only exchanges in some of its
+    calls.
 
     Raises:
         SystemExit: The measurement is done, and no run is in progress.

@@ -1,6 +1,7 @@
 """Measures what a single step costs by itself: seconds per segment, wire bytes, and memory.
 
-All ranks measure at the same time. If one of them can't, all of them raise an error.
+All ranks measure at the same time, because a step's exchanges need all of them. If one rank can't
+measure, all of them raise an error.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class SoloCost:
         self._host = host
         self._world = world
         self._settings = settings
-        # We use a separate record, so that the measurement doesn't affect training that may follow.
+        # The record keeps what has been found out about a step, such as its cut. The measurement
+        # uses a separate one, so that it doesn't affect training that may follow.
         record = StepRecord(cut="whole", bucket_bytes=bucket_bytes)
         self._variant = Variant(traced, record, world, trial_args=tuple(leaves)).choose(leaves)
         self._sizes = dict(traced.axes)

@@ -26,9 +26,9 @@ def estimate(
     """Predicts how much faster jobs with this step would run together, by timing it on all ranks.
 
     We run a few steps on copies of the arguments, so your arguments are neither changed nor
-    donated, and the measurement doesn't affect later training. This compiles two programs: the
-    uncut step, and the step cut into four. All ranks must call this function, and wait for each
-    other. The result is the same on every rank.
+    donated, and training that follows isn't affected. Two programs are compiled: the step as a
+    whole, and the step cut into four segments of exchanges, between which other jobs could run. All
+    ranks must call this function, and wait for each other. The result is the same on every rank.
 
     Args:
         step: A `crossover` step, or a function with named-axis collectives, for which you also pass
@@ -58,9 +58,9 @@ def estimate(
         ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
         JobError: Another thread is in a step.
 
-    If anything fails, all ranks raise an error, either before the first exchange or after the last
-    one, so no rank is left waiting for another. If only one rank has an error of its own, the other
-    ranks report it as an `ExchangeError`.
+    If the measurement fails on one rank, all ranks raise an error: the failed rank its own, and the
+    others an `ExchangeError` that reports it. They raise either before the first exchange or after
+    the last one, so no rank is left waiting for another.
 
     Example:
         >>> print(jaxcross.estimate(train_step, state, batch, jobs=2))

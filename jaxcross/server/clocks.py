@@ -8,10 +8,11 @@ import math
 class Clocks:
     """The stale-synchronous rule: no worker continues too far ahead of the slowest one.
 
-    A worker's clock counts the gradients that it has pushed. A worker whose clock is `c` has to
-    wait until the slowest worker has reached `c - staleness`. When a worker finishes, its clock
-    becomes infinite. This means that nobody waits for it any more, but it has to wait itself until
-    all others have finished.
+    A worker's clock counts the gradients that it has pushed to the servers. A worker whose clock is
+    `c` has to wait until the slowest worker's clock has reached `c - staleness`.
+
+    When a worker finishes, its clock becomes infinite, so nobody waits for it any more. It then
+    waits itself until all other workers have finished.
 
     Args:
         ranks: Number of workers.

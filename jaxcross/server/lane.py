@@ -1,19 +1,19 @@
 """The parameter server's thread on a rank.
 
-The thread serves the rank's part of the parameters, and also sends and receives the messages of the
-rank's worker. There are two reasons why it isn't the worker itself that does this. The server has
-to answer other ranks while its own worker computes. And each mailbox is used by one thread only, so
-the worker passes commands to the lane and waits for its answers.
+The thread serves the rank's part of the parameters. It also sends and receives the messages of the
+rank's worker, for two reasons. The server has to answer other ranks while its own worker computes.
+And each mailbox may be used by one thread only, so the worker passes commands to this thread (the
+lane) and waits for its answers.
 
 **Waiting for messages.** The thread polls the mailbox. As long as nothing happens, it doubles the
 pause between two polls, up to a limit. We don't use MPI's own wait, because that keeps a core busy,
 and the worker's computation needs this core. While a message of ours is still being sent, the pause
 stays short, because MPI only makes progress while it's polled.
 
-**When a step is taken.** An alternative would be to take an optimizer step for each gradient as
-soon as it arrives. We rejected this, because with momentum or Adam, the result would differ from
-synchronous training even if no rank runs ahead of the others. Instead, a server collects gradients
-until some worker may continue, and then takes a single step on all of them.
+**When a step is taken.** A server could take an optimizer step for each gradient as soon as it
+arrives. We rejected this, because with momentum or Adam, the result would differ from synchronous
+training even if no rank runs ahead of the others. Instead, a server collects gradients until some
+worker may continue, and then takes a single step on all of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from jaxcross.server.served_part import ServedPart
 from jaxcross.world import Mailbox, ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
-# The first and the longest pause between two polls of the mailbox, in seconds. We poll with pauses
-# because MPI's own wait would keep a core busy for as long as the workers compute.
+# The thread pauses between two polls of the mailbox, because MPI's own wait would keep a core busy
+# for as long as the workers compute. These are the first and the longest pause, in seconds.
 _FIRST_POLL_S = 1e-4
 _LONGEST_POLL_S = 2e-3
 
@@ -57,17 +57,19 @@ class Lane:
 
     Only this thread uses the mailbox.
 
-    When at least one worker may continue, the lane applies all gradients that have arrived so far,
-    in a single optimizer step. Until then, it keeps them. With a staleness of 0, no worker may
-    continue before all of them have pushed, so the lane takes one step on the mean of all
-    gradients.
+    The lane collects the gradients that the workers push, until at least one worker may continue.
+    It then applies all of them in a single optimizer step, and sends the new parameters to the
+    workers that may continue. With a staleness of 0, no worker may continue before all of them have
+    pushed, so the lane takes one step on the mean of all gradients.
 
     **Shutdown.** The lane must not close its mailbox while a message to or from its rank is still
     in flight. We rely on the fact that messages from one rank arrive in the order in which they
     were sent, so nothing can follow a rank's last message. If all workers finish, the last message
-    of each server is its answer to that. If a worker or a server fails, it reports this as its last
-    message. Every lane that receives such a report sends it to all ranks as its own last message,
-    and continues to read until it has received the last message of every rank.
+    of each server is its answer to that.
+
+    If a worker or a server fails, it reports this as its last message. Every lane that receives
+    such a report sends it to all ranks as its own last message, and continues to read until it has
+    received the last message of every rank.
 
     Args:
         mailbox: Mailbox of this lane alone.
@@ -119,10 +121,11 @@ class Lane:
     def wait(self) -> list[np.ndarray] | None:
         """Waits for every server's part of the parameters, and returns these parts.
 
-        Call this after a push, or after `finish`. In the second case, it also returns whenever the
-        clocks have changed while other workers are still running. The result is then None, and you
-        have to call it again. Since each wait is monitored separately, the watchdog's time starts
-        again whenever some worker makes progress.
+        Call this after a push, or after `finish`. After `finish`, the parameters only arrive once
+        all other workers have finished, too. Until then, each call returns None whenever another
+        worker has made progress, and you have to call it again. We return in between because the
+        watchdog limits the time of each call: this way, it doesn't give up on workers that make
+        progress.
 
         Raises:
             ExchangeError: Some rank failed.
@@ -204,14 +207,15 @@ class Lane:
                 == self._mailbox.size
             ):
                 break
-            # If one of our messages hasn't been sent completely, keep the short interval, because
-            # MPI only makes progress while it's polled.
+            # If one of our messages hasn't been sent completely, keep the pause between polls
+            # short, because MPI only makes progress while it's polled.
             again = moved or not sent
             poll_s = _FIRST_POLL_S if again else min(2 * poll_s, _LONGEST_POLL_S)
             if not moved:
                 self._wakeup.wait(poll_s)
-            # A command is added before the event is set. So if we clear the event first and look
-            # for commands afterwards, we can't miss any.
+            # Other threads first add a command and then set the event. Here, we clear the event
+            # first and look for commands afterwards. So if a command is added in between, it's
+            # either found or ends the next wait at once, and we can't miss any.
             self._wakeup.clear()
         self._mailbox.close()
 
@@ -237,8 +241,9 @@ class Lane:
             self._clocks.finish(sender)
         elif tag == _PARAMS:
             self._answers[sender] = message
-            # Once our worker has finished, a server only answers when all workers have. So this is
-            # the last message that we get from that server.
+            # Once our worker has finished, each server sends us just one more message: the final
+            # parameters, when all other workers have finished as well. So this is the last message
+            # from that server.
             if self._finishing:
                 self._final.add(sender)
         else:
@@ -263,8 +268,8 @@ class Lane:
     def _fail(self, failure: Failure) -> None:
         if self._failure is not None:
             return
-        # We have to send the report before we set `_failure`. From then on, `_send_all` sends
-        # nothing any more, so that the report is this rank's last message.
+        # Send the report of the failure first, and set `_failure` afterwards. As soon as that's
+        # set, nothing else is sent, which makes the report this rank's last message.
         text = np.frombuffer(failure.text.encode(), np.uint8)
         self._send_all(_STOPPED if failure.stopped else _FAILED, [text] * self._mailbox.size)
         self._failure = failure

@@ -18,9 +18,10 @@ _ALIGNMENT = 64
 class MessageLayout:
     """Cuts every leaf into P equal parts, padded with zeros; message p holds part p of all leaves.
 
-    A message is an array of bytes (uint8). Because we cut each leaf by itself, the part of every
-    server is a tree with the same structure as the parameters, and all messages have the same
-    length. The class is pure: it neither communicates nor changes its arguments.
+    A message is an array of bytes (uint8) with the part of the parameters that one server is
+    responsible for. We cut each leaf by itself, so every server's part is a tree with the same
+    structure as the parameters, and all messages have the same length. The class is pure: it
+    neither communicates nor changes its arguments.
 
     Args:
         params: The tree, whose leaves must be floating-point or complex arrays.

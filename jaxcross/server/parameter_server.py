@@ -42,24 +42,27 @@ class ParameterServer(Generic[Params]):
     part in a thread of its own, with its own communicator.
 
     A worker's clock counts the gradients that it has pushed. A worker at clock `c` waits until the
-    slowest one has reached `c - staleness`, so a slow rank delays the others only once they are
-    that far ahead.
+    slowest one has reached `c - staleness`. So a slow rank doesn't delay the others until they're
+    more than `staleness` gradients ahead of it.
 
     Whenever some worker may continue, a server takes a single optimizer step on the sum of the
-    gradients that have arrived, divided by P. Each gradient counts exactly once. The parameters
-    that a worker pulls always include its own gradients, and all gradients of other workers that
-    are at least `staleness` clocks older. The optimizer must work element by element, as for
+    gradients that have arrived, divided by P. The optimizer must work element by element, as for
     `exchange.sharded_optimizer`.
+
+    Each gradient counts exactly once. The parameters that a worker pulls always include its own
+    gradients, and all gradients of other workers that are at least `staleness` clocks older.
 
     With `staleness=0`, this is synchronous training, up to rounding, and it's bitwise reproducible
     as long as all workers take the same number of steps. Otherwise it's not deterministic: what a
-    worker pulls depends on timing, and differs between ranks until the end of the `with` block. To
-    study staleness, use `exchange.bounded_stale` and `exchange.asynchronous`, which reproduce on a
-    schedule what happens here by chance.
+    worker pulls depends on timing, and differs between ranks until the end of the `with` block.
 
-    In a job of a `Runner`, each `push_pull` counts as a step of the job, and other jobs can compute
-    while this one exchanges. Compute the gradients with plain `jax.jit`, and iterate over your own
-    data. You can't use `job.batches`, because it raises an error if ranks are at different batches.
+    To study the effects of staleness, use `exchange.bounded_stale` and `exchange.asynchronous`.
+    They delay gradients according to a schedule, so their runs can be repeated.
+
+    You can also use a parameter server within a job of a `Runner`. Each call of `push_pull` then
+    counts as a step of the job, and other jobs can compute while this one exchanges. Compute the
+    gradients with plain `jax.jit`, and iterate over your own data rather than `job.batches`, which
+    raises an error if ranks are at different batches.
 
     Example:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
@@ -194,9 +197,9 @@ class ParameterServer(Generic[Params]):
     def push_pull(self, grads: Params) -> Params:
         """Pushes this rank's gradient, and waits for parameters that include it.
 
-        This call waits until the gradient has been computed and all servers have answered. If this
-        rank is more than `staleness` clocks ahead of the slowest one, the servers answer only after
-        the slowest one has caught up.
+        Waits until the gradient has been computed and all servers have answered. If this rank is
+        more than `staleness` clocks ahead of the slowest one, the servers answer only after the
+        slowest one has caught up.
 
         Args:
             grads: Gradients with the parameters' structure, shapes and element types.
@@ -257,8 +260,9 @@ class ParameterServer(Generic[Params]):
         job = "" if self._job is None else self._job.name
 
         def waiting_for(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-            # In a job, a worker may be busy on its own for a while, e.g. in `job.measure`. The
-            # watchdog must not blame it for being late then.
+            # In a job, a worker may do other work for a while, e.g. evaluate its model in
+            # `job.measure`. The others then wait for it, but the watchdog shouldn't treat that as
+            # an error, so we leave out such ranks.
             patient = {
                 rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)
             }

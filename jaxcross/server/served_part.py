@@ -59,8 +59,8 @@ class ServedPart:
         check_elementwise(
             optimizer, (whole, whole), (grads, grads), self._state, "a parameter server"
         )
-        # We compile here, so that an optimizer's errors are raised in the call that it was passed
-        # to.
+        # Compile now rather than on the first step, so that an optimizer's errors are raised in the
+        # call that the optimizer was passed to.
         self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
 
     def apply(self, gradients: Mapping[int, np.ndarray]) -> None:
@@ -68,8 +68,8 @@ class ServedPart:
 
         Waits for the step.
         """
-        # We add in rank order, regardless of the order of arrival, so that the same gradients give
-        # the same bits.
+        # Add in rank order, regardless of the order of arrival, so that the same gradients always
+        # give bitwise the same mean.
         columns = zip(
             *(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True
         )
