@@ -511,7 +511,8 @@ class Runner:
                 raise JobError(
                     f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add "
                     "the same jobs in the same order, with the same policy, checkpoints, "
-                    "`metrics` and emulated link, on every rank."
+                    "`metrics` and emulated link, on every rank. "
+                    "See docs/reference/limits.md#jobs."
                 )
 
     def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:

@@ -233,7 +233,8 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
             "a `while` loop next to an exchange inside `cond` cannot be cut at "
             f"{compat.source_of(exchange)}: the host cannot know the predicate, and the loop might "
             "not end if its branch is not taken. Use `lax.scan`, or a predicate made of "
-            "counters alone."
+            "counters alone. "
+            "See docs/reference/limits.md#conditionals."
         )
     # A `while` loop may contain a callback, because the check above has ensured that the ranks vote
     # before each iteration. If a rank doesn't take the branch, all operands are zeros there. The
@@ -243,7 +244,8 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
             "an exchange and a callback inside one loop inside `cond` cannot be cut at "
             f"{compat.source_of(exchange)}: the loop runs on zeros if its branch is not taken, "
             "and would call back. Move the callback out of the loop, or use a predicate made of "
-            "counters alone."
+            "counters alone. "
+            "See docs/reference/limits.md#conditionals."
         )
 
 

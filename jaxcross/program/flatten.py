@@ -67,7 +67,8 @@ class Flattener(Emitter):
             raise CutError(
                 f"`{name}` on a mutable array cannot be cut at {compat.source_of(eqn)}: the "
                 "segments of a step pass on values. Use `jax.new_ref` inside a `jax.jit` without "
-                "exchanges, or inside a loop."
+                "exchanges, or inside a loop. "
+                "See docs/reference/limits.md#the-step."
             )
         if name in _NO_OPS:
             return args
@@ -99,7 +100,8 @@ class Flattener(Emitter):
             raise CutError(
                 f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross "
                 "inlines jit, remat, custom derivatives and linear solvers, splits cond, unrolls "
-                "short scans and keeps other loops whole. Move the exchange out of it."
+                "short scans and keeps other loops whole. Move the exchange out of it. "
+                "See docs/explanation/cutting.md#flattening-rule-1."
             )
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 

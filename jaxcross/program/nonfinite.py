@@ -101,7 +101,8 @@ def refuse_to_skip(program: Program) -> None:
             "and types of its first argument, and it donates none. With "
             '`nonfinite="skip"` the first function with exchanges that a job calls is its step: '
             "pass the positions of its state as `donate_argnums`, and return the new state. "
-            "Evaluate after the first step."
+            "Evaluate after the first step. "
+            "See docs/howto/nonfinite.md#what-skip-needs."
         )
 
 

@@ -165,7 +165,8 @@ def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
         raise CutError(
             f"`{name}` is a `shard_map` over {_axes_text(mesh.shape)}, but its axes over ranks are "
             f"{_axes_text(axes)}. Give `crossover` the mesh's own axes, in their order, and start "
-            "as many ranks."
+            "as many ranks. "
+            "See docs/howto/tensor-parallelism.md#run-a-shard_map-step."
         )
 
 
@@ -181,7 +182,8 @@ def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
                 raise CutError(
                     f"the `shard_map` of `{name}` leaves axes to XLA's partitioner, which does not "
                     "reach over ranks. Leave out `axis_names`, and exchange along every axis by "
-                    "name."
+                    "name. "
+                    "See docs/howto/tensor-parallelism.md#run-a-shard_map-step."
                 )
         elif eqn.primitive.name in _JITS:
             for inner in compat.sub_jaxprs(eqn):
@@ -191,7 +193,8 @@ def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
                 f"`{name}` computes `{eqn.primitive.name}` outside of its `shard_map`, at "
                 f"{compat.source_of(eqn)}: there JAX means global arrays, and a rank has its own "
                 "shards alone. Make the whole step one `shard_map`, with nothing before or after "
-                "it."
+                "it. "
+                "See docs/howto/tensor-parallelism.md#run-a-shard_map-step."
             )
 
 

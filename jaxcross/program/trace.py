@@ -236,7 +236,8 @@ def _trace_whole(
                 "`jax.shard_map(check_vma=True)` may. There JAX inserts the exchanges of "
                 "gradients. A bare function has pmap's semantics, in which `psum` transposes to "
                 "`psum`: its gradients would be other numbers. Make the whole step the "
-                "`shard_map`: `jax.shard_map(step, in_specs=..., out_specs=...)`."
+                "`shard_map`: `jax.shard_map(step, in_specs=..., out_specs=...)`. "
+                "See docs/explanation/bit-for-bit.md#gradients."
             ) from error
         if "shard_map" in str(error):
             check_no_vmap(flat_step, avals, axes, name)

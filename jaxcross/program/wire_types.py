@@ -51,7 +51,8 @@ def _call(eqn: compat.Equation, axes: Mapping[str, int], op: str) -> compat.Equa
     if op in _SUMS and any(_is_key(compat.array_type(a).dtype) for a in eqn.invars):
         raise CutError(
             f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. "
-            "Let all ranks have one rank's key by `jax.lax.all_gather(key, axis)[0]`."
+            "Let all ranks have one rank's key by `jax.lax.all_gather(key, axis)[0]`. "
+            "See docs/reference/limits.md#collectives."
         )
 
     def call(*values: jax.Array) -> list[jax.Array]:

@@ -69,7 +69,8 @@ def with_commit_flag(
             raise CutError(
                 f"`{name}` cannot skip a step: none of its results has the structure, shapes and "
                 'types of an argument that it donates. With `nonfinite="skip"` a step returns its '
-                "new state, in a tuple with its metrics perhaps."
+                "new state, in a tuple with its metrics perhaps. "
+                "See docs/howto/nonfinite.md#what-skip-needs."
             )
         fixed = [place for place, *_ in static if isinstance(place, int)]
         # Error messages number the arguments as the caller does, i.e. including the static ones.
@@ -125,7 +126,8 @@ class _Results:
                     f"`{self._name}` cannot skip a step: {len(parts)} of its results have the "
                     f"structure, shapes and types of {len(numbers)} "
                     f"argument{'s' * (len(numbers) > 1)}, and which of them is the new state is "
-                    "ambiguous. Return it alone, or in a tuple with parts that are not alike."
+                    "ambiguous. Return it alone, or in a tuple with parts that are not alike. "
+                    "See docs/howto/nonfinite.md#what-skip-needs."
                 )
             for part, number in zip(parts, numbers, strict=False):
                 for n, old in zip(part, jax.tree.leaves(states[number]), strict=True):
@@ -154,7 +156,8 @@ class _Results:
                     f"`{self._name}` cannot skip a step: it donates argument {in_words(place)} and "
                     "returns arrays of the same shapes and types in another structure, while a "
                     "skipped step would keep its other arguments alone. Return each argument that "
-                    "is state in the structure that it has, and donate no others."
+                    "is state in the structure that it has, and donate no others. "
+                    "See docs/howto/nonfinite.md#what-skip-needs."
                 )
 
     def check_others(self, others: dict[int | str, PyTree]) -> None:
@@ -165,7 +168,8 @@ class _Results:
                 raise CutError(
                     f"`{self._name}` cannot skip a step: its first argument is its state, as it "
                     f"donates none, but argument {in_words(place)} comes back in its structure as "
-                    "well. Name by `donate_argnums` or `donate_argnames` all that are state."
+                    "well. Name by `donate_argnums` or `donate_argnames` all that are state. "
+                    "See docs/howto/nonfinite.md#what-skip-needs."
                 )
 
     def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:

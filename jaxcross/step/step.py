@@ -267,7 +267,8 @@ class Step(Generic[P, R]):
                     f"`{self.__name__}` was called under `jax.disable_jit()`: a crossover step "
                     "exists as executables only, cut from its trace. Call it outside, and look at "
                     "values inside by `jax.debug.print`; without exchanges the function itself can "
-                    "run under `disable_jit`."
+                    "run under `disable_jit`. "
+                    "See docs/reference/limits.md#the-step."
                 )
             # If there are Flax NNX objects among the arguments, the call takes a different path.
             # Searching for them takes longer than flattening the arguments, so we only search if
@@ -278,7 +279,8 @@ class Step(Generic[P, R]):
                     raise CutError(
                         f"`{self.__name__}` changes NNX objects in place, and a job with "
                         '`nonfinite="skip"` must be able to give back the state before the step. '
-                        "Let it take and return what `nnx.split` gives."
+                        "Let it take and return what `nnx.split` gives. "
+                        "See docs/howto/nonfinite.md#what-skip-needs."
                     )
                 return nnx.call(self, args, kwargs)
             check_leaves(self.__name__, leaves, arrays, named)

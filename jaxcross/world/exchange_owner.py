@@ -172,7 +172,8 @@ class ExchangeOwner:
                 f"`{step}` was called from thread `{thread.name}`, which is not a job of the "
                 "runner that is in progress. Its exchanges would have no place in the order that "
                 "all ranks share. Call it in a job's own function (`runner.add(name, fn)`), not in "
-                "a thread started there, or before or after `runner.run()`."
+                "a thread started there, or before or after `runner.run()`. "
+                "See docs/reference/limits.md#jobs."
             )
 
 

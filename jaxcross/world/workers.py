@@ -54,7 +54,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
     "Workers must not train: put what trains under `if __name__ == '__main__':`. "
     "`jaxcross.initialize()` may stay at the top of the script, a worker gets the rank's numbers "
-    "from it."
+    "from it. "
+    "See docs/howto/data.md#use-worker-processes."
 )
 
 

@@ -1,4 +1,4 @@
-"""Tests that the page of errors quotes the messages verbatim."""
+"""The page of errors quotes messages verbatim, and messages link to sections that exist."""
 
 import ast
 import re
@@ -33,3 +33,18 @@ def texts():
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_quoted_text_is_in_a_message(quoted, texts):
     assert any(isinstance(text, str) and quoted in text for text in texts)
+
+
+def test_sections_that_messages_link_to_exist(texts):
+    linked = {
+        link
+        for text in texts
+        if isinstance(text, str)
+        for link in re.findall(r"See (docs/[\w/-]+\.md#[\w-]+)\.", text)
+    }
+    assert len(linked) >= 10
+    for link in linked:
+        page, anchor = link.split("#")
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        anchors = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+        assert anchor in anchors, link
