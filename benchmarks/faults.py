@@ -169,7 +169,7 @@ def run_case(case: Case) -> Result:
             problems += [
                 f"rank {record.rank} has left no last words"
                 for record in others
-                if not record.words
+                if not record.exit_kind
             ]
         took_s = ended_s - hurt_s if told_s is None else told_s
         if took_s > case.limit_s:

@@ -40,15 +40,17 @@ def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, st
             f"post-mortem, times in seconds before {time.strftime('%F %T', time.localtime(end_s))}"
         )
     )
-    for column in ("rank", "process", "last sign", "was in", "since", "last words"):
+    for column in ("rank", "process", "last sign", "was in", "since", "last record"):
         table.add_column(column, overflow="fold")
     for record in records:
         where = record.where
-        words = f"{record.words}: {record.text}" if record.words else "none"
+        last_record = f"{record.exit_kind}: {record.text}" if record.exit_kind else "none"
         since = "" if where is None else f"{end_s - where.at_s:.1f}"
         process = escape(f"{record.host} {record.pid}")
         last = f"{end_s - record.last_s:.1f}"
-        table.add_row(str(record.rank), process, last, escape(record.place), since, escape(words))
+        table.add_row(
+            str(record.rank), process, last, escape(record.place), since, escape(last_record)
+        )
     console = Console(file=stream, soft_wrap=False)
     console.print(table)
     for rank, reason in skipped.items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BY_SIGNAL = 128
 _STOPPED = (130, 143)
-_STOPPED_RECORDS = (ExitKind.INTERRUPTED, ExitKind.TERMINATED, ExitKind.TOLD, ExitKind.LEFT)
+_STOPPED_RECORDS = (ExitKind.INTERRUPTED, ExitKind.TERMINATED, ExitKind.ABORTED, ExitKind.LEFT)
 """The last records of ranks in a run that was stopped. If a rank has a different last record, the
 run crashed, even if its exit code is one of `_STOPPED`.
 """
@@ -122,18 +122,18 @@ def judge_end(
 
     if code == 0:
         return RunEnd(kind="done")
-    words = {record.words for record in records}
-    signalled = words & {ExitKind.TERMINATED, ExitKind.INTERRUPTED}
-    if stopped or (signalled and not words & {"", ExitKind.REPORTED}):
+    kinds = {record.exit_kind for record in records}
+    signalled = kinds & {ExitKind.TERMINATED, ExitKind.INTERRUPTED}
+    if stopped or (signalled and not kinds & {"", ExitKind.REPORTED}):
         return RunEnd(kind="stopped", reason="a signal stopped it")
     for record in records:
         if record.script_raised:
             return RunEnd(kind="own", reason=record.text)
     by_rank = {record.rank: record for record in records}
     waited_for = [by_rank[rank] for record in records for rank in record.lost if rank in by_rank]
-    if waited_for and all(record.words == ExitKind.LEFT for record in waited_for):
+    if waited_for and all(record.exit_kind == ExitKind.LEFT for record in waited_for):
         return RunEnd(kind="own", reason="the script of a rank ended before the others'")
-    if words & {"", ExitKind.REPORTED, ExitKind.FAILED, ExitKind.TOLD}:
+    if kinds & {"", ExitKind.REPORTED, ExitKind.FAILED, ExitKind.ABORTED}:
         return RunEnd(kind="lost", reason=first_to_end(records).partition(". ")[0].rstrip("."))
     if missing:
         return RunEnd(kind="lost", reason=f"no answer from {_listed(missing)}")
@@ -165,11 +165,11 @@ def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
     exception.
     """
     if code == 0 or code in _STOPPED:
-        return all(record.words in _STOPPED_RECORDS for record in records)
+        return all(record.exit_kind in _STOPPED_RECORDS for record in records)
     return (
         code < _BY_SIGNAL
         and bool(records)
-        and all(record.words in (*_STOPPED_RECORDS, ExitKind.FAILED) for record in records)
+        and all(record.exit_kind in (*_STOPPED_RECORDS, ExitKind.FAILED) for record in records)
     )
 
 

@@ -65,7 +65,8 @@ class RunFiles:
     def is_stuck(self) -> bool:
         """Whether a lost rank was reported so long ago that `mpirun` should have ended by now."""
         return any(
-            r.words == ExitKind.REPORTED and r.last_s < time.time() - SPEAK_S for r in self.read()
+            r.exit_kind == ExitKind.REPORTED and r.last_s < time.time() - SPEAK_S
+            for r in self.read()
         )
 
     def signal(self, number: int) -> bool:

@@ -147,7 +147,7 @@ class AbortNotices:
             self._answer(sender)
             return
         self._obeyed = sender, reason
-        activity = self._flight.record_exit(ExitKind.TOLD, reason, script_raised=script_raised)
+        activity = self._flight.record_exit(ExitKind.ABORTED, reason, script_raised=script_raised)
         print_error(
             f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}"
         )

@@ -194,10 +194,10 @@ class FlightRecorder:
         if not self._exit_recorded:
             self._exit_recorded = True
             self._record(
-                words=kind,
+                exit=kind,
                 text=shortened(text, _LONGEST_TEXT),
                 lost=list(lost),
-                standing=activity,
+                activity=activity,
                 script_raised=script_raised,
             )
         return activity

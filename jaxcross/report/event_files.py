@@ -85,14 +85,14 @@ class RankRecord:
         done: The last operation of any job that ended.
         done_of: For each job that was still running, the last of its operations that ended.
         entered: Number of waits for other ranks that the rank had begun.
-        words: How the rank ended according to its last record: an `ExitKind`. "" if it ended
+        exit_kind: How the rank ended according to its last record: an `ExitKind`. "" if it ended
             without writing such a record.
         text: The text of its last record.
-        standing: The operation that it was in, according to its last record.
+        activity: The operation that it was in, according to its last record.
         lost: The ranks that its last record reports as lost.
         script_raised: Whether the script raised an exception, according to the last record. If
-            `words` is `failed`, it was raised on this rank; if `words` is `told`, on another rank,
-            which then made this one end.
+            `exit_kind` is `failed`, the script raised it on this rank. If `exit_kind` is `aborted`,
+            it raised it on another rank, which then made this one end.
         unread: Number of lines that couldn't be read.
         saved: By job, the newest checkpoint for which this rank's part is on disk.
     """
@@ -107,9 +107,9 @@ class RankRecord:
     done: Begun | None = None
     done_of: dict[str, Begun] = field(default_factory=dict)
     entered: int = 0
-    words: str = ""
+    exit_kind: str = ""
     text: str = ""
-    standing: str = ""
+    activity: str = ""
     lost: tuple[int, ...] = ()
     script_raised: bool = False
     unread: int = 0
@@ -130,8 +130,8 @@ class RankRecord:
     @property
     def place(self) -> str:
         """The operation that the rank was in, as text."""
-        if self.words == ExitKind.FAILED and self.standing:
-            return self.standing  # the exception has already ended the operation that raised it
+        if self.exit_kind == ExitKind.FAILED and self.activity:
+            return self.activity  # the exception has already ended the operation that raised it
         where = self.where
         if where is None:
             if self.done is None:
@@ -157,7 +157,7 @@ class RankRecord:
         event file doesn't record what that code did, so we name the last operation that the job
         completed instead.
         """
-        if self.words or self.where is None:
+        if self.exit_kind or self.where is None:
             return self.place
         rest = sorted(
             (b for b in self.under_way.values() if b is not self.where and b.job),
@@ -324,10 +324,10 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
             record.saved[_text(event, "job")] = SavedPart(
                 name=name, any_ranks=event.get("any_ranks") is True
             )
-    elif "words" in event:
-        record.words = _text(event, "words")
+    elif "exit" in event:
+        record.exit_kind = _text(event, "exit")
         record.text = _text(event, "text")
-        record.standing = _text(event, "standing")
+        record.activity = _text(event, "activity")
         lost = event.get("lost")
         record.lost = tuple(r for r in lost if _is_int(r)) if isinstance(lost, list) else ()
         record.script_raised = event.get("script_raised") is True

@@ -38,7 +38,10 @@ _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 def first_to_end(records: Sequence[RankRecord]) -> str:
     """Returns a paragraph that says which rank ended first, and what each rank was doing then."""
-    if all(record.words == ExitKind.LEFT for record in records) and len(records) == records[0].size:
+    if (
+        all(record.exit_kind == ExitKind.LEFT for record in records)
+        and len(records) == records[0].size
+    ):
         return "All ranks ended normally: their scripts finished."
     first, why = _first(records)
     if not first:
@@ -63,18 +66,18 @@ def ranks_without_file(records: Sequence[RankRecord]) -> list[int]:
 def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     by_rank = {record.rank: record for record in records}
     # 1. A rank recorded its own failure. If there are several, take the earliest.
-    recorded = sorted((r for r in records if r.words), key=lambda r: r.last_s)
+    recorded = sorted((r for r in records if r.exit_kind), key=lambda r: r.last_s)
     for record in recorded:
-        if record.words == ExitKind.FAILED:
+        if record.exit_kind == ExitKind.FAILED:
             return [record], f"ended first ({record.text})"
-    unrecorded = [r for r in records if not r.words]
+    unrecorded = [r for r in records if not r.exit_kind]
     # 2. A rank that lost contact with other ranks reports which ones. If it found that their
     # processes were gone, they died without writing anything. Otherwise they were still alive but
     # didn't respond, and we quote the report.
     for record in recorded:
-        if record.words == ExitKind.REPORTED and record.lost:
+        if record.exit_kind == ExitKind.REPORTED and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
-            silent = all(not r.words for r in lost) and "is gone" in record.text
+            silent = all(not r.exit_kind for r in lost) and "is gone" in record.text
             why = _SILENTLY if silent else f"stopped first (rank {record.rank}: {record.text})"
             if lost:
                 return lost, why
@@ -85,7 +88,7 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     waiting = max(
         (r.entered for r in unrecorded if r.where is not None and r.where.number), default=0
     )
-    left = [r for r in recorded if r.words == ExitKind.LEFT and r.entered < waiting]
+    left = [r for r in recorded if r.exit_kind == ExitKind.LEFT and r.entered < waiting]
     if len(left) == 1:
         return left, "left first (its script ended)"
     if left:
@@ -95,7 +98,7 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
         return unrecorded, _SILENTLY
     # 5. All ranks wrote one.
     for record in recorded:
-        if record.words in (ExitKind.TERMINATED, ExitKind.INTERRUPTED, ExitKind.REPORTED):
+        if record.exit_kind in (ExitKind.TERMINATED, ExitKind.INTERRUPTED, ExitKind.REPORTED):
             return [record], f"ended first ({record.text})"
     if not unrecorded:
         return [], "No rank says why it ended."

@@ -80,15 +80,17 @@ def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
 
 
 def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -> tuple[bool, str]:
-    failed = [record for record in records if record.words and record.words != ExitKind.LEFT]
-    for record in sorted(failed, key=lambda each: (each.words != ExitKind.FAILED, each.last_s)):
+    failed = [
+        record for record in records if record.exit_kind and record.exit_kind != ExitKind.LEFT
+    ]
+    for record in sorted(failed, key=lambda each: (each.exit_kind != ExitKind.FAILED, each.last_s)):
         subject = f"rank {record.rank} "
         says_it = record.text.startswith((f"{subject}failed", f"{subject}was "))
         if says_it:
             return True, record.text
-        return True, f"{subject}{_ENDS.get(record.words, 'ended')}: {record.text}"
+        return True, f"{subject}{_ENDS.get(record.exit_kind, 'ended')}: {record.text}"
     first = records[0]
-    if first.words == ExitKind.LEFT:
+    if first.exit_kind == ExitKind.LEFT:
         return True, ""
     quiet_s = now_s - max(first.last_s, 0.0 if run is None else run.at_s)
     here = first.host == os.uname().nodename and Path("/proc/self").exists()
@@ -104,7 +106,7 @@ _ENDS: dict[str, str] = {
     ExitKind.TERMINATED: "was told to end",
     ExitKind.INTERRUPTED: "was interrupted",
     ExitKind.REPORTED: "reported a failure",
-    ExitKind.TOLD: "was ended by another rank",
+    ExitKind.ABORTED: "was ended by another rank",
 }
 
 
@@ -134,7 +136,7 @@ def _with_late_ranks(job: JobProgress, records: Sequence[RankRecord]) -> JobProg
     late: dict[int, Begun | None] = {}
     for record in records[1:]:
         theirs = [begun for begun in record.under_way.values() if begun.job == job.name]
-        if not record.words and not any(begun.what == what for begun in theirs):
+        if not record.exit_kind and not any(begun.what == what for begun in theirs):
             late[record.rank] = min(theirs, key=lambda begun: begun.at_s, default=None)
     if not late or len(late) == len(records) - 1 > 1:
         return job

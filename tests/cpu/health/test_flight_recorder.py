@@ -35,7 +35,7 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
     assert str(record.where) == "job '\"b\" ', step 2, segment 1 (exchange)", (
         "read as text of one line"
     )
-    assert (record.entered, str(record.done), record.words) == (
+    assert (record.entered, str(record.done), record.exit_kind) == (
         7,
         "job 'a', step 1, segment 0 (compute)",
         "",
@@ -197,7 +197,7 @@ def test_first_exit_record_counts_and_names_activity(flight, tmp_path):
     assert where == "in job 'a', step 1 (compile)"
     flight.record_exit("left", "its script ended")
     (record,) = read_event_files(tmp_path / "events")
-    assert (record.words, record.script_raised, record.place, record.unread) == (
+    assert (record.exit_kind, record.script_raised, record.place, record.unread) == (
         "failed",
         True,
         "in job 'a', step 1 (compile)",

@@ -68,13 +68,13 @@ def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
         # processes behind the broken link, and only ends together with the lab.
         wait_until(
             lambda: (
-                all(record.words for record in read_event_files(tmp_path / "events"))
+                all(record.exit_kind for record in read_event_files(tmp_path / "events"))
                 and ENDS in log.read_text()
             )
         )
     process.communicate(timeout=240)
     records = read_event_files(tmp_path / "events")
-    assert [record.words for record in records] == ["reported"] * 2, log.read_text()
+    assert [record.exit_kind for record in records] == ["reported"] * 2, log.read_text()
     for record, other in zip(records, (1, 0), strict=True):
         assert record.lost == (other,)
         assert record.text.startswith(f"rank {other} is silent for 8 s: its process "), record.text
@@ -111,13 +111,13 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
         lab.set_link(1, up=False)
         (tmp_path / "cut").touch()  # until now, the last rank waits at that point
         recorded = comes and wait_until(
-            lambda: all(record.words for record in read_event_files(events))
+            lambda: all(record.exit_kind for record in read_event_files(events))
         )
         process.kill()
     output = "\n".join(process.communicate(timeout=240))
     assert recorded, output
     for record, other in zip(read_event_files(events), (1, 0), strict=True):
-        assert (record.words, record.lost) == ("reported", (other,)), output
+        assert (record.exit_kind, record.lost) == ("reported", (other,)), output
     # The last rank may already have rank 0's part, and wait in the next exchange.
     assert read_event_files(events)[0].place.startswith(place), output
     with Lab(hosts=2) as lab:
@@ -156,7 +156,7 @@ def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
         _, stderr = process.communicate(timeout=240)
     assert process.returncode != 0
     first, second = read_event_files(tmp_path / "events")
-    assert (first.words, first.lost, second.words) == ("reported", (1,), ""), stderr
+    assert (first.exit_kind, first.lost, second.exit_kind) == ("reported", (1,), ""), stderr
     assert ENDS in stderr
 
 

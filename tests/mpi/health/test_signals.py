@@ -122,5 +122,5 @@ def test_launcher_forwards_a_stop_and_cleans_up(tmp_path, number, words, code):
     assert said.count("saved") == 2, "Open MPI's own patience ends after a second"
     assert "post-mortem" not in output
     records = read_event_files(tmp_path / "events")
-    assert [record.words for record in records] == [words] * 2
+    assert [record.exit_kind for record in records] == [words] * 2
     assert not any(faults.lives(record.pid) for record in records)

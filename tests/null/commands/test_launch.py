@@ -232,9 +232,9 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
     ("code", "words", "explained"),
     [
         (0, ["left", "left"], True),
-        (1, ["failed", "told"], True),
+        (1, ["failed", "aborted"], True),
         (1, ["failed", "failed"], True),
-        (143, ["terminated", "told"], True),
+        (143, ["terminated", "aborted"], True),
         (3, ["left", "left"], True),
         (1, ["", "reported"], False),
         (1, ["failed", ""], False),
@@ -245,7 +245,7 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
     ],
 )
 def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
-    records = [SimpleNamespace(words=each) for each in words]
+    records = [SimpleNamespace(exit_kind=each) for each in words]
     assert is_explained(code, records) == explained
 
 
@@ -261,7 +261,7 @@ def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
     ],
 )
 def test_the_launcher_says_what_ranks_cannot(code, stops, ranks, text):
-    assert stop_text(code, stops, [SimpleNamespace(words="")] * ranks) == text
+    assert stop_text(code, stops, [SimpleNamespace(exit_kind="")] * ranks) == text
 
 
 @pytest.mark.parametrize("vendor", ["mpich", "openmpi"])

@@ -19,7 +19,7 @@ def part(step, *, any_ranks=True):
     return SavedPart(name=NAME.format(step), any_ranks=any_ranks)
 
 
-def record(rank, words="", text="", lost=(), script_raised=False, **saved):
+def record(rank, exit_kind="", text="", lost=(), script_raised=False, **saved):
     made = RankRecord(
         rank=rank,
         size=2,
@@ -27,7 +27,7 @@ def record(rank, words="", text="", lost=(), script_raised=False, **saved):
         pid=rank + 1,
         run="r",
         last_s=0.0,
-        words=words,
+        exit_kind=exit_kind,
         text=text,
         lost=lost,
         script_raised=script_raised,
@@ -36,17 +36,17 @@ def record(rank, words="", text="", lost=(), script_raised=False, **saved):
     return made
 
 
-def ranks(*words):
+def ranks(*kinds):
     return [
         record(rank, *(each if isinstance(each, tuple) else (each,)))
-        for rank, each in enumerate(words)
+        for rank, each in enumerate(kinds)
     ]
 
 
 GONE = ("reported", "rank 1 is gone: its process 2 on host `h` ended without a word", (1,))
 SILENT_HOST = ("reported", "rank 1 is silent for 30 s", (1,))
 RAISED = ("failed", "rank 0 failed with ValueError: no such file", (), True)
-NOTIFIED = ("told", "rank 0 failed with ValueError: no such file, in job 'a', step 3", (), True)
+NOTIFIED = ("aborted", "rank 0 failed with ValueError: no such file, in job 'a', step 3", (), True)
 BY_MPI = ("failed", "rank 0 failed with Exception: MPI_ERR_OTHER: known error not in list")
 
 ENDS = {
@@ -66,7 +66,7 @@ ENDS = {
         "own",
     ),
     "Ctrl-C": (130, ranks("interrupted", "interrupted"), "stopped"),
-    "SIGTERM of a batch system": (143, ranks("terminated", "told"), "stopped"),
+    "SIGTERM of a batch system": (143, ranks("terminated", "aborted"), "stopped"),
     "end": (0, [], "done"),
 }
 

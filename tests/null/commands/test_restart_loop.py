@@ -24,7 +24,7 @@ def write(folder, run, rank, at_s, *events):
     (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-REPORTED = {"words": "reported", "text": "rank 1 is gone", "lost": [1], "standing": ""}
+REPORTED = {"exit": "reported", "text": "rank 1 is gone", "lost": [1], "activity": ""}
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def write(folder, run, *ranks, host="elsewhere", pid=1, before=""):
         ]
         for token, (what, about) in enumerate(events):
             if what in ("left", "failed", "interrupted"):
-                lines.append({"words": what, "text": about, "at": 1})
+                lines.append({"exit": what, "text": about, "at": 1})
             else:
                 lines.append(
                     {"begin": token, "at": 0, "what": what, "job": about, "step": 3, "segment": 1}

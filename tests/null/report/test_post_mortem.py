@@ -54,13 +54,13 @@ def beat(at_s):
     return {"beat": 1, "at": int(at_s * 1e9)}
 
 
-def ended_as(how, at_s, text="", lost=(), standing=""):
+def ended_as(how, at_s, text="", lost=(), activity=""):
     return {
-        "words": how,
+        "exit": how,
         "at": int(at_s * 1e9),
         "text": text,
         "lost": list(lost),
-        "standing": standing,
+        "activity": activity,
     }
 
 
@@ -75,7 +75,7 @@ EXCHANGE = {"what": "exchange", "job": "b", "step": 14, "segment": 3}
 def test_who_is_reported_gone_ended_first(tmp_path):
     gone = "rank 2 is gone: its process 102 on host `h0` ended without a word."
     for rank in (0, 1, 3):
-        say = ended_as("reported", 12, gone, [2]) if rank == 1 else ended_as("told", 12.1, gone)
+        say = ended_as("reported", 12, gone, [2]) if rank == 1 else ended_as("aborted", 12.1, gone)
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=5), say)
     write(tmp_path, 2, begin(1, 9, **EXCHANGE | {"what": "compute", "segment": 2}), beat(10.5))
     assert first_to_end(read_event_files(tmp_path)) == (
@@ -125,9 +125,9 @@ def test_an_exception_is_quoted_with_its_place(tmp_path):
             tmp_path,
             rank,
             begin(1, 10, **EXCHANGE, number=8),
-            ended_as("told", 11, "because of rank 3"),
+            ended_as("aborted", 11, "because of rank 3"),
         )
-    write(tmp_path, 3, ended_as("failed", 10.5, "rank 3 failed with ValueError: x", standing=place))
+    write(tmp_path, 3, ended_as("failed", 10.5, "rank 3 failed with ValueError: x", activity=place))
     assert first_to_end(read_event_files(tmp_path)).startswith(
         f"Rank 3 ended first (rank 3 failed with ValueError: x), {place}. Ranks 0,"
     )
@@ -330,7 +330,8 @@ names = st.sampled_from(
         "step",
         "segment",
         "number",
-        "words",
+        "exit",
+        "activity",
         "text",
         "lost",
         "script_raised",
