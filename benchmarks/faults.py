@@ -102,7 +102,7 @@ class Case:
             "compute": r"job 'b', step 3, segment 0 \(compute\)",
             "exchange": r"job 'b', step 3, segment 1 \(exchange\)",
             "carried": r"job 'b', step 3, segment 1 \(exchange\)",
-            "vote": r"in vote, (after|next to) job '[ab]'(,| after) step \d",
+            "vote": r"in vote, (after|alongside) job '[ab]'(,| after) step \d",
             "checkpoint": r"job 'b', step 3 \(checkpoint\)",
         }[self.point]
 

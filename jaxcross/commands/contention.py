@@ -148,7 +148,7 @@ def _finish(
         print(json.dumps(machine.to_json()))
         return 1
     others = len(machine.measured) - 1
-    more = f", next to {others} other rate{'s' * (others > 1)}" if others else ""
+    more = f", in addition to {others} other rate{'s' * (others > 1)}" if others else ""
     print(f"The factors at {rate:g} Mbit/s are in the file{more}. Use them:")
     print(f"  jaxcross plan jobs.toml --contention {args.file} --mbps {rate:g}")
     return 0
@@ -178,7 +178,7 @@ def _table(
     )
     lines = [
         f"Contention of {ranks} ranks {where}, {found['vendor']}, {found['device']}: {how_many}",
-        f"  {'':22}{'alone':>10}{'next to the other':>20}{'times as long':>16}",
+        f"  {'':22}{'alone':>10}{'alongside the other':>20}{'times as long':>16}",
     ]
     for what, name in _WHAT.items():
         alone = median(row[f"{what}_s"] for row in rounds)

@@ -229,7 +229,7 @@ def _explained(check: Check, fatal: set[str]) -> Check:
 
 
 _NO_MPI = (
-    "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
+    "Install an MPI alongside jaxcross (`pip install mpich`), or load your cluster's MPI module."
 )
 
 

@@ -296,7 +296,7 @@ def stop_reason(rank: int, *, terminated: bool) -> AbortReason:
     """Returns the reason for an abort that a user or a batch system has requested."""
     if terminated:
         return AbortReason(
-            text=f"rank {rank} was told to end (SIGTERM)", kind=ExitKind.TERMINATED, code=TERMINATED
+            text=f"rank {rank} received SIGTERM", kind=ExitKind.TERMINATED, code=TERMINATED
         )
     return AbortReason(
         text=f"rank {rank} was interrupted", kind=ExitKind.INTERRUPTED, code=INTERRUPTED

@@ -218,7 +218,7 @@ class FlightRecorder:
             return f"in {first}"
         other = next((activity for activity in reversed(now) if activity.job), None)
         if other is not None:
-            return f"in {first.what}, next to {other}"
+            return f"in {first.what}, alongside {other}"
         return f"in {first.what}" if self._last is None else f"in {first.what}, after {self._last}"
 
     def _record(self, **facts: object) -> None:

@@ -232,7 +232,7 @@ class MemoryAdmission:
         lines = [
             f"it does not fit into the memory of rank {rank}: {missing}.",
             (
-                f"{_next_to(len(running))} needs {human_bytes(needed)}, and the limit is "
+                f"{_together_with(len(running))} needs {human_bytes(needed)}, and the limit is "
                 f"{human_bytes(limit)}."
             ),
         ]
@@ -266,7 +266,7 @@ class MemoryAdmission:
         )
 
 
-def _next_to(count: int) -> str:
+def _together_with(count: int) -> str:
     return f"Together with {count} other job{'s' * (count > 1)}, it" if count else "It"
 
 

@@ -284,7 +284,7 @@ def _planned(
             if rates.speeds:
                 speed = min(rates.speeds)
                 reason = (
-                    f"next to {others}, `{slowest}` would run at {speed:.2f} of its speed, below "
+                    f"alongside {others}, `{slowest}` would run at {speed:.2f} of its speed, below "
                     f"{rates.floor:.2f}"
                 )
             apart.append((slowest, reason))

@@ -293,13 +293,13 @@ def _lines(estimate: Estimate) -> Iterator[str]:
     ranks = f"{cost.whole.ranks} rank{'s' * (cost.whole.ranks > 1)}"
     how = "as its profile says"
     if cost.steps:
-        how = f"{cost.steps} steps timed on copies, nothing else next to them"
+        how = f"{cost.steps} steps timed on copies, nothing else running"
     yield f"`{cost.whole.name}`{where} on {ranks}: {how}"
     yield (
         f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of "
         f"exchange{_wire(cost)}"
     )
-    yield _row("equal jobs next to each other", [str(p.jobs) for p in gains])
+    yield _row("equal jobs side by side", [str(p.jobs) for p in gains])
     yield _row("times as fast, at most", [f"{p.most:.2f}" for p in gains], "(c + m) / max(c, m)")
     expected = ["-" if p.expected is None else f"{p.expected:.2f}" for p in gains]
     yield _row("times as fast, expected", expected, _how_expected(cost))
@@ -366,7 +366,7 @@ def _recommendation(estimate: Estimate) -> str:
         fitting = estimate.fitting_jobs or 0
         if fitting < 1:
             return "Not even one job fits into memory: make the batch or the model smaller."
-        instead = f"{fitting} next to each other" if fitting > 1 else _one(estimate)
+        instead = f"{fitting} side by side" if fitting > 1 else _one(estimate)
         return f"{k} jobs do not fit into memory: run {instead}."
     if k == 1:
         return f"Run {_one(estimate)}."
@@ -404,6 +404,6 @@ def _advice_on_speed(estimate: Estimate, asked: Gain) -> str:
     if gain < _WORTH:
         return f"No: the network is the limit, {k} jobs run {faster}{narrow}."
     return (
-        f"{'Try' if asked.expected is None else 'Yes, run'} {k} jobs next to each other: "
+        f"{'Try' if asked.expected is None else 'Yes, run'} {k} jobs side by side: "
         f"{faster}{narrow}."
     )

@@ -201,7 +201,7 @@ def step_rates(
 
     This is cheaper than `predict`. It's also better suited to jobs whose step lengths differ a lot:
     here all jobs run until the end, whereas in `predict` a job may finish early, after which the
-    others run faster than they would next to it.
+    others run faster than they would alongside it.
 
     If a job doesn't complete a step within `until_s` seconds, all rates are 0.
 

@@ -230,7 +230,7 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     """
     if not ends_on_zeros(exchange, flat.present):
         raise CutError(
-            "a `while` loop next to an exchange inside `cond` cannot be cut at "
+            "a `while` loop alongside an exchange inside `cond` cannot be cut at "
             f"{compat.source_of(exchange)}: the host cannot know the predicate, and the loop might "
             "not end if its branch is not taken. Use `lax.scan`, or a predicate made of "
             "counters alone. "

@@ -220,8 +220,9 @@ class Comparison:
             lines += [
                 (
                     f"A round's compute takes {seconds(one.compute_s)} alone, "
-                    f"{seconds(other.compute_s)} next to exchange; exchange "
-                    f"{seconds(one.exchange_s)} alone, {seconds(other.exchange_s)} next to compute."
+                    f"{seconds(other.compute_s)} alongside exchange; exchange "
+                    f"{seconds(one.exchange_s)} alone, {seconds(other.exchange_s)} alongside "
+                    "compute."
                 ),
                 (
                     f"Efficiency of {self.names[1]}: {share(other.efficiency)} of the bound of "

@@ -143,7 +143,7 @@ class RankRecord:
             (b for b in self.under_way.values() if b.job), key=lambda b: b.at_s, default=None
         )
         if other is not None:
-            return f"in {where}, next to {other}"
+            return f"in {where}, alongside {other}"
         return f"in {where}" if self.done is None else f"in {where}, after {self.done}"
 
     @property
@@ -168,7 +168,7 @@ class RankRecord:
         listed = [*map(str, rest), *(f"job {b.job!r} after step {b.step} ({b.what})" for b in own)][
             :_MOST_PLACES
         ]
-        return f"in {self.where}{', next to ' if listed else ''}{' and '.join(listed)}"
+        return f"in {self.where}{', alongside ' if listed else ''}{' and '.join(listed)}"
 
 
 def read_event_files(

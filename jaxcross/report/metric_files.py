@@ -45,13 +45,13 @@ class MetricFiles(Instrument):
 
     Args:
         folder: The folder to write to. It's created if it doesn't exist.
-        goes_on: The run's checkpoint folder, or None if it has none. A later run that resumes this
-            one uses the same checkpoint folder, which is how we recognise it.
+        checkpoints: The run's checkpoint folder, or None if it has none. A later run that resumes
+            this one uses the same checkpoint folder, which is how we recognise it.
     """
 
-    def __init__(self, folder: str | Path, goes_on: Path | None = None) -> None:
+    def __init__(self, folder: str | Path, checkpoints: Path | None = None) -> None:
         self._folder = Path(folder).absolute()
-        self._goes_on = goes_on
+        self._checkpoints = checkpoints
         self._jobs: dict[str, _JobFiles | None] = {}
         self._early: dict[
             str, list[dict[str, Value]]
@@ -76,12 +76,12 @@ class MetricFiles(Instrument):
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         marker = self._folder / _MARKER
-        mine = {"checkpoints": None if self._goes_on is None else str(self._goes_on)}
+        mine = {"checkpoints": None if self._checkpoints is None else str(self._checkpoints)}
         found = [path for path in self._folder.iterdir() if path != marker]
         if marker.exists() and (
             found or marker.stat().st_size
         ):  # an empty marker was left by a run that was killed right here
-            if self._goes_on is None or _load(marker.read_text()) != mine:
+            if self._checkpoints is None or _load(marker.read_text()) != mine:
                 raise ValueError(
                     f"`{self._folder}` has the metrics of another run. Name another folder, or "
                     "remove it; a run continues there if it has the same checkpoint folder."
@@ -138,7 +138,7 @@ class MetricFiles(Instrument):
         with self._lock:
             if self._closed:
                 return
-            if job not in self._jobs and self._goes_on is not None:
+            if job not in self._jobs and self._checkpoints is not None:
                 self._early.setdefault(job, []).append(line)
                 return
             if job not in self._jobs:

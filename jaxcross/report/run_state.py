@@ -103,7 +103,7 @@ def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -
 
 _ENDS: dict[str, str] = {
     ExitKind.FAILED: "failed",
-    ExitKind.TERMINATED: "was told to end",
+    ExitKind.TERMINATED: "received SIGTERM",
     ExitKind.INTERRUPTED: "was interrupted",
     ExitKind.REPORTED: "reported a failure",
     ExitKind.ABORTED: "was ended by another rank",

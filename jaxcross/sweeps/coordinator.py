@@ -266,7 +266,7 @@ class Coordinator:
                 self._changed.wait(_LOOK_S)
             return bool(self._schedule.decided(number, step))
 
-    def came_to_end(self, number: int, step: int, value: float | None) -> None:
+    def trial_ended(self, number: int, step: int, value: float | None) -> None:
         """Records that a trial's function has returned on all ranks, so another trial may begin.
 
         The trial's state hasn't been saved yet.
@@ -284,7 +284,7 @@ class Coordinator:
             self._log.end(number, status, step, value, digest=digest, error=error)
             # The schedule, which decides when trials begin, also has to know when they end. Report
             # that here only for trials that failed or were stopped. If the trial has finished,
-            # `came_to_end` has already reported it; if it was pruned, that was the schedule's own
+            # `trial_ended` has already reported it; if it was pruned, that was the schedule's own
             # decision.
             if status in ("failed", "stopped"):
                 self._follow(lambda: self._schedule.end(number, step, status, value))

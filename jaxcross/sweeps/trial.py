@@ -434,7 +434,7 @@ class TrialObserver:
         )
         self.finished = Finished(name=job.name, value=value, digest=digest)
         if coordinator is not None:
-            coordinator.came_to_end(self.number, job.step, value)
+            coordinator.trial_ended(self.number, job.step, value)
         return state
 
     def ended(self, *, asked: bool) -> bool:

@@ -181,7 +181,7 @@ def test_where_a_rank_is():
     assert flight.describe() == "outside of any step"
     token = flight.begin(compute(1))
     vote = flight.begin(Activity.now("vote", number=3))
-    assert flight.describe() == "in vote, next to job 'a', step 1, segment 0 (compute)"
+    assert flight.describe() == "in vote, alongside job 'a', step 1, segment 0 (compute)"
     flight.end(token)
     assert flight.describe() == "in vote, after job 'a', step 1, segment 0 (compute)"
     flight.end(vote)

@@ -168,7 +168,7 @@ def test_while_beside_an_exchange_in_an_unknown_branch() -> None:
 
     with pytest.raises(
         CutError,
-        match="^a `while` loop next to an exchange inside `cond` cannot be cut at .*test_messages",
+        match="^a `while` loop alongside an exchange inside `cond` cannot be cut at .*test_mess",
     ):
         traced(train_step, X)
 

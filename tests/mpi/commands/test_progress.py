@@ -157,7 +157,7 @@ def test_launch_draws_a_table_that_top_shows_elsewhere(tmp_path):
         assert title.startswith("2 ranks, ") and "ended" not in title and row.startswith("lr-0.1")
         assert terminal.end() == 0
     assert "2 ranks start, " in terminal.text and "the script's own line" in terminal.text
-    assert "[jaxcross " not in terminal.text, "rank 0 prints no lines next to the table"
+    assert "[jaxcross " not in terminal.text, "rank 0 prints no lines in addition to the table"
     title, _, row = top(events)
     assert "the run ended after" in title and title.strip().endswith("the processes have ended")
     assert row.split()[-1] == "ended"

@@ -50,7 +50,7 @@ def test_a_rank_whose_script_has_ended_is_watched(mpirun):
 def test_a_rank_whose_script_has_ended_can_be_stopped(mpirun):
     done = mpirun(2, START.format("") + LEFT.format("TERM"))
     assert done.returncode == 143
-    said = "jaxcross: rank 1 was told to end (SIGTERM) while it waited for the others to end."
+    said = "jaxcross: rank 1 received SIGTERM while it waited for the others to end."
     assert said in done.stderr
 
 

@@ -236,7 +236,7 @@ def test_slow_crossover_shows_compute_time_alone():
     assert slow.rounds.efficiency == compared.second.efficiency == 1.0
     assert compared.efficiency_alone == pytest.approx(2 / 4.2)
     text = str(compared)
-    assert "A round's compute takes 2.00 s alone, 4.20 s next to exchange" in text
+    assert "A round's compute takes 2.00 s alone, 4.20 s alongside exchange" in text
     assert (
         "100% of the bound of compute and exchange as they were in it, 48% of their bound alone"
         in text

@@ -43,7 +43,7 @@ WRONG = [
         replace(with_probe("mpi", {"error": "cannot load"}), libraries=None),
         "MPI",
         True,
-        "Install an MPI next to jaxcross",
+        "Install an MPI alongside jaxcross",
     ),
     (
         with_probe("mpi", {**HEALTHY.probe["mpi"], "thread_level": "single"}),
@@ -97,7 +97,7 @@ WRONG = [
         True,
         "jaxcross needs jax 0.10 to 0.12; this is 0.9.2.",
     ),
-    (replace(HEALTHY, mpirun=None), "mpirun", True, "Install an MPI next to jaxcross"),
+    (replace(HEALTHY, mpirun=None), "mpirun", True, "Install an MPI alongside jaxcross"),
     (
         replace(HEALTHY, exchange={"error": "time"}),
         "all-reduce of 2 ranks",

@@ -163,7 +163,7 @@ def test_under_contention_the_shorter_lane_always_overlaps_the_other() -> None:
     """
     assert period_s([1.0, 1.0], [0.5, 0.5], CONTENTION) == pytest.approx(1.1 + 2 - 1.1 / 1.25)
     assert period_s([0.5, 0.5], [1.0, 1.0], CONTENTION) == pytest.approx(1.25 + 2 - 1.25 / 1.1)
-    assert period_s([1.0], [0.5], CONTENTION) == 1.5, "one job alone has nothing next to it"
+    assert period_s([1.0], [0.5], CONTENTION) == 1.5, "one job alone has nothing alongside it"
 
 
 def test_a_cut_job_hides_its_first_exchange() -> None:
@@ -200,13 +200,13 @@ def test_sixteen_bits_are_compared_with_full_exchanges() -> None:
 @pytest.mark.parametrize(
     ("changes", "jobs", "start"),
     [
-        ({}, 2, "Yes, run 2 jobs next to each other: about 1.4"),
-        ({"shares_processor": False}, 2, "Try 2 jobs next to each other: at most 1.50"),
+        ({}, 2, "Yes, run 2 jobs side by side: about 1.4"),
+        ({"shares_processor": False}, 2, "Try 2 jobs side by side: at most 1.50"),
         ({"m": 0.02}, 2, "No: exchanges take only 2% of a step, 2 jobs run"),
         ({"c": 0.1, "m": 2.0}, 2, "No: the network is the limit, 2 jobs run about 1.0"),
         ({"c": 0.004, "m": 0.004}, 2, "Enlarge the batch first: votes and dispatch"),
         ({"m": 0.0}, 2, "One rank exchanges nothing: m = 0."),
-        ({"limit_bytes": 6 * GB}, 4, "4 jobs do not fit into memory: run 2 next to each other."),
+        ({"limit_bytes": 6 * GB}, 4, "4 jobs do not fit into memory: run 2 side by side."),
         ({"limit_bytes": 5 * GB}, 2, "2 jobs do not fit into memory: run one job as it is."),
         ({"limit_bytes": GB}, 2, "Not even one job fits into memory"),
         ({}, 1, "Run one job as it is."),

@@ -41,7 +41,7 @@ def test_unlike_jobs_share_ranks_and_none_starves() -> None:
     assert all(job.speed >= 0.5 for job in pair.jobs) and pair.progress > 1.05
     assert pair.jobs[0].pieces > 1 and pair.jobs[0].estimated
     assert single.jobs[0].speed == 1.0
-    assert "not to slow each other down" in str(plan)
+    assert "do not slow each other down" in str(plan)
 
 
 @pytest.mark.integration
@@ -77,7 +77,7 @@ def test_jobs_that_would_starve_run_alone() -> None:
     """Both jobs compute all the time, and need more than the other one leaves free."""
     plan = make([_profile("a", 0.613, 0.023), _profile("b", 0.731, 0.129)], floor=0.5)
     assert _groups(plan) == [("b",), ("a",)]
-    assert "next to `a`, `b` would run at 0.4" in plan.groups[0].why
+    assert "alongside `a`, `b` would run at 0.4" in plan.groups[0].why
     assert plan.progress == 1.0
 
 

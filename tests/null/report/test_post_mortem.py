@@ -175,7 +175,7 @@ def test_place_of_a_rank_between_segments(tmp_path):
     write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), begin(2, 3, "vote", number=1), size=1)
     assert (
         read_event_files(tmp_path)[0].place
-        == "in vote, next to job 'a', step 3, segment 0 (compute)"
+        == "in vote, alongside job 'a', step 3, segment 0 (compute)"
     )
 
 
@@ -187,7 +187,7 @@ def test_every_activity_of_a_dead_rank_is_named(tmp_path):
     write(tmp_path, 0, exchange, write_out, beat(3), size=2)
     write(tmp_path, 1, begin(1, 1, "vote", number=9), beat(9), size=2)
     assert (
-        ", in job 'a', step 4, segment 1 (exchange), next to job 'b', step 3 (checkpoint). "
+        ", in job 'a', step 4, segment 1 (exchange), alongside job 'b', step 3 (checkpoint). "
         in first_to_end(read_event_files(tmp_path))
     )
     write(
@@ -200,7 +200,7 @@ def test_every_activity_of_a_dead_rank_is_named(tmp_path):
         size=2,
     )
     beside = (
-        "in vote, next to job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
+        "in vote, alongside job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
     )
     assert f", {beside}. " in first_to_end(read_event_files(tmp_path))
 
@@ -216,8 +216,8 @@ def test_job_in_its_own_code_is_named_alongside_another_jobs_exchange(tmp_path):
     write(tmp_path, 1, begin(1, 4, "replicas", "b", 41, number=9), beat(20), size=2)
     assert first_to_end(read_event_files(tmp_path)) == (
         "Rank 0 ended first, without a word (killed, crashed, or out of memory), in job 'b', step "
-        "41 (replicas), next to job 'a' after step 40 (compute). Rank 1 waited in job 'b', step 41 "
-        "(replicas)."
+        "41 (replicas), alongside job 'a' after step 40 (compute). Rank 1 waited in job 'b', step "
+        "41 (replicas)."
     )
 
 

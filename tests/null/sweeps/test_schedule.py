@@ -115,7 +115,7 @@ class Machine:
             del self.jobs[number]
         elif step == facts["steps"]:
             job["returned"] = True
-            coordinator.came_to_end(number, step, coordinator.last_value(number))
+            coordinator.trial_ended(number, step, coordinator.last_value(number))
         elif facts["fails"] and step == 7:
             coordinator.over(number, step, "failed", error="the trial failed")
             del self.jobs[number]
@@ -223,7 +223,7 @@ def test_failing_search_ends_the_sweep_not_the_trial():
     coordinator = Coordinator(lambda _: search, TrialLog(None), concurrent=1)
     search.ask = lambda _: 1 / 0
     coordinator.value(0, 5, 0, 1.0)
-    coordinator.came_to_end(0, 5, 1.0)
+    coordinator.trial_ended(0, 5, 1.0)
     assert isinstance(coordinator.error, ZeroDivisionError)
     coordinator.over(0, 5, "finished")
     assert coordinator.running == []
