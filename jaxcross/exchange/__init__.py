@@ -1,38 +1,38 @@
-"""Exchange strategies: optax transformations written only with named-axis collectives.
+"""Exchange strategies, i.e. optax transformations built purely from named-axis collectives.
 
-Creating a strategy and calling its `init` never communicate; only `update` does. An exchange needs
-all ranks, so all of them must call `update` on the same steps. This includes the strategies that
-communicate only on every k-th step.
+Constructing a strategy and calling its `init` are purely local; only `update` communicates. Since
+an exchange involves every rank, all ranks must call `update` on the same steps, even for strategies
+that only communicate on every k-th step.
 
-Every strategy checks its axes before the first exchange. It raises a `ValueError` if an axis is
-named twice, or if you name several axes for a strategy that works over a single one. While jaxcross
-traces a step, a strategy also raises if it's given a leaf that another strategy has already
-exchanged over the same axis. `lars`, `lamb` and `scale_by_trust_ratio` are exempt from that last
-check: they only exchange trust ratios, and have to come after an exchange of the gradients.
+Before its first exchange, every strategy validates its axes and raises a `ValueError` if an axis is
+named twice, or if you pass several axes to a strategy that only supports a single axis. While
+jaxcross is tracing a step, strategies also refuse any leaf that another strategy has already
+exchanged over the same axis. `lars`, `lamb` and `scale_by_trust_ratio` are exempt from this last
+check: they only exchange trust ratios, and have to follow an exchange of the gradients.
 
-The first argument of most strategies names the axes whose ranks take part in the exchange, as a
-single name or as a tuple of names. Usually, the ranks of several axes are treated as one group. In
-some strategies, two axes have different roles: the outer one, which comes first, counts the nodes,
-and the inner one counts the ranks within a node, as in `adasum(("node", "local"))`.
+Most strategies take an `axes` argument that names the axes to exchange over, as a single name or
+as a tuple. Several axes usually act as one big group of ranks. Some strategies, however, give two
+axes different roles: the outer axis comes first and counts nodes, and the inner axis counts the
+ranks within a node, as in `adasum(("node", "local"))`.
 
-The strategies only decide what is exchanged. The messages themselves are sent by the `wire`
-package, and the `interleave` package decides when. Most strategies have a file of the same name.
-The exceptions are `bounded_stale` and `asynchronous`, which share the file `staleness`, and `lars`
-and `lamb`, which share `parallel_norms`. The remaining files are helpers:
+Strategies only decide *what* is exchanged; the `wire` package sends the messages, and the
+`interleave` package decides when. Each strategy lives in a file of the same name, except that
+`bounded_stale` and `asynchronous` share `staleness`, and `lars` and `lamb` share `parallel_norms`.
+The remaining files are helpers:
 
-collectives     sums, rings and trees of hops over one axis
-layouts         leaves as even blocks, vectors, fragments or chunks
-select          the k largest elements without sorting
-sparse          (value, index) messages of a fixed size, of leaves or of their chunks
-bits            signs and small integers as bits; vectors as 4- or 8-bit integers
-local_rounds    local steps and the merge at the end of a round; the model of a job that ended in
-                the middle of one (`finish`)
-per_rank        an optimizer whose whole state is rank-local; other states declare their rank-local
-                fields by `RankLocal` of checkpoint/rank_local.py
-exchange_once   the error if a leaf would be exchanged twice
-elementwise     whether an optimizer works element by element
-arithmetic      means over trees, weights, moves of parameters, products in full float32
-validation      checks of arguments, states and leaves
+collectives     sums over one axis, along a ring or a tree
+layouts         flattens leaves into even blocks, vectors, fragments or chunks
+select          finds the k largest elements without sorting
+sparse          fixed-size (value, index) messages, for whole leaves or for chunks
+bits            packs signs and small integers into bits; quantises vectors to 4 or 8 bits
+local_rounds    local steps, and the merge that ends a round; `finish` returns the model of a job
+                that ended in the middle of a round
+per_rank        wraps an optimizer whose entire state is rank-local (other states declare their
+                rank-local fields with `RankLocal` from checkpoint/rank_local.py)
+exchange_once   raises an error if a leaf would be exchanged twice
+elementwise     checks that an optimizer works element by element
+arithmetic      tree means, weights, parameter moves, matrix products in full float32
+validation      checks arguments, states and leaves
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one optimizer step, and one exchange, for several batches."""
+"""Gradient accumulation: several batches per optimizer step, and thus per exchange."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxcross.exchange.validation import optimizer_in, whole_number
 
 
 class AccumulateState(NamedTuple):
-    """The gradients since the last optimizer step, and the wrapped optimizer's state.
+    """Gradients accumulated since the last optimizer step, plus the wrapped optimizer's state.
 
     Attributes:
-        mini_step: Number of gradients in the sum, int32.
-        weight: Sum of the gradients' weights on this rank, float32. Without weights, every gradient
-            counts as 1.
-        total: Weighted sum of the gradients on this rank.
+        mini_step: Number of gradients accumulated so far, int32.
+        weight: Sum of this rank's gradient weights, float32. Without weights, every gradient counts
+            as 1.
+        total: Weighted sum of this rank's gradients.
         inner: State of the wrapped optimizer.
     """
 
@@ -38,51 +38,53 @@ class AccumulateState(NamedTuple):
 def accumulate(
     optimizer: optax.GradientTransformation, *, every: int, dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Calls `optimizer` on every `every`-th call, with the mean gradient since its last step.
+    """Steps `optimizer` on every `every`-th call, using the mean gradient since its last step.
 
-    On all other calls, the updates are zero. The optimizer, including any exchange in it, runs in a
-    `lax.cond` on a counter. The host knows the counter, so on these calls it runs a program that
-    only adds up the gradient and exchanges nothing. The optimizer's own state (e.g. a `top_k`
-    residual) therefore changes only when the optimizer steps. `optax.MultiSteps` works differently:
-    it runs its optimizer, including the exchange, on every call and discards most of the results.
-    Its updates are the same up to rounding, but it costs `every` times the bytes.
+    On all other calls, the updates are zero. The optimizer, along with any exchange inside it, runs
+    in a `lax.cond` on a counter. Since the host knows the counter, these calls run a program that
+    just adds up the gradient, without communicating at all. It also means that the optimizer's own
+    state (e.g. a `top_k` residual) only changes when the optimizer steps.
+
+    `optax.MultiSteps`, by contrast, runs its optimizer, including the exchange, on every call and
+    throws most of the results away. The updates are the same up to rounding, but it costs `every`
+    times the bytes.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), optax.adamw(1e-3))
     tx = jaxcross.exchange.accumulate(tx, every=4)
     state = tx.init(params)
-    updates, state = tx.update(grads, state, params)  # rank-local: a mean in front would exchange
-                                            # on every call
+    updates, state = tx.update(grads, state, params)  # grads are this rank's own: averaging
+                                            # them first would exchange every time
     ```
 
     Batches may contain different numbers of tokens, e.g. because of padding. If you pass each
-    batch's token count to `update` as its `weight` argument, the mean is over all tokens of these
-    batches, so every token counts the same. The inner optimizer receives the sum of these weights
-    in turn. So if it contains a mean over ranks (`jaxcross.exchange.mean`), that mean counts every
-    token the same, too.
+    batch's token count to `update` as its `weight` argument, the mean is taken over all tokens of
+    the accumulated batches, so that every token counts equally. The sum of these weights is passed
+    on to the inner optimizer, which means that a mean over ranks inside it
+    (`jaxcross.exchange.mean`) weights all tokens equally, too.
 
-    Each rank adds up its own gradients, so a checkpoint must store this sum separately for each
-    rank. After every optimizer step, the sum is reset to zero. This happens even if it has become
-    NaN or infinite, so that one bad gradient doesn't spoil all later sums. Deterministic.
+    Each rank accumulates its own gradients, so checkpoints must save the sum separately for each
+    rank. The sum is reset to zero after every optimizer step, even if it has become NaN or
+    infinite; otherwise, a single bad gradient would poison every later sum. Deterministic.
 
     Args:
-        optimizer: Any optax transformation, including exchanges. It receives the `params` and extra
-            arguments of the call in which it steps.
-        every: Number of gradients per optimizer step; the first step is taken on call number
-            `every`. Must be the same on every rank. You can change it when you restart a job,
-            because the sum is always divided by the number of gradients that it actually contains.
-        dtype: Element type of the sum. If None, the parameters' type, but at least float32 for
+        optimizer: Any optax transformation, which may contain exchanges. When it steps, it receives
+            that call's `params` and extra arguments.
+        every: Gradients per optimizer step; the first step is taken on call number `every`. Must be
+            the same on every rank. It's safe to change this when you restart a job, because the sum
+            is always divided by the number of gradients it actually contains.
+        dtype: Element type of the sum. Defaults to the parameters' type, but at least float32 for
             floats.
 
     Raises:
         ValueError: `every` is not a positive whole number, `dtype` is not a floating-point type, or
-            `optimizer` is not an optimizer. Also if the `weight` passed to `update` is not one real
-            number, or if `optimizer` is an exchange that doesn't accept a weight.
+            `optimizer` is not an optimizer. Also raised if the `weight` passed to `update` is not a
+            single real number, or if `optimizer` is an exchange that doesn't accept a weight.
 
-    Bytes received per rank: those of `optimizer` on every `every`-th call, 0 otherwise.
+    Bytes received per rank: whatever `optimizer` receives on every `every`-th call, 0 otherwise.
 
-    Communicates only in `update`, and only as `optimizer` does. All ranks must call `update` on the
-    same step.
+    Communicates only in `update`, when `optimizer` steps and itself communicates. All ranks must
+    call `update` on the same step.
     """
     every = whole_number(every, "every", "`accumulate`")
     inner = optimizer_in(optimizer, "`accumulate`")
@@ -113,9 +115,9 @@ def accumulate(
         mine = as_weight(1 if weight is None else weight, "`accumulate`")
         terms = updates if weight is None else weighed(updates, mine, "`accumulate`")
         total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, terms)
-        # Divide by the total weight of the gradients that were actually added, rather than by
-        # `every`. The two differ if a job is restarted with a different `every` while some
-        # gradients are already in the sum.
+        # Divide by the total weight of the gradients that actually went into the sum, rather than
+        # by `every`. The two differ if a job is restarted with a different `every` halfway through
+        # an accumulation.
         weights = (state.weight + mine).astype(jnp.float32)
         mini_step = next_in_round(state.mini_step, every)
 
@@ -145,10 +147,10 @@ def accumulate(
 
 
 def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros with an update's shape and type, which vary over the same axes as the update.
+    """Returns zeros with the shape and type of an update, varying over the same axes.
 
-    `shard_map(check_vma=True)` tracks over which axes a value varies, and rejects a `cond` whose
-    branches differ in that.
+    `shard_map(check_vma=True)` tracks the axes over which each value varies, and rejects a `cond`
+    whose branches disagree on them.
     """
     zeros = jnp.zeros(update.shape, update.dtype)
     kind = update.manual_axis_type

@@ -1,13 +1,13 @@
-"""Adasum: averages gradients that point the same way and adds gradients that are orthogonal.
+"""Adasum: averages gradients that point in the same direction, and adds orthogonal gradients.
 
-Each layer is combined by itself. The operator `A(a, b)`, which the docstring of `adasum` defines,
-first combines the vectors of pairs of ranks, then the results of pairs of pairs, and so on, as in a
-binary tree.
+Layers are combined independently of each other. The operator `A(a, b)`, defined in the docstring of
+`adasum`, is applied along a binary tree: first to pairs of ranks, then to pairs of the results, and
+so on.
 
-We evaluate this tree by vector halving and distance doubling. At level *l*, a rank and its partner
-`rank XOR 2^l` combine two vectors, and each of them keeps one half of the result. The operator
-needs dot products of whole vectors, though. So each rank computes the dot products of its half, and
-these are summed over the `2^(l+1)` ranks that together hold the two vectors.
+We evaluate this tree by vector halving and distance doubling: at level *l*, a rank and its partner
+`rank XOR 2^l` combine two vectors, and each keeps one half of the result. The catch is that the
+operator needs dot products of whole vectors. So each rank computes the dot products of its own
+half, and these are summed over the `2^(l+1)` ranks that jointly hold the two vectors.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jaxcross.exchange.validation import check_real, optimizer_in
 def adasum(
     axes: collectives.Axes, optimizer: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Combines updates over ranks by Adasum, with separate coefficients for each layer (leaf).
+    """Combines updates across ranks using Adasum, with separate coefficients for each layer (leaf).
 
-    Evaluates the operator `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced
-    binary tree of the ranks, in rank order. The result is bitwise identical on every rank, but it
-    depends on which rank contributes which update. You don't need to scale the learning rate with
-    the number of ranks. Dot products are computed in float32 or wider, and neither overflow nor
-    underflow, however large or small a layer's elements are. Deterministic.
+    Applies the operator `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` along a balanced
+    binary tree of the ranks, in rank order. The result is bitwise identical on every rank, but
+    depends on which rank contributes which update. There's no need to scale the learning rate with
+    the number of ranks. Dot products are computed in float32 or wider, and can neither overflow nor
+    underflow, no matter how large or small a layer's elements are. Deterministic.
 
     ```python
     tx = jaxcross.exchange.adasum("batch", optimizer=optax.adam(1e-3))  # or
@@ -46,35 +46,36 @@ def adasum(
     ```
 
     Args:
-        axes: One axis name, or a tuple of names with the outer axis first. With several axes, a
-            reduce-scatter first averages the updates over the inner ones. The parts are then
-            combined over the outer axis and gathered again. The result is the Adasum over nodes of
-            each node's mean. The outer axis may have any size: if it isn't a power of two, each
-            rank beyond the largest power of two is first combined with a partner.
-        optimizer: Steps on this rank's own gradients, after which its *update* is combined (the
-            delta optimizer, for momentum, Adam or LAMB). Its state, in a `PerRankState`, differs
-            between ranks: save it per rank and never broadcast it. If None, the raw gradients are
-            combined, and plain SGD should follow. To take one local step for several gradients, you
-            can wrap the optimizer in `accumulate`. Adasum can't take several local steps and
-            combine their sum.
+        axes: One axis name, or a tuple of names with the outer axis first. Given several axes, we
+            compute the Adasum over nodes (the outer axis) of each node's mean (over the inner
+            axes): a reduce-scatter averages the updates within each node, the parts are combined
+            across nodes, and finally gathered again. The outer axis may have any size; if it isn't
+            a power of two, each excess rank is first combined with a partner.
+        optimizer: Steps on this rank's own gradients, after which its *update* is combined (known
+            as the delta optimizer, for use with momentum, Adam or LAMB). Its state, a
+            `PerRankState`, differs between ranks: save it per rank, and never broadcast it. If
+            None, the raw gradients are combined, and plain SGD should follow. To take a local step
+            on several accumulated gradients, wrap the optimizer in `accumulate`. Combining the sum
+            of several local steps is not supported.
 
     Raises:
         ValueError: An axis is named twice, or (at the first trace) a leaf is not real
             floating-point.
 
-    Bytes received per rank, with P ranks on the outer axis, Q the largest power of two up to P, n
-    ranks on the inner axes (1 if there are none), L leaves, and D elements after padding each leaf
-    to a multiple of nQ (times `chunk`, up to 512). Halving and doubling receive `2(Q-1)/Q D/n`
-    elements. The dot products add `5L(P-1)n + 5L(n-1)` at each of the log2(Q) levels. If P isn't a
-    power of two, folding in the other ranks adds `2D/n + 5L(n-1)`. The mean within the nodes adds
-    `2(n-1)/n D`. Each element takes 4 bytes.
+    Bytes received per rank, where P is the number of ranks on the outer axis, Q the largest power
+    of two up to P, n the number of ranks on the inner axes (1 if there are none), L the number of
+    leaves, and D the number of elements after padding each leaf to a multiple of nQ (times `chunk`,
+    up to 512): halving and doubling receive `2(Q-1)/Q D/n` elements. The dot products add
+    `5L(P-1)n + 5L(n-1)` at each of the log2(Q) levels. If P isn't a power of two, folding in the
+    excess ranks adds `2D/n + 5L(n-1)`. The mean within the nodes adds `2(n-1)/n D`. Each element
+    takes 4 bytes.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Maleki et al., arXiv 2006.02924, section 3 (the operator) and algorithm 1 (its
-    evaluation). We've added two things. If the number of ranks isn't a power of two, the extra
-    ranks are combined with a partner first. And dot products are scaled, so that they neither
-    overflow nor underflow.
+    evaluation). We go beyond the paper in two ways: the number of ranks needn't be a power of two,
+    because excess ranks are first combined with a partner, and dot products are scaled so that they
+    can neither overflow nor underflow.
     """
     outer, *inner = collectives.axis_names(axes)
 
@@ -105,12 +106,12 @@ def adasum(
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:
-    """Returns the number of elements per chunk; all elements of a chunk belong to the same layer.
+    """Returns the number of elements per chunk, where each chunk lies within a single layer.
 
-    We process all layers in a single operation on equally long chunks, because with one operation
-    per layer, a compiler would take minutes. For this, each layer is padded to a multiple of
-    `count` times the chunk size. Larger chunks need more padding, so we take the largest power of
-    two up to 512 that adds less than about 2% in total.
+    We process all layers in a single operation over equally long chunks; with a separate operation
+    per layer, compilation would take minutes. This requires padding each layer to a multiple of
+    `count` times the chunk size. Larger chunks need more padding, so we pick the largest power of
+    two up to 512 that adds less than about 2% overall.
     """
     room = sum(map(math.prod, shapes)) // (64 * max(len(shapes), 1) * count)
     return 1 << min(max(room, 1).bit_length() - 1, 9)
@@ -146,7 +147,7 @@ def _over_ranks(
 ) -> jax.Array:
     """Returns the Adasum of `x[rows, chunks, elements]`, where `rows` is a power of two.
 
-    `counts` holds each layer's number of chunks per row.
+    `counts` is the number of chunks per row for each layer.
     """
     ranks = jax.lax.axis_size(axis)
     rank = jax.lax.axis_index(axis)
@@ -165,17 +166,17 @@ def _over_ranks(
         got = collectives.swap(given, axis, 1 << level, ranks=base)
 
         def of_group(own: jax.Array, level: int = level) -> jax.Array:
-            # The dot products of two vectors are spread over the ranks that hold parts of these
-            # vectors, which are a group of neighbouring ranks. `vmap` doesn't support collectives
-            # within groups of ranks, so we gather the partial dot products of all ranks, and pick
-            # out the group's rows. That's cheap, because it's only a few numbers per layer.
+            # Both vectors are spread over a group of neighbouring ranks, and so are their dot
+            # products. `vmap` doesn't support collectives within groups of ranks, so we gather the
+            # partial dot products of all ranks and pick out our group's rows. That's cheap, since
+            # it's only a few numbers per layer.
             everybody = collectives.gather(own, (axis, *inner)).reshape(ranks, -1, *own.shape)
             group = jax.lax.dynamic_slice_in_dim(
                 everybody, rank >> (level + 1) << (level + 1), 2 << level
             )
             return group.reshape(-1, *own.shape)
 
-        # Both ranks pass the lower rank's vector first, so that both compute the same bits.
+        # Both partners pass the lower rank's vector first, so that they compute the same bits.
         x = _combine(jnp.where(lower, kept, got), jnp.where(lower, got, kept), counts, of_group)
     for level in reversed(range(levels)):
         lower = (rank >> level) & 1 == 0
@@ -192,7 +193,7 @@ def _combine(
     """Returns this rank's part of A(a, b).
 
     The two vectors are spread over several ranks. `gather` collects the statistics of all their
-    parts, one row per rank.
+    parts, with one row per rank.
     """
     layer = np.repeat(np.arange(len(counts)), counts)
 
@@ -218,29 +219,29 @@ def _combine(
     ab = (part_a * part_b * rows[:, 2]).sum(0)
     aa = (part_a**2 * rows[:, 3]).sum(0)
     bb = (part_b**2 * rows[:, 4]).sum(0)
-    # Adasum's formula subtracts from a vector a the term (a.b / 2|a|^2) a. The factor in
-    # parentheses could overflow if a is tiny and b is huge, but its product with a can't, because
-    # that's never longer than b. So we compute the product from vectors that are scaled to a
-    # moderate size, and multiply it by b's scale at the end.
+    # Adasum subtracts the term (a.b / 2|a|^2) a from a vector a. The factor in parentheses could
+    # overflow if a is tiny and b is huge, but the whole term can't, because it's never longer than
+    # b. So we compute the term from vectors scaled to a moderate size, and multiply it by b's scale
+    # at the end.
     common_a = spread(_ratio(ab, aa)) * (a / spread(top_a)) * spread(top_b)
     common_b = spread(_ratio(ab, bb)) * (b / spread(top_b)) * spread(top_a)
-    # In all, the formula has four terms: a, b, and minus half of each vector's projection on the
-    # other. Adding a and b first could overflow. So from a, we first subtract half of its
-    # projection on b, which can only make it shorter. The same goes for b. Only then do we add the
-    # two differences.
+    # The complete formula has four terms: a, b, and minus half of each vector's projection onto the
+    # other. Computing a + b first could overflow. Instead, we first subtract from each vector half
+    # of its projection onto the other, which can only make it shorter, and then add up the two
+    # differences.
     return (a - common_b) + (b - common_a)
 
 
 def _ratio(ab: jax.Array, square: jax.Array) -> jax.Array:
-    """Returns `a.b / 2|a|^2`: half of b's projection on a. 0 if a is all zeros."""
+    """Returns `a.b / 2|a|^2`, i.e. half of b's projection onto a in units of a; 0 if a is zero."""
     return jnp.where(square == 0, 0, ab / jnp.where(square == 0, 1, 2 * square))
 
 
 def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.Array]) -> jax.Array:
-    """Reduces the columns of each layer to a single one, by a binary tree of `combine`.
+    """Reduces each layer's columns to a single column, using a binary tree of `combine` calls.
 
-    `counts` holds the number of columns of each layer. A tree avoids atomic sums on a GPU, which
-    aren't deterministic.
+    `counts` is the number of columns of each layer. A tree avoids atomic sums, which aren't
+    deterministic on GPUs.
     """
     left = list(counts)
     while max(left) > 1:
@@ -259,9 +260,9 @@ def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.A
 
 
 def _scale(x: jax.Array) -> jax.Array:
-    """Returns the largest power of two up to each magnitude, so that dividing by it never rounds.
+    """Rounds each magnitude down to a power of two, so that dividing by it is exact.
 
-    The power of two is clipped so that its reciprocal is a normal number.
+    We clip the power of two such that its reciprocal is a normal number.
     """
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}")

@@ -1,7 +1,7 @@
 """Arithmetic on updates and parameters: moves, means over ranks, weights, and types.
 
-With weights, a mean counts every token or example the same, even if their numbers differ between
-ranks (in `mean`) or between batches (in `accumulate`).
+With weights, a mean counts every token or example equally, even if ranks (in `mean`) or batches (in
+`accumulate`) contain different numbers of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def updates_towards(
 ) -> optax.Updates:
     """Returns updates that move `params` to `targets`, up to rounding.
 
-    Leaves that aren't floating-point keep their updates.
+    Non-floating-point leaves keep their updates.
     """
 
     def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
@@ -31,7 +31,7 @@ def updates_towards(
 
 
 def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
-    """Returns updates plus `moves`, a tree like the parameters; only floats change."""
+    """Adds `moves`, a tree like the parameters, to the updates of all floating-point leaves."""
     return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if is_float(m) else u, updates, moves)
 
 
@@ -46,17 +46,17 @@ def sum_of(tree: PyTree, axes: Axes) -> PyTree:
 
 
 def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Returns the type for sums: float32 at least for floats, any other type unchanged."""
+    """Returns the type to sum in: at least float32 for floats, any other type unchanged."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def is_float(x: jax.typing.ArrayLike) -> bool:
-    """Whether training changes a leaf, i.e. it is floating-point or complex."""
+    """Whether a leaf can be trained, i.e. is floating-point or complex."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
 def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """Casts a new leaf of a state to the old one's type, since branches of a `cond` must match."""
+    """Casts a new state leaf to the type of the old leaf, since branches of a `cond` must match."""
     return (
         new
         if jnp.result_type(new) == jnp.result_type(old)
@@ -65,12 +65,12 @@ def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typi
 
 
 def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns a leaf marked as varying over all axes that `old` varies over.
+    """Marks a leaf as varying over every axis that `old` varies over.
 
-    With `shard_map(check_vma=True)`, JAX tracks over which axes a value varies. A mean over ranks
-    is the same on all of them, so it doesn't vary. But we may store it in a field of the state that
-    so far held a rank's own values, and JAX requires that field to vary as before. So we mark the
-    mean as varying first. Without that check, this is a no-op.
+    With `shard_map(check_vma=True)`, JAX tracks the axes over which each value varies. A mean over
+    ranks is identical on all of them, so it doesn't vary. But we may store it in a state field that
+    held a rank's own values until now, and JAX insists that the field keep varying as before, so
+    the mean has to be marked first. Without `check_vma`, this is a no-op.
     """
     before, after = (jax.eval_shape(lambda x: x, leaf).manual_axis_type for leaf in (old, new))
     axes = () if before is None or after is None else tuple(before.varying - after.varying)
@@ -80,18 +80,18 @@ def varying_like(new: jax.Array, old: jax.Array) -> jax.Array:
 def product(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """Returns the matrix product in full float32.
 
-    By default, GPUs round the factors of a matrix product to ten mantissa bits (TF32). This isn't
-    accurate enough for our exchanges. A cosine transform would no longer be orthonormal, and an
+    By default, GPUs round the operands of a matrix product to ten mantissa bits (TF32), which isn't
+    accurate enough for our exchanges: a cosine transform would no longer be orthonormal, and an
     error-feedback residual would no longer be exactly what the update leaves out.
     """
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
-    """Returns a weight as a scalar, float32 at least.
+    """Converts a weight to a scalar of type float32 or wider.
 
     Raises:
-        ValueError: It is not one real number.
+        ValueError: It is not a single real number.
     """
     dtype = jnp.result_type(weight)
     if jnp.ndim(weight) or not (
@@ -106,15 +106,15 @@ def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
 
 
 def weighed(updates: optax.Updates, weight: jax.Array, what: str) -> optax.Updates:
-    """Returns each update multiplied by the weight, in float32 or wider.
+    """Multiplies each update by the weight, in float32 or wider.
 
-    If the weight is 0, the result is zero, whatever the update is. A rank without any tokens has
-    weight 0, but its mean gradient is often NaN. Multiplying NaN by 0 would give NaN again, and
-    would spoil the mean over all ranks.
+    With a weight of 0, the result is zero regardless of the update. A rank without any tokens has
+    weight 0, but its mean gradient is often NaN. Since 0 times NaN is NaN, such a rank would
+    otherwise poison the mean over all ranks.
 
     Raises:
-        ValueError: In `shard_map(check_vma=True)`, if JAX has already summed the updates over ranks
-            with different weights.
+        ValueError: Under `shard_map(check_vma=True)`, if JAX has already summed the updates over
+            ranks with different weights.
     """
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def weighed(updates: optax.Updates, weight: jax.Array, what: str) -> optax.Updat
 
 
 def divided(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Divides a sum of weighted updates by the sum of the weights; zeros if all weights are 0."""
+    """Divides a weighted sum of updates by the total weight; returns zeros if all weights are 0."""
     return (total / jnp.where(weight == 0, 1, weight)).astype(total.dtype)
 
 

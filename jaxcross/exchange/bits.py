@@ -1,4 +1,4 @@
-"""Signs packed as bits, integers of a few bits each, and vectors as 4- or 8-bit integers."""
+"""Packs signs and small integers into bits, and quantises vectors to 4- or 8-bit integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxcross.exchange import collectives
 
 BLOCK = 128
-"""Number of elements of a quantised vector that share a float32 unit."""
+"""Number of elements in a quantised vector that share a float32 unit."""
 
 
 def pack(positive: jax.Array) -> jax.Array:
@@ -30,14 +30,15 @@ def unpack(packed: jax.Array) -> jax.Array:
 
 
 def signs(positive: jax.Array) -> jax.Array:
-    """Returns +1 where true, -1 where false, in float32."""
+    """Maps true to +1 and false to -1, in float32."""
     return jnp.where(positive, jnp.float32(1), jnp.float32(-1))
 
 
 def pack_integers(numbers: jax.Array, width: int) -> jax.Array:
-    """Packs integers of `width` bits along the last axis into bytes, the lowest bit first.
+    """Packs `width`-bit integers into bytes along the last axis, lowest bit first.
 
-    The integers must be from 0 to `2**width - 1`. The bytes are padded with zero bits at the end.
+    The integers must be in the range from 0 to `2**width - 1`. The last byte is padded with zero
+    bits.
     """
     found = (numbers.astype(jnp.uint32)[..., None] >> jnp.arange(width, dtype=jnp.uint32)) & 1
     flat = found.astype(bool).reshape(*numbers.shape[:-1], -1)
@@ -45,7 +46,7 @@ def pack_integers(numbers: jax.Array, width: int) -> jax.Array:
 
 
 def unpack_integers(packed: jax.Array, width: int, count: int) -> jax.Array:
-    """Unpacks the first `count` integers of `width` bits each along the last axis, as int32."""
+    """Unpacks the first `count` integers of `width` bits along the last axis, as int32."""
     found = unpack(packed)[..., : count * width].reshape(*packed.shape[:-1], count, width)
     return jnp.sum(
         found.astype(jnp.int32) << jnp.arange(width, dtype=jnp.int32), axis=-1, dtype=jnp.int32
@@ -53,16 +54,16 @@ def unpack_integers(packed: jax.Array, width: int, count: int) -> jax.Array:
 
 
 def packed_bytes(width: int, count: int) -> int:
-    """Returns how many bytes `count` integers of `width` bits take."""
+    """Returns the size in bytes of `count` packed integers of `width` bits."""
     return -(-width * count // 8)
 
 
 class Packed(NamedTuple):
-    """A vector as integers.
+    """A quantised vector.
 
     Attributes:
-        codes: The integers, one per byte at 8 bits and two per byte at 4 bits.
-        units: One float32 unit per block. It's NaN if an element of the block isn't finite.
+        codes: The integers: one per byte at 8 bits, two per byte at 4 bits.
+        units: One float32 unit per block, or NaN if any element of the block isn't finite.
     """
 
     codes: jax.Array
@@ -73,14 +74,14 @@ def quantise(x: jax.Array, bits: int) -> Packed:
     """Rounds each element of a float32 vector to an integer multiple of its block's unit.
 
     The vector is divided into blocks of `BLOCK` elements, so its length must be a multiple of that.
-    Each block has its own unit, i.e. a float32 scale. The block's largest magnitude is 127 units at
-    8 bits, or 7 units at 4 bits. Rounding changes an element by at most half a unit, which is 1/254
-    or 1/14 of that largest magnitude.
+    Each block is scaled by a float32 unit of its own, chosen such that its largest magnitude is 127
+    units at 8 bits, or 7 units at 4 bits. Rounding is off by at most half a unit, i.e. 1/254 or
+    1/14 of the block's largest magnitude.
     """
     levels = 2 ** (bits - 1) - 1
     blocks = x.reshape(x.size // BLOCK, BLOCK)
     unit = jnp.max(jnp.abs(blocks), axis=1, initial=0.0) / levels
-    # No integer can represent NaN or infinity, so such a block is marked by a unit of NaN.
+    # Integers can't represent NaN or infinity, so we mark such a block with a NaN unit.
     units = jnp.where(jnp.isfinite(unit), unit, jnp.nan)
     share = jnp.where(units[:, None] > 0, blocks / units[:, None], 0)
     codes = jnp.clip(jnp.round(share), -levels, levels).astype(jnp.int8).reshape(-1)
@@ -101,9 +102,9 @@ def dequantise(packed: Packed, bits: int) -> jax.Array:
 
 
 def quantised_mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> jax.Array:
-    """Gathers every rank's vector, and returns the mean of all vectors in float32.
+    """Gathers every rank's vector and returns the mean of all vectors in float32.
 
-    Adds the vectors in rank order, so the result is bitwise identical on every rank.
+    Vectors are added in rank order, so the result is bitwise identical on every rank.
     """
     every = Packed(*(collectives.gather(part, names) for part in packed))
     ranks = every.units.shape[0]
@@ -111,8 +112,8 @@ def quantised_mean(packed: Packed, bits: int, names: tuple[Hashable, ...]) -> ja
     def add(rank: jax.Array, total: jax.Array) -> jax.Array:
         return total + dequantise(Packed(every.codes[rank], every.units[rank]), bits)
 
-    # The loop's sum starts with the first rank's vector rather than with zeros. Under
-    # `shard_map(check_vma=True)`, JAX treats zeros as identical on all ranks, and it rejects a loop
-    # whose sum is identical on all ranks before the first iteration but not after it.
+    # We start from the first rank's vector rather than from zeros. Under
+    # `shard_map(check_vma=True)`, JAX considers zeros to be identical on all ranks, and rejects a
+    # loop whose sum starts out identical on all ranks but doesn't stay that way.
     first = dequantise(Packed(every.codes[0], every.units[0]), bits)
     return jax.lax.fori_loop(1, ranks, add, first) / ranks

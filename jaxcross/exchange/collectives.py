@@ -1,11 +1,10 @@
-"""Sums, rings and trees over one named axis, from `ppermute`, `all_gather` and `all_to_all`.
+"""Sums, rings and trees over one named axis, using `ppermute`, `all_gather` and `all_to_all`.
 
-The permutations that we pass to `ppermute` always include all ranks, because under `vmap`, JAX
-can't run a permutation that leaves out a rank. A rank that has nothing to send therefore sends to
-itself, which costs nothing.
+Every permutation we pass to `ppermute` includes all ranks, because JAX can't run partial
+permutations under `vmap`. A rank that has nothing to send therefore sends to itself, which is free.
 
-Loops over ranks are unrolled in Python rather than written as a `scan`. The reason is that an
-exchange inside a `scan` can't run at the same time as computation outside of it.
+Loops over ranks are unrolled in Python rather than written as a `scan`, because an exchange inside
+a `scan` can't overlap with computation outside of it.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
-"""One axis name or several. A strategy's docstring says whether it accepts several."""
+"""One or several axis names. Each strategy documents whether it accepts several."""
 
 Arrays = TypeVar("Arrays")
-"""A tree of arrays, which has the same structure before and after an exchange."""
+"""A tree of arrays, whose structure an exchange doesn't change."""
 
 
 def axis_names(axes: Axes) -> tuple[Hashable, ...]:
-    """Returns the axes as a tuple; `axes` may be a single name, a tuple or a list.
+    """Converts a single axis name, or a tuple or list of names, to a tuple.
 
     Raises:
-        ValueError: There are no axes, an axis is named twice or by a number, or they come with
-            sizes.
+        ValueError: There are no axes, an axis is named twice, a name is a number, or `axes` maps
+            names to sizes.
     """
     if isinstance(axes, Mapping):
         raise ValueError(
@@ -56,10 +55,10 @@ def axis_names(axes: Axes) -> tuple[Hashable, ...]:
 
 
 def one_axis(axes: Axes, what: str) -> Hashable:
-    """Returns the name of the only axis.
+    """Returns the axis name, of which there must be exactly one.
 
     Raises:
-        ValueError: There are several.
+        ValueError: `axes` contains several names.
     """
     names = axis_names(axes)
     if len(names) != 1:
@@ -71,17 +70,17 @@ def one_axis(axes: Axes, what: str) -> Hashable:
 
 
 def is_power_of_two(size: int) -> bool:
-    """Whether all `size` ranks have a partner at every level of a halving or doubling."""
+    """Whether all `size` ranks have a partner at every level of recursive halving or doubling."""
     return size & (size - 1) == 0
 
 
 def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
-    """Clips finite values to the largest number of a narrower type, or to `times` that number.
+    """Clips finite values to the range of a narrower type, or to `times` that range.
 
-    A value beyond the narrower type's range would become infinite when it's converted. If an
-    infinity then got into an error-feedback residual, it would stay there forever. So we replace
-    such a value by the largest number of the type. Values that are already infinite or NaN are
-    kept, because they show that training has gone wrong.
+    Converting a value beyond the narrower type's range would give infinity, and an infinity that
+    makes it into an error-feedback residual stays there forever. So we clip such values to the
+    type's largest number. Values that are already infinite or NaN are left alone, because they
+    indicate that training has gone wrong.
     """
     largest = times * float(jnp.finfo(dtype).max)
     if largest >= float(jnp.finfo(values.dtype).max):
@@ -90,12 +89,12 @@ def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
 
 
 def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds `x` to its type on the wire, for values that are sent and also used on this rank.
+    """Rounds `x` to its wire type, for values that this rank both sends and uses itself.
 
-    If a rank sends a value and also uses it, it must use exactly what the other ranks receive. A
-    plain conversion, `x.astype(dtype)`, gives the same bits as this function, but we can't rely on
-    it. If a value is converted to a narrow type and back again, XLA may remove both conversions, as
-    it does on GPUs (`xla_allow_excess_precision`). The rank would then continue with the unrounded
+    If a rank uses a value that it also sends, it must use exactly what the other ranks receive. A
+    plain `x.astype(dtype)` gives the same bits as this function, but we can't rely on it: when a
+    value is converted to a narrow type and back, XLA is free to remove both conversions, and does
+    so on GPUs (`xla_allow_excess_precision`). The rank would then carry on with the unrounded
     value.
     """
     if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
@@ -104,16 +103,15 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     own = jnp.finfo(x.dtype)
     if info.nmant >= own.nmant:
         return x.astype(dtype)
-    # Some 8-bit floating-point types have a different range than their number of exponent bits
-    # suggests, so we can't have `reduce_precision` limit the exponent. For these types, it only
-    # rounds the mantissa, and the conversion at the end takes care of numbers that are too large.
+    # Some 8-bit floating-point types don't have the range that their number of exponent bits
+    # suggests, so `reduce_precision` can't limit the exponent for us. For these types, we only have
+    # it round the mantissa, and leave numbers that are too large to the conversion at the end.
     half = 1 << (info.nexp - 1)
     exponent = info.nexp if (info.minexp, info.maxexp) == (2 - half, half) else own.nexp
     rounded = jax.lax.reduce_precision(x, exponent, info.nmant)
     if info.nexp < own.nexp:
-        # `reduce_precision` doesn't support subnormal numbers (the tiny ones below a type's normal
-        # range). We round these ourselves, to multiples of the smallest subnormal number of the
-        # type.
+        # `reduce_precision` doesn't support subnormal numbers (the tiny numbers below a type's
+        # normal range), so we round these ourselves, to multiples of the type's smallest subnormal.
         tiny = float(info.tiny)
         step = tiny * 2.0**-info.nmant
         multiple = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
@@ -122,14 +120,14 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Arrays:
-    """Exchanges each array of `x` with the corresponding array of rank `r XOR distance`.
+    """Swaps each array of `x` with its counterpart on rank `r XOR distance`.
 
     Args:
-        x: A tree of arrays, one message each.
+        x: A tree of arrays, each of which is sent as a separate message.
         axis_name: One axis.
         distance: A power of two.
-        ranks: Number of ranks that take part, a multiple of `2 * distance`. All ranks from this
-            number on keep their arrays. If None, all ranks take part.
+        ranks: Number of ranks that take part, a multiple of `2 * distance`. Any ranks beyond that
+            keep their arrays. If None, all ranks take part.
     """
     size = jax.lax.axis_size(axis_name)
     taking_part = size if ranks is None else ranks
@@ -138,11 +136,11 @@ def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = N
 
 
 def fold(x: Arrays, axis_name: Hashable) -> Arrays:
-    """Exchanges the arrays of ranks `r` and `r + 2^L`, with 2^L the largest power of two up to P.
+    """Swaps arrays between ranks `r` and `r + 2^L`, where 2^L is the largest power of two up to P.
 
-    Recursive halving and doubling need a power of two of ranks. If there are more, each rank beyond
-    the largest power of two, 2^L, first sends its data to a partner among the others. At the end,
-    it receives the result from its partner. This permutation serves both purposes. Ranks without a
+    Recursive halving and doubling need a power-of-two number of ranks. Each rank beyond the largest
+    power of two, 2^L, therefore hands its data to a partner among the others up front, and gets the
+    result back from that partner at the end. This permutation serves both purposes. Ranks without a
     partner keep their arrays.
     """
     size = jax.lax.axis_size(axis_name)
@@ -154,18 +152,17 @@ def fold(x: Arrays, axis_name: Hashable) -> Arrays:
 
 
 def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays], Arrays]) -> Arrays:
-    """Combines trees over all ranks by recursive doubling, bitwise identical on every rank.
+    """Combines trees over all ranks by recursive doubling; bitwise identical on every rank.
 
-    The arrays are combined over a balanced binary tree, with the ranks as its leaves in rank order.
-    This takes log2(P) hops, each of which sends the whole of `x`. If P isn't a power of two, it
-    takes two more hops: the ranks beyond the largest power of two first send their arrays to a
-    partner, and get the result back at the end.
+    The arrays are combined along a balanced binary tree that has the ranks as its leaves, in rank
+    order. This takes log2(P) hops, each of which sends all of `x`. If P isn't a power of two, two
+    more hops are needed: the ranks beyond the largest power of two hand their arrays to a partner
+    up front, and get the result back at the end.
 
     Args:
         x: A tree of arrays.
         axis_name: One axis.
-        combine: (the lower ranks' tree, the higher ranks' tree) -> both combined. Called on one
-            rank.
+        combine: (lower ranks' tree, higher ranks' tree) -> the two combined. Must not communicate.
     """
     size = jax.lax.axis_size(axis_name)
     base = 1 << (size.bit_length() - 1)
@@ -184,20 +181,20 @@ def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays],
 def ring_sum(
     x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Sums a vector over ranks by a ring: P-1 hops that reduce and P-1 hops that gather.
+    """Sums a vector over ranks with a ring all-reduce: P-1 hops to reduce and P-1 hops to gather.
 
-    The vector is cut into P blocks, and in each hop, a rank sends one block to its neighbour in the
-    ring. In the first half of the hops, every block visits all ranks, each of which adds its own
-    term. In the second half, the finished sums are copied to all ranks, so the result is bitwise
-    identical everywhere.
+    The vector is split into P blocks, and in each hop, every rank passes one block on to its
+    neighbour in the ring. During the first P-1 hops, each block travels around the ring, with every
+    rank adding its own term. The other hops copy the finished sums to all ranks, so the result is
+    bitwise identical everywhere.
 
-    Blocks start at different ranks, so the order in which the ranks' terms are added differs from
-    block to block.
+    Since each block starts at a different rank, the order in which the ranks' terms are added
+    varies from block to block.
 
     Args:
         x: A vector whose length is a multiple of the number of ranks.
         axis_name: One axis.
-        wire_dtype: Element type on the wire. The sums are computed in the vector's own type.
+        wire_dtype: Element type on the wire. Sums are computed in the vector's own type.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -215,9 +212,9 @@ def ring_sum(
         moving = jax.lax.ppermute(round_for_wire(moving, wire), axis_name, ring).astype(
             x.dtype
         ) + block(rank - hop)
-    # The first half of the hops is done, and this rank holds the finished sum of block `rank + 1`.
-    # The other ranks will receive this sum rounded to the wire type. So we round it here, before
-    # it's sent, so that this rank continues with the same bits as the others.
+    # At this point, we hold the finished sum of block `rank + 1`, which the other ranks will
+    # receive rounded to the wire type. Round our own copy as well before sending it, so that we
+    # continue with the same bits as everyone else.
     moving = round_for_wire(moving, wire)
     out = jnp.zeros_like(blocks, dtype=wire)
     for hop in range(size):
@@ -229,12 +226,11 @@ def ring_sum(
 def sum_scatter(
     x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Returns this rank's block of the sum of a vector over ranks, added in rank order.
+    """Sums a vector over ranks, in rank order, and returns this rank's block of the result.
 
-    The vector's length must be a multiple of the number of ranks. Instead of a reduce-scatter, we
-    use an all-to-all followed by a local sum, because that's what a reduce-scatter over MPI amounts
-    to anyway. `lax.psum_scatter` isn't an option, because under two nested `vmap`s, it scatters the
-    wrong dimension.
+    The vector's length must be a multiple of the number of ranks. We use an all-to-all followed by
+    a local sum, which is what a reduce-scatter over MPI boils down to anyway. `lax.psum_scatter`
+    isn't an option, because it scatters the wrong dimension when two `vmap` calls are nested.
     """
     size = jax.lax.axis_size(axis_name)
     if size == 1:
@@ -245,7 +241,7 @@ def sum_scatter(
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sums along the first axis, adding the rows in order, so that the bits are reproducible."""
+    """Sums along the first axis, row by row, so that the result is bitwise reproducible."""
     total = x[0]
     for row in range(1, x.shape[0]):
         total = total + x[row]
@@ -255,11 +251,11 @@ def sum_rows(x: jax.Array) -> jax.Array:
 def gather(x: jax.Array, axes: Hashable | tuple[Hashable, ...]) -> jax.Array:
     """Gathers every rank's `x` along a new first axis.
 
-    If there are several axes, the last one varies fastest along the new axis. With no axes, the new
+    Given several axes, the last of them varies fastest along the new axis. Given no axes, the new
     axis has length 1.
     """
     rows = x[None]
-    # Gather over one axis after the other, because `vmap` can't gather over two at once.
+    # Gather over one axis at a time, because `vmap` can't gather over two at once.
     for name in reversed(axes if isinstance(axes, tuple) else (axes,)):
         rows = jax.lax.all_gather(rows, name, tiled=True)
     return rows

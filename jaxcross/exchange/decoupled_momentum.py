@@ -1,10 +1,10 @@
-"""Decoupled momentum (DeMo): each rank keeps its own momentum and sends its largest frequencies.
+"""Decoupled momentum (DeMo): ranks keep separate momenta and exchange the largest frequencies.
 
-Instead of gradients, the ranks exchange parts of their momenta. Each rank keeps its own momentum,
-transforms it by a discrete cosine transform (DCT), and sends only the few largest coefficients.
+Instead of gradients, ranks exchange parts of their momenta. Each rank maintains its own momentum,
+runs it through a discrete cosine transform (DCT), and sends only the few largest coefficients.
 
-What a rank has sent is subtracted from its momentum. The rest stays there and can be sent on a
-later step, so nothing is lost. The momentum thus doubles as the residual of an error feedback.
+Whatever a rank has sent is subtracted from its momentum. The rest stays there and may be sent on a
+later step, so nothing is lost: the momentum doubles as an error-feedback residual.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jaxcross.exchange.validation import check_float32, check_state, part_kept, 
 
 
 class DecoupledMomentumState(NamedTuple):
-    """State of DeMo.
+    """State of `decoupled_momentum`.
 
     Attributes:
-        momentum: The part of each compressed leaf's momentum that this rank hasn't sent, by tile
-            and frequency, float32.
+        momentum: The part of each compressed leaf's momentum that this rank hasn't sent yet, by
+            tile and frequency, float32.
     """
 
     momentum: PyTree
@@ -52,20 +52,20 @@ def decoupled_momentum(
     skip: sparse.Skip = sparse.bias_or_norm,
     wire_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """DeMo: averages the largest frequencies of each rank's momentum over ranks.
+    """DeMo: averages the largest frequency components of the ranks' momenta.
 
-    Each rank adds its gradient to `decay` times its momentum. To choose what to send, we treat a
-    leaf as a matrix, with the leaf's last dimension as columns and all others together as rows, and
-    cut it into tiles of at most `chunk` by `chunk` elements. Each tile is transformed by an
-    orthonormal DCT-II along both sides.
+    Each rank adds its gradient to `decay` times its momentum. To decide what to send, we view each
+    leaf as a matrix, with the last dimension as columns and all others flattened into rows, and cut
+    it into tiles of at most `chunk` by `chunk` elements. Each tile goes through an orthonormal
+    DCT-II along both sides.
 
     The k largest coefficients of each tile are sent, averaged over all ranks, and transformed back
-    into an update. What a rank has sent is removed from its momentum, so the momentum also holds
-    the compression error.
+    into an update. Each rank then subtracts what it has sent from its momentum, which therefore
+    also carries the compression error.
 
-    The state stores the momentum's DCT coefficients rather than its elements. The transform is
-    linear, so the update rule is the same. But this way, a coefficient that was sent becomes
-    exactly zero, and a step needs only one inverse transform instead of two.
+    The state holds the momentum's DCT coefficients rather than its elements. Since the transform is
+    linear, the update rule stays the same, but this has two advantages: a coefficient that was sent
+    becomes exactly zero, and a step needs just one inverse transform instead of two.
 
     Updates are the same on every rank. Momenta are rank-local, so save them per rank.
     Deterministic.
@@ -76,37 +76,39 @@ def decoupled_momentum(
     updates, opt_state = tx.update(grads, opt_state, params)  # grads are this rank's own
     ```
 
-    Bytes received per rank: `(P-1) k (v + b/8)` for each tile, where P is the number of ranks, k
-    the number of coefficients sent, v the bytes per value, and b the bits per index (12 for a tile
-    of 64 by 64). All values travel in one all-gather, and all indices in another. A skipped leaf of
-    n bytes costs `2(P-1)/P n`.
+    Bytes received per rank: `(P-1) k (v + b/8)` per tile, where P is the number of ranks, k the
+    number of coefficients sent, v the bytes per value, and b the bits per index (12 for a 64-by-64
+    tile). All values share one all-gather, and all indices share another. A skipped leaf of n bytes
+    costs `2(P-1)/P n`.
 
     Args:
-        density: Fraction of a tile's coefficients to send, rounded, but at least one. The authors
-            send 32 of 4,096.
+        density: Fraction of each tile's coefficients to send, rounded, but at least one
+            coefficient. The authors send 32 out of 4,096.
         axes: One axis name, or a tuple of names that act as a single axis.
-        decay: Factor by which the momentum is multiplied on each step, in [0, 1]. It has no effect
-            with `density=1`, because then nothing is left in the momentum.
-        chunk: Longest side of a tile. Each side of the matrix is cut into equal parts, so it takes
-            less than one element of padding per part.
-        sign: Return the signs of the updates, as in the paper. Use a small learning rate with it.
-        skip: (path, leaf) -> whether a leaf is averaged uncompressed and without momentum. By
-            default, scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
-        wire_dtype: Element type of the coefficients on the wire, for example `jnp.bfloat16`. The
-            rounding error stays in the momentum.
+        decay: Factor by which the momentum decays on each step, in [0, 1]. It has no effect with
+            `density=1`, because nothing is left in the momentum in that case.
+        chunk: Maximum side length of a tile. Each side of the matrix is cut into equal parts, which
+            takes less than one element of padding per part.
+        sign: Return the signs of the updates, as in the paper. You'll want a small learning rate
+            with this.
+        skip: (path, leaf) -> whether a leaf is averaged uncompressed and without momentum. Defaults
+            to scalars, vectors, and leaves of any shape that are named `bias` or `scale`.
+        wire_dtype: Element type of the coefficients on the wire, e.g. `jnp.bfloat16`. The rounding
+            error stays in the momentum.
 
     Raises:
-        ValueError: An argument is out of range; or, at trace time, the state has different shapes
-            than `init` makes, or a compressed leaf has 2^31 elements or more, or is float64.
+        ValueError: An argument is out of range; or, at trace time, the state doesn't have the
+            shapes that `init` creates, or a compressed leaf has 2^31 elements or more, or is
+            float64.
 
-    Warns in `init` if it compresses nothing, unless you pass your own `skip`.
+    `init` warns if nothing would be compressed, unless you pass your own `skip`.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: after Peng et al., DeMo: Decoupled momentum optimization, arXiv 2411.19870, and the
-    authors' code. Their code differs from ours in three ways: its momentum includes the learning
-    rate, it also compresses vectors, and it averages a coefficient only over the ranks that have
-    sent it, whereas we divide by the number of all ranks.
+    authors' code. The latter differs from ours in three ways: its momentum includes the learning
+    rate, it compresses vectors as well, and it averages each coefficient only over the ranks that
+    have sent it, whereas we divide by the total number of ranks.
     """
     density = sparse.check_density(density)
     kept = part_kept(decay, "`decoupled_momentum`", "momentum")
@@ -163,7 +165,7 @@ def decoupled_momentum(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tiles:
-    """A leaf as tiles of a matrix, and their frequencies.
+    """Converts a leaf to the frequencies of its tiles, and back.
 
     Attributes:
         shape: Rows and columns of the matrix.
@@ -179,7 +181,7 @@ class _Tiles:
         return jnp.zeros((self.chunks.rows, self.chunks.width), jnp.float32)
 
     def frequencies(self, leaf: jax.Array) -> jax.Array:
-        """Returns each tile's coefficients, `[tiles, elements of a tile]`, float32."""
+        """Returns the coefficients of all tiles, `[tiles, elements per tile]`, float32."""
         rows, columns = self.shape
         high, wide = self.tile
         padding = [(0, -rows % high), (0, -columns % wide)]
@@ -190,7 +192,7 @@ class _Tiles:
         )
 
     def leaf(self, coefficients: jax.Array, like: jax.Array) -> jax.Array:
-        """Transforms coefficients back to a leaf with the shape and type of `like`."""
+        """Transforms coefficients back into a leaf with the shape and type of `like`."""
         rows, columns = self.shape
         high, wide = self.tile
         tiles = coefficients.reshape(-(-rows // high), -1, high, wide)
@@ -215,7 +217,7 @@ def dct_matrix(size: int) -> np.ndarray:
     element = np.arange(size)[None]
     matrix = np.cos(np.pi * (2 * element + 1) * frequency / (2 * size)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
-    matrix[np.abs(matrix) < 1e-12] = 0  # rounding noise, whose sign `sign` would return
+    matrix[np.abs(matrix) < 1e-12] = 0  # rounding noise, which `sign` would turn into 1 or -1
     return matrix.astype(np.float32)
 
 
@@ -225,7 +227,7 @@ def _exchange(
     names: tuple[Hashable, ...],
     wire_dtype: DTypeLike | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the mean over ranks of what was sent, and the rest of this rank's momenta."""
+    """Returns the mean of what the ranks have sent, and what's left of this rank's momenta."""
     pairs = [sparse.largest_of_chunks(x, lay) for x, lay in zip(momenta, layouts, strict=True)]
     sent = [
         (v if wire_dtype is None else sparse.rounded(v, wire_dtype), columns)

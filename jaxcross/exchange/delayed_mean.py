@@ -1,9 +1,9 @@
 """Delayed mean: synchronous data parallelism whose exchange overlaps with the next step.
 
-Usually, the exchange has to wait until this step's gradients have been computed. Here, each step
-exchanges the previous step's gradients instead. These are already in the optimizer's state when the
-step begins, so the exchange can run while the step computes. The price is a gradient that is one
-step old.
+Usually, an exchange has to wait until this step's gradients have been computed. Here, each step
+exchanges the *previous* step's gradients instead. Those are already in the optimizer's state when
+the step begins, so the exchange can overlap with the step's computation. The price is a gradient
+that's one step old.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxcross.exchange.validation import optimizer_in
 
 
 class DelayedMeanState(NamedTuple):
-    """State of delayed means.
+    """State of `delayed_mean`.
 
     Attributes:
-        pending: This rank's gradients of the previous step, in the parameters' types.
+        pending: This rank's gradients from the previous step, in the parameters' types.
         inner: State of the optimizer.
     """
 
@@ -38,28 +38,28 @@ class DelayedMeanState(NamedTuple):
 def delayed_mean(
     optimizer: optax.GradientTransformation, axes: Axes
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the previous step's gradients, and keeps this step's for the next one.
+    """Steps on the mean of the previous step's gradients, and saves this step's for the next call.
 
-    The exchange depends only on the optimizer's state rather than on this step's gradients, so it's
-    in flight while the step computes (a carried exchange). At best, a step takes as long as the
-    longer of the exchange and the computation.
+    Since the exchange depends on the optimizer's state but not on this step's gradients, it's in
+    flight while the step computes (a carried exchange). At best, a step takes as long as the
+    exchange or the computation, whichever is longer.
 
-    The gradient is one step old, because it was computed on the parameters before the last update.
-    The first step uses a gradient of zeros. Parameters and the optimizer's state are bitwise
-    identical on every rank, but the gradients that wait for their exchange (`pending`) are
-    rank-local. Deterministic.
+    Gradients are one step old, i.e. were computed on the parameters before the last update. The
+    first step uses a gradient of zeros. Parameters and the optimizer's state are bitwise identical
+    on every rank, but the gradients waiting to be exchanged (`pending`) are rank-local.
+    Deterministic.
 
     ```python
     tx = jaxcross.exchange.delayed_mean(optax.adamw(1e-3), "batch")
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    You get bitwise the same result from `asynchronous(delays=1)`, a simulator for any schedule of
-    delays. But it puts gradients into a queue first, so its exchange has to wait for this step's
-    gradient. Here, the exchange reads the previous gradient straight from the state. The equivalent
-    without a delay is `optax.chain(jaxcross.exchange.mean(axes), optimizer)`.
+    `asynchronous(delays=1)`, which simulates arbitrary schedules of delays, gives bitwise the same
+    result. But it puts gradients into a queue first, so its exchange has to wait for this step's
+    gradient, whereas we read the previous gradient straight from the state. The equivalent without
+    a delay is `optax.chain(jaxcross.exchange.mean(axes), optimizer)`.
 
-    When a job ends, the gradients of its last step are still pending, and no rank applies them.
+    When a job ends, the gradients of its last step are still pending, and are never applied.
 
     Args:
         optimizer: Steps on the mean, identically on every rank.
@@ -68,14 +68,14 @@ def delayed_mean(
     Raises:
         ValueError: `optimizer` is not an optimizer.
 
-    Memory in addition to the optimizer's: one set of gradients.
+    Needs memory for one set of gradients, on top of the optimizer's state.
 
-    Bytes received per rank: as for the mean, `2(P-1)/P` times the bytes of the gradients.
+    Bytes received per rank: `2(P-1)/P` times the size of the gradients, just like the mean.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Agarwal and Duchi, arXiv 1104.5525, for a delay of one step. Overlapping the delayed
-    exchange with computation is from Sun et al., arXiv 2401.16265 (CO2), and Nabli et al., arXiv
+    Source: Agarwal and Duchi, arXiv 1104.5525, with a delay of one step. Overlapping the delayed
+    exchange with computation comes from Sun et al., arXiv 2401.16265 (CO2), and Nabli et al., arXiv
     2406.02613 (ACCO).
     """
     names = axis_names(axes)

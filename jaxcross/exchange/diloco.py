@@ -28,8 +28,8 @@ class DiLoCoState(NamedTuple):
 
     Attributes:
         since: Local steps since the last exchange, int32.
-        anchor: The parameters at the beginning of this round, bitwise identical on every rank. This
-            is the model to evaluate.
+        anchor: The parameters at the start of this round, bitwise identical on every rank. This is
+            the model to evaluate.
         outer: State of the outer optimizer, bitwise identical on every rank.
         inner: State of this rank's own optimizer.
     """
@@ -42,7 +42,7 @@ class DiLoCoState(NamedTuple):
     rank_local = RankLocal(model=("inner",), maybe_empty=("outer", "inner"))
 
     def model(self, params: optax.Params) -> optax.Params:
-        """Returns the model to evaluate: the anchor."""
+        """Returns the model to evaluate, i.e. the anchor."""
         return model_of(self.anchor, params)
 
 
@@ -55,21 +55,20 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps per rank, then one `outer` step on the mean of their deltas.
 
-    All ranks begin a round, i.e. the steps between two exchanges, with the same parameters, which
-    we call the anchor. At the end of the round, each rank has arrived at different parameters. With
-    `a` the anchor and `x` a rank's parameters, the outer optimizer then takes one step from the
-    anchor on the pseudo-gradient `mean_over_ranks(a - x)`. The result becomes the next anchor, and
-    every rank continues from it.
+    All ranks start a round (the steps between two exchanges) from the same parameters, called the
+    anchor, and drift apart until the round ends. The outer optimizer then takes one step from the
+    anchor on the pseudo-gradient `mean_over_ranks(a - x)`, where `a` is the anchor and `x` are a
+    rank's parameters. The result becomes the next anchor, from which every rank continues.
 
-    With `outer=optax.sgd(1.0)`, the next anchor is simply the mean of the ranks' parameters, which
-    `local_sgd` computes without storing an anchor.
+    With `outer=optax.sgd(1.0)`, the next anchor is just the mean of the ranks' parameters. In that
+    case, use `local_sgd`, which doesn't need to store an anchor.
 
-    During a round, each rank has different parameters. At its end, the parameters become equal, up
-    to one rounding. The inner optimizer's state is never averaged, so it's different on every rank.
-    A checkpoint must store this state and the parameters separately for each rank.
+    Parameters differ between ranks within a round, and become equal (up to rounding) at the end of
+    it. The inner optimizer's state is never averaged, so it always differs. Checkpoints must save
+    this state and the parameters separately for each rank.
 
-    The model to evaluate is the anchor (`state.anchor`), which `jaxcross.exchange.finish` returns.
-    All ranks must start with the same parameters. Deterministic.
+    The model to evaluate is the anchor (`state.anchor`), which is what `jaxcross.exchange.finish`
+    returns. All ranks must start with the same parameters. Deterministic.
 
     ```python
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -79,23 +78,23 @@ def diloco(
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the pseudo-gradient, once per round. If it contains a schedule, that counts
-            rounds.
+        outer: Steps on the pseudo-gradient, once per round. If it contains a schedule, this counts
+            rounds rather than steps.
         axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps per round; the first exchange is on step `every`. If `inner` is SGD with
-            momentum 0.9, rounds of less than 7 steps diverge at many rates with the outer optimizer
-            above. Use longer rounds then, or an outer momentum of 0.5.
+            momentum 0.9, rounds of less than 7 steps diverge at many learning rates with the outer
+            optimizer above. Use longer rounds in that case, or an outer momentum of 0.5.
 
     Raises:
         ValueError: `every` is not a positive whole number, or `inner` or `outer` is not an
-            optimizer; or `update` got no `params`.
+            optimizer; or `update` was called without `params`.
 
-    Memory in addition to the inner optimizer's: the anchor, which is a copy of the parameters, and
-    the outer optimizer's state. If the outer optimizer has momentum, that's twice the parameters in
-    total.
+    On top of the inner optimizer's state, this needs memory for the anchor, i.e. a copy of the
+    parameters, and for the outer optimizer's state. If the outer optimizer uses momentum, that's
+    twice the size of the parameters in total.
 
-    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
-    0 otherwise.
+    Bytes received per rank: `2(P-1)/P` times the size of the parameters on steps that exchange, 0
+    otherwise.
 
     Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
     on the same step.

@@ -1,4 +1,4 @@
-"""Elastic averaging (EASGD): springs tie each rank's parameters to a centre shared by all ranks."""
+"""Elastic averaging (EASGD): springs tie each rank's parameters to a shared centre."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ElasticAverageState(NamedTuple):
 
     Attributes:
         since: Steps since the last exchange, int32.
-        centre: Like the parameters, and bitwise identical on every rank.
+        centre: Shaped like the parameters, and bitwise identical on every rank.
         inner: State of this rank's own optimizer.
     """
 
@@ -41,14 +41,14 @@ def elastic_average(
 ) -> optax.GradientTransformationExtraArgs:
     """Pulls parameters and a shared centre towards each other on every `every`-th step.
 
-    On an exchange, a rank with parameters `x` and update `u` moves to `x + u - alpha (x - c)`,
-    where `c` is the centre, and the centre moves to `c + beta sum_over_ranks(x - c)`. The exchange
-    uses the parameters from the start of the step, so it doesn't depend on the step's gradient and
+    When ranks exchange, a rank with parameters `x` and update `u` moves to `x + u - alpha (x - c)`,
+    where `c` is the centre, and the centre moves to `c + beta sum_over_ranks(x - c)`. These are the
+    parameters from the start of the step, so the exchange doesn't depend on the step's gradient and
     can run while the gradient is computed.
 
-    The ranks explore independently: parameters and the optimizer's state differ between ranks even
-    after an exchange. The model to evaluate is the centre (`state.centre`), which is the same on
-    all of them. Deterministic.
+    Ranks explore independently: their parameters and optimizer states differ even right after an
+    exchange. The model to evaluate is the centre (`state.centre`), which is the same on all ranks.
+    Deterministic.
 
     ```python
     tx = jaxcross.exchange.elastic_average(optax.sgd(0.1), "batch", every=4, alpha=0.9 / world.size)
@@ -58,26 +58,27 @@ def elastic_average(
     Args:
         optimizer: Steps on this rank's gradients.
         axes: One axis name, or a tuple of names that act as a single axis.
-        every: Steps from one exchange to the next.
-        alpha: Fraction of its distance to the centre that a rank moves, in [0, 1]. With 0, ranks
-            train independently.
-        beta: Fraction of its distance to each rank that the centre moves. If None, it equals
-            `alpha`, which conserves the sum of all parameters and the centre.
+        every: Number of steps from one exchange to the next.
+        alpha: Fraction of its distance to the centre by which a rank moves, in [0, 1]. With 0,
+            ranks train independently.
+        beta: Fraction of its distance to each rank by which the centre moves. Defaults to `alpha`,
+            which conserves the sum of the centre and all parameters.
 
     Raises:
-        ValueError: An argument is out of range; `update` got no `params`; or, at the first trace,
-            `beta` times the number of ranks exceeds 1, so the centre would overshoot the mean, or
-            that product and `alpha` are both 1, so parameters and centre would swap.
+        ValueError: An argument is out of range, or `update` was called without `params`. Also
+            raised at the first trace if `beta` times the number of ranks exceeds 1 (the centre
+            would overshoot the mean), or if that product and `alpha` are both 1 (parameters and
+            centre would swap places).
 
-    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters on a step that exchanges,
-    and 0 on all other steps. If `beta` is 0, the centre never moves, so the ranks don't exchange
-    anything at all.
+    Bytes received per rank: `2(P-1)/P` times the size of the parameters on steps that exchange, and
+    0 on all others. If `beta` is 0, the centre never moves, so nothing is exchanged at all.
 
     Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
     on the same step.
 
-    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4. Our `alpha` is their
-    alpha, which they define as eta times rho. Their beta is our `beta` times the number of ranks.
+    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4. Our `alpha` is the
+    paper's alpha, which is defined there as eta times rho. The paper's beta is our `beta` times the
+    number of ranks.
     """
     every = whole_number(every, "every", "`elastic_average`")
     names = axis_names(axes)
@@ -99,7 +100,7 @@ def elastic_average(
     ) -> tuple[optax.Updates, ElasticAverageState]:
         away = jax.tree.map(jnp.subtract, params, state.centre)
         total = sum_of(away, names)
-        # Skip a factor of 0, because 0 times NaN would be NaN.
+        # Skip terms with a factor of 0, because 0 times NaN is NaN.
         pulled = updates
         centre = state.centre
         if alpha:

@@ -1,13 +1,14 @@
-"""Checks from an optimizer's jaxpr that it works element by element.
+"""Checks that an optimizer works element by element, by analysing its jaxpr.
 
-When an optimizer is sharded, each rank runs it on a flat 1/P of every leaf only. The result is
-right only if each element of the update depends on nothing but the same element of the gradients,
-the state and the parameters, and on scalars. To check this, we trace the update and follow every
-value through the jaxpr. Each value gets a level, which is higher the more the value may depend on.
+A sharded optimizer only ever runs on a flat 1/P of each leaf. That's correct only if each element
+of the update depends on nothing but scalars and the same element of the gradients, the state and
+the parameters. To check this, we trace the update, follow every value through the jaxpr, and assign
+it a level: the higher the level, the more the value may depend on.
 
-That doesn't detect optimizers that look at shapes, e.g. to treat vectors and matrices differently.
-Such an optimizer simply runs other operations on flat parts, and these may well be elementwise. So
-we also trace the update on whole leaves, and require that both traces contain the same operations.
+Following values like this misses optimizers that look at shapes, e.g. to treat vectors and matrices
+differently. On flat parts, such an optimizer runs different operations, and these may well be
+elementwise. So we also trace the update on whole leaves, and require both traces to contain the
+same operations.
 """
 
 from __future__ import annotations
@@ -26,29 +27,28 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED, Atom, Equation, Jaxpr, Var
 from jaxcross._pytree import PyTree
 
-# Primitives that compute an element from other elements: reductions, products, sorts,
-# decompositions.
+# Primitives that combine different elements: reductions, products, sorts, decompositions.
 _ACROSS = re.compile(
     r"reduce(?!_precision)|arg(max|min)|cum|dot_general|ragged_dot|conv_general|sort|(approx_)?top_k|fft|select_and_"
     r"|svd|qr|eigh?|cholesky|lu|schur|triangular_solve|householder"
 )
-# Primitives that may move an element to the position of another.
+# Primitives that may move elements to other positions.
 _MOVES = re.compile(
     r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad"
 )
-# Primitives that draw random numbers. The numbers depend only on the key and the shape, so every
-# rank would draw the same numbers for its part of a leaf, although the parts are different.
+# Primitives that draw random numbers. These only depend on the key and the shape, so every rank
+# would draw the same numbers for its part of a leaf, even though the parts are different.
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
-# Primitives that may differ between a leaf and its flat part, but compute nothing.
+# Primitives that compute nothing, and may differ between a leaf and its flat part.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
-# The levels in ascending order. They say what an element of a value depends on.
+# The levels, in ascending order. They state what an element of a value depends on:
 _NOTHING = 0  # neither on updates nor on parameters
-_POSITIONS = 1  # on its position, as in `iota`: a rank's part would start from 0 again
+_POSITIONS = 1  # on its position, as in `iota`, which starts from 0 in each rank's part
 _ELEMENT = 2  # on the same element of updates, state and parameters
-_JOINED = 3  # the same, in a vector of whole leaves, as `optax.flatten` makes it
-_CUT = 4  # the same, in a piece that was cut out of such a vector
-_OTHERS = 5  # on other elements, too
+_JOINED = 3  # ditto, within a vector of concatenated leaves (as in `optax.flatten`)
+_CUT = 4  # ditto, within a slice of such a vector
+_OTHERS = 5  # on other elements as well
 _Level = tuple[int, str]
 """A value's level and, for the error message, the primitive that last raised it."""
 
@@ -66,17 +66,17 @@ def check_elementwise(
 ) -> None:
     """Raises an error if an optimizer treats flat parts of leaves differently from whole leaves.
 
-    Only traces the optimizer, without computing anything.
+    Only traces the optimizer; nothing is computed.
 
     Args:
         optimizer: The optimizer that was passed to `what`.
-        whole: Updates and parameters (or None) in their own shapes: arrays, or their types.
-        part: Updates and parameters as the optimizer receives them, i.e. as flat parts.
-        state: State of the optimizer on `part`.
-        what: Name of whatever wraps the optimizer, for the error text.
-        axis: Axis whose ranks hold the parts of the leaves.
-        instead: What the error text suggests for an optimizer that fails the check.
-        extra: Further arguments of `update`.
+        whole: Updates and parameters (or None) in their original shapes, as arrays or types.
+        part: Updates and parameters as the optimizer will receive them, i.e. as flat parts.
+        state: The optimizer's state for `part`.
+        what: Name of whatever wraps the optimizer, for the error message.
+        axis: Axis over which the leaves are split into parts.
+        instead: What the error message suggests for optimizers that fail the check.
+        extra: Extra arguments for `update`.
 
     Raises:
         ValueError: The optimizer does not work element by element, or exchanges over `axis`.
@@ -102,18 +102,18 @@ def check_elementwise(
     level, where = _of_updates(
         on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params))
     )
-    # A value may be a slice of a vector into which several leaves were joined (`_CUT`). That's
-    # fine, because `optax.flatten` splits its vector exactly where it joined the leaves.
+    # We tolerate slices of a vector that was joined from several leaves (`_CUT`), because
+    # `optax.flatten` splits its vector exactly where it joined the leaves.
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on "
             f"{where}. It receives flat parts of the leaves, so a norm, for example, would "
             f"be that of a part. Remedy: {instead}."
         )
-    # The levels don't detect an optimizer that depends on shapes. For example, it may have a mask
-    # that selects matrices by `ndim`. All flat parts are vectors, so the mask selects other
-    # operations for them than for whole leaves. We therefore trace the optimizer on whole leaves as
-    # well, and require the same operations in the same order, with the same literals.
+    # The levels don't catch an optimizer that depends on shapes, e.g. through a mask that selects
+    # matrices by their `ndim`. All flat parts are vectors, so the mask would select different
+    # operations for them than for whole leaves. That's why we also trace the optimizer on whole
+    # leaves, and insist on the same operations in the same order, with the same literals.
     start = jax.eval_shape(optimizer.init, whole[0] if whole[1] is None else whole[1])
     on_whole = traced(whole[0], start, whole[1])
     for leaf, flat in itertools.zip_longest(
@@ -128,9 +128,9 @@ def check_elementwise(
 
 
 def _exchange_over(jaxpr: Jaxpr, axis: Hashable | None) -> str | None:
-    """Returns the name of the first exchange over an axis, or None."""
+    """Returns the name of the first primitive that exchanges over `axis`, or None."""
     for eqn in jaxpr.eqns:
-        # These primitives name an axis, but send nothing.
+        # These primitives take an axis name but don't communicate.
         if eqn.primitive.name in ("axis_index", "pcast", "pvary"):
             continue
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -144,8 +144,8 @@ def _exchange_over(jaxpr: Jaxpr, axis: Hashable | None) -> str | None:
 
 
 def _types(tree: PyTree) -> PyTree:
-    # Keep only shape and element type. Other properties, such as the axes over which values vary,
-    # would differ between traces.
+    # Strip everything but shapes and element types. Other properties, e.g. the axes over which a
+    # value varies, would differ between traces.
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda x: x, tree)
     )
@@ -157,13 +157,13 @@ def _of_updates(
     state: Sequence[jax.ShapeDtypeStruct],
     params: Sequence[jax.ShapeDtypeStruct],
 ) -> _Level:
-    """Returns the highest level of the new updates, whatever earlier steps put into the state."""
+    """Returns the highest level of the new updates, for anything that the state may contain."""
     elements: _Level = (_ELEMENT, "")
     sizes = {math.prod(x.shape) for x in (*updates, *params) if x.ndim}
-    # A scalar in the optimizer's state may be a step counter, which is harmless, or a number that
-    # was computed from elements, such as a norm. At first, we assume that it's a counter. If it
-    # turns out that the update computes it from elements, we raise the scalar's level, and go
-    # through the update again. Levels only ever grow, so this loop ends.
+    # A scalar in the optimizer's state could be a harmless step counter, or something computed from
+    # elements, such as a norm. We start out assuming that it's a counter. If the update turns out
+    # to compute it from elements, we raise the scalar's level and analyse the update again. Since
+    # levels only ever grow, this terminates.
     levels = [(_NOTHING, "") if x.ndim == 0 else elements for x in state]
     while True:
         out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params), sizes)
@@ -180,7 +180,7 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
     Args:
         jaxpr: Open jaxpr.
         given: Levels of its arguments.
-        sizes: Sizes of leaves: an `iota` of one of these sizes counts the positions in a leaf.
+        sizes: Sizes of leaves. An `iota` of one of these sizes enumerates the positions in a leaf.
     """
     known: dict[Var, _Level] = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -193,7 +193,7 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
         highest = max(operands, default=(_NOTHING, ""))
         name = eqn.primitive.name
         inner = [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]
-        # By default, a result depends on everything that any of its operands depends on.
+        # By default, results depend on everything that any of the operands depends on.
         made = [highest] * len(eqn.outvars)
         counted = [level for level in operands if level[0] == _POSITIONS]
         if _DRAWS.match(name) or (highest[0] >= _ELEMENT and _ACROSS.match(name)):
@@ -202,9 +202,9 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
             made = [(_POSITIONS, "`iota`")]
         elif inner:
             if name in _CALLS:
-                # If an equation calls another jaxpr, its last operands are that jaxpr's arguments.
-                # A `cond` has an additional operand in front, the index that selects a branch. All
-                # of its results depend on which branch is selected, so their level is at least that
+                # If an equation calls another jaxpr, its last operands are the arguments of that
+                # jaxpr. A `cond` takes an extra operand in front, the index of the branch. All
+                # results depend on which branch is taken, so their level can't be lower than that
                 # of the index.
                 bodies = [
                     _levels(sub, operands[len(operands) - len(sub.invars) :], sizes)
@@ -213,13 +213,13 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 chosen = operands[0] if name == "cond" else (_NOTHING, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
             else:
-                # We don't follow single values through a loop. We assume that any value may reach
-                # any other, so all results get the highest level of all operands and of all values
-                # that the loop computes.
+                # We don't track individual values through a loop. Instead, we assume that any value
+                # may reach any other, so all results get the highest level among the operands and
+                # the values computed inside the loop.
                 #
-                # A kernel, e.g. from Pallas, has no results, because it writes into references
-                # instead. So if its body combines elements, we assume that everything it writes
-                # depends on other elements.
+                # Kernels, e.g. from Pallas, have no results, because they write to references
+                # instead. If a kernel's body combines different elements, we play it safe and treat
+                # everything it writes as depending on other elements.
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
                 written = [
                     (_OTHERS, f"`{n}`")
@@ -229,13 +229,13 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 ]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
         elif highest[0] == _POSITIONS:
-            # A scalar that is computed from positions, e.g. the largest position, is a number like
-            # any other, because it doesn't belong to any single position.
+            # A scalar computed from positions, e.g. the largest position, isn't tied to any
+            # particular position, so we treat it like any other number.
             made = [highest if _shape(v) else (_NOTHING, "") for v in eqn.outvars]
         elif counted and highest[0] < _OTHERS:
-            # This operation combines elements with their positions, e.g. multiplies each element by
-            # its index. In a rank's part of a leaf, positions are counted from 0 again, so the
-            # result would be different from that on the whole leaf.
+            # Here, elements are combined with their positions, e.g. multiplied by their index.
+            # Positions start from 0 again in each rank's part of a leaf, so we'd get a different
+            # result than on the whole leaf.
             made = [(_OTHERS, counted[0][1])] * len(made)
         elif _ELEMENT <= highest[0] < _OTHERS:
             made = [max(highest, (_moved(eqn, operands, v), f"`{name}`")) for v in eqn.outvars]
@@ -244,31 +244,31 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
 
 
 def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
-    """Returns the level that an equation by itself gives to one of its results.
+    """Returns the level that an equation by itself assigns to one of its results.
 
-    The level says whether elements keep their positions.
+    The level depends on whether elements keep their positions.
     """
     name = eqn.primitive.name
     size = _size(made)
     held = [
         (v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT
     ]
-    # Some operations only stack rows of the same length, or separate them. An element then stays in
-    # its column, i.e. at the same position of its row, so this doesn't count as moving it.
+    # Some operations merely stack rows of equal length, or separate them. Elements then stay in
+    # their column, i.e. keep their position within the row, so we don't count this as a move.
     rows = len(_shape(made)) > 1 or len(_shape(eqn.invars[0])) > 1
     rows = rows and all(_shape(v)[-1:] == _shape(made)[-1:] for v, _ in held)
     if rows and name in ("concatenate", "stack", "slice", "split"):
         return _ELEMENT
     if any(_size(v) < size for v, _ in held) and name != "concatenate":
-        return _OTHERS  # one element has become many, as in a broadcast
+        return _OTHERS  # one element turns into many, as in a broadcast
     if not _MOVES.match(name) or (name == "gather" and operands[0][0] < _ELEMENT):
-        return _ELEMENT  # looking up a table that isn't a parameter is fine
+        return _ELEMENT  # a lookup in a table that isn't a parameter
     if name == "concatenate":
         return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS
     if name in ("slice", "split"):
-        # `optax.flatten` joins all leaves into one vector, and later slices that into leaves again.
-        # This is allowed, so a slice of joined leaves gets a level of its own. A slice of a single
-        # leaf isn't allowed, because it moves the elements to other positions.
+        # `optax.flatten` joins all leaves into one vector and later slices it back into leaves. We
+        # allow this by giving slices of joined leaves their own level. Slicing a single leaf isn't
+        # allowed, because it shifts elements to other positions.
         if _size(eqn.invars[0]) == size:
             return _ELEMENT
         return _CUT if operands[0][0] == _JOINED else _OTHERS
@@ -284,7 +284,7 @@ def _size(var: Atom) -> int:
 
 
 def _across(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yields the primitives of a jaxpr that compute an element from other elements."""
+    """Yields the primitives of a jaxpr that combine different elements."""
     for operation in _operations(jaxpr):
         name, *_ = operation.split()
         if _ACROSS.match(name):
@@ -292,7 +292,7 @@ def _across(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _operations(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yields the primitives that compute something, in order, with their literal operands."""
+    """Yields the primitives that actually compute something, in order, with literal operands."""
     for eqn in jaxpr.eqns:
         inner = list(compat.sub_jaxprs(eqn))
         for sub in inner:

@@ -1,6 +1,6 @@
 """Raises an error if a leaf would be exchanged twice over the same axis.
 
-This can happen if one exchange follows another, or if one runs inside the optimizer of another.
+This happens if one exchange follows another, or if one runs inside the optimizer of the other.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ def exchange_once(
     *,
     weighs: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps the strategy `exchange`, called `by`, so that it refuses to exchange leaves again.
+    """Wraps a strategy (whose name is `by`) so that it refuses to exchange leaves a second time.
 
     The wrapped strategy raises an error in three cases:
 
-    - A leaf that it's given is the direct result of another exchange over one of its axes, e.g.
-      because the masks of two strategies in a chain overlap.
-    - It runs inside another strategy's optimizer, and exchanges over all of that strategy's axes.
-    - It's passed a `weight` but doesn't use weights (see the `weighs` flag).
+    - One of its leaves is the direct result of another exchange over one of the same axes, e.g.
+      because two strategies in a chain have overlapping masks.
+    - It runs inside another strategy's optimizer and exchanges over all of that strategy's axes.
+    - You pass it a `weight`, but it doesn't support weights (see the `weighs` flag).
 
-    Not every repeated exchange is detected. We only recognise a leaf as exchanged as long as it's
-    the very array that the first exchange returned, so we lose track of it once it's scaled, for
-    example. Means that your step computes itself are always allowed, because they may be
-    intentional. The checks run while the step is traced, so they cost nothing at run time.
+    This doesn't catch every repeated exchange. We only recognise a leaf as long as it's the very
+    array that the first exchange returned, which means that we lose track of it once it's scaled,
+    for example. Means that your step computes itself are always allowed, since they may be
+    intentional. All checks happen at trace time, so they're free at run time.
 
     Raises:
-        ValueError: Raised while jaxcross traces the step, i.e. before the first step, and on every
-            rank. If JAX itself traces the step (`vmap`, `pmap`, `shard_map`), only the weight is
+        ValueError: Raised on every rank while jaxcross traces the step, i.e. before the first step.
+            If JAX itself does the tracing (`vmap`, `pmap`, `shard_map`), only the weight is
             checked.
     """
     names = frozenset(collectives.axis_names(axes))
@@ -69,7 +69,7 @@ def exchange_once(
         finally:
             trace.running.pop()
         for leaf in jax.tree.leaves(out):
-            # If a leaf is returned unchanged, it hasn't been exchanged.
+            # Leaves that come back unchanged haven't been exchanged.
             if id(leaf) not in given and isinstance(leaf, jax.Array):
                 trace.note_exchanged(leaf, by, names)
         return out, state
@@ -79,8 +79,7 @@ def exchange_once(
 
 def _check_outer(trace: Tracing, by: str, axes: frozenset[Hashable]) -> None:
     for outer, theirs in trace.running:
-        # It's fine to exchange over only some of the outer axes, e.g. to take a mean within the
-        # node.
+        # Exchanging over just some of the outer axes is fine, e.g. to take a mean within the node.
         if theirs <= axes:
             raise ValueError(
                 f"`{by}` is inside the optimizer of `{outer}`, and both exchange over "

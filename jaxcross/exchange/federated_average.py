@@ -1,6 +1,6 @@
-"""Federated averaging: some ranks train independently each round, and all take their average.
+"""Federated averaging: in each round, some ranks train, and then all ranks adopt their average.
 
-Each participating rank counts in proportion to how much data it has.
+Participants are weighted by how much data they have.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxcross.exchange.validation import as_number, optimizer_in, whole_number
 
 
 class FederatedAverageState(NamedTuple):
-    """State of federated averaging.
+    """State of `federated_average`.
 
     Attributes:
-        since: Number of steps so far in this round, int32.
-        round: Number of this round, int32.
+        since: Number of steps taken so far in this round, int32.
+        round: Index of this round, int32.
         inner: State of this rank's own optimizer.
     """
 
@@ -48,17 +48,18 @@ def federated_average(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the participants' parameters at the end of each round, weighted by their data.
 
-    With `x` a participant's parameters and `n` its weight, every rank gets the parameters
-    `sum_over_participants(n x) / sum_over_participants(n)`.
+    Every rank ends the round with the parameters
+    `sum_over_participants(n x) / sum_over_participants(n)`, where `x` are a participant's
+    parameters and `n` is its weight.
 
-    If `participation` is below 1, only some of the ranks train in each round. They're drawn without
-    replacement, and the choice depends only on `seed` and the round, so it's the same on every
-    rank. All other ranks pause: their updates are zero and their optimizer states don't change. At
-    the end of the round, every rank takes the participants' average.
+    If `participation` is below 1, only a subset of the ranks trains in each round. It's drawn
+    without replacement and depends only on `seed` and the round, so all ranks arrive at the same
+    choice. The other ranks sit out the round: their updates are zero and their optimizer states
+    don't change. At the end of the round, every rank adopts the participants' average.
 
-    Within a round, parameters differ between ranks. After a round, they're equal up to one
-    rounding. The optimizer's state is rank-local. Deterministic. With full participation and equal
-    weights, this is the same as `local_sgd`.
+    Parameters differ between ranks within a round, and are equal (up to rounding) after it. The
+    optimizer's state is rank-local. Deterministic. With full participation and equal weights, this
+    is equivalent to `local_sgd`.
 
     ```python
     tx = jaxcross.exchange.federated_average(optax.sgd(0.1), "batch", every=20, participation=0.5,
@@ -70,23 +71,23 @@ def federated_average(
         optimizer: Steps on this rank's gradients.
         axes: One axis name. Several raise an error.
         every: Steps per round.
-        participation: Fraction of the ranks to choose per round, in (0, 1]. Rounded to the nearest
-            number of ranks, but at least one.
-        weights: One positive number per rank, for example its number of samples. If None, all ranks
-            have equal weights. Weights are treated as if they were at least about 1e-38 of the
-            largest one.
-        seed: Seed of the choice.
+        participation: Fraction of the ranks to draw in each round, in (0, 1]. Rounded to the
+            nearest number of ranks, but always at least one rank.
+        weights: One positive number per rank, e.g. its number of samples. If None, all ranks are
+            weighted equally. Anything below about 1e-38 of the largest weight is rounded up to
+            that.
+        seed: Seed for drawing the participants.
 
     Raises:
-        ValueError: An argument is out of range; the length of `weights` isn't the size of the axis
-            (at the first trace); or `update` got no `params`.
+        ValueError: An argument is out of range; `weights` doesn't have one entry for each rank of
+            the axis (raised at the first trace); or `update` was called without `params`.
 
-    Bytes received per rank: `2(P-1)/P` times the bytes of the parameters at the end of a round, and
-    0 on all other steps. Parameters with 16 bits count as float32 here, because they're converted
-    to float32 before they're sent.
+    Bytes received per rank: `2(P-1)/P` times the size of the parameters at the end of a round, and
+    0 on all other steps. 16-bit parameters count as float32 here, because they're converted before
+    they're sent.
 
     Communicates only in `update`, on the last step of each round, over its axis. All ranks must
-    call `update` on the same step, including those that pause.
+    call `update` on the same step, even those that are sitting out the round.
 
     Source: McMahan et al., arXiv 1602.05629, algorithm 1.
     """
@@ -115,12 +116,12 @@ def federated_average(
         )
 
     def average(params: optax.Params, share: jax.Array) -> optax.Params:
-        # Each rank multiplies its parameters by its share of the average, and we then add the
-        # products of all ranks. We keep the products in float32 until they're added. If they were
-        # rounded to 16 bits first, even the average of equal values could be wrong, because the
-        # products wouldn't add up to that value any more.
+        # Each rank scales its parameters by its share of the average, and we then add up the
+        # products of all ranks. The products stay in float32 until they're added. If we rounded
+        # them to 16 bits first, even the average of equal values could be off, because the products
+        # would no longer add up to that value.
         mine = jax.tree.map(lambda x: (x * share).astype(accumulation_dtype(x.dtype)), params)
-        if share_of_ranks < 1:  # 0 times NaN is NaN, which would spoil the average
+        if share_of_ranks < 1:  # 0 times NaN is NaN, which would poison the average
             mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params)
 
@@ -140,9 +141,9 @@ def _positive(weights: object) -> list[float]:
 def _shares(
     number: jax.Array, ranks: int, participation: float, weights: Sequence[float] | None, seed: int
 ) -> jax.Array:
-    """Returns every rank's share of a round's average, float32; the shares sum to one.
+    """Returns each rank's share of a round's average, float32; the shares sum to one.
 
-    Ranks that are not chosen have a share of zero.
+    Ranks that weren't drawn have a share of zero.
     """
     if weights is not None and len(weights) != ranks:
         raise ValueError(
@@ -150,10 +151,9 @@ def _shares(
             "Give one per rank."
         )
     samples = np.ones(ranks) if weights is None else np.asarray(weights, np.float64) / max(weights)
-    # A rank's share is its normalised weight in the average of this round, and zero means that the
-    # rank doesn't take part. So we raise tiny weights a little, such that the share of a
-    # participant is always a normal number in float32. Anything smaller might be flushed to zero by
-    # XLA.
+    # A rank's share is its normalised weight in this round's average, and a share of zero means
+    # that the rank doesn't take part. XLA may flush anything below the normal range of float32 to
+    # zero, so we raise tiny weights just enough to keep every participant's share a normal number.
     given = jnp.asarray(np.maximum(samples, ranks * np.finfo(np.float32).tiny), jnp.float32)
     if participation < 1:
         chosen = max(1, round(participation * ranks))

@@ -24,10 +24,10 @@ _TOPOLOGIES = ("ring", "torus", "exponential", "complete")
 
 
 class GossipState(NamedTuple):
-    """State of gossip.
+    """State of `gossip`.
 
     Attributes:
-        round: Index of the graph's next round, int32.
+        round: Index of the next round of the graph, int32.
         inner: State of this rank's own optimizer.
     """
 
@@ -38,7 +38,7 @@ class GossipState(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message of a round: rank `r` sends to rank `to[r]`, which adds it with this weight."""
+    """A message of a round: rank `r` sends to rank `to[r]`, which adds it with this weight."""
 
     weight: float
     to: tuple[int, ...]
@@ -51,15 +51,15 @@ def gossip(
     *,
     adapt_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces a rank's parameters by a weighted mean with its neighbours' on every step.
+    """Averages each rank's parameters with those of its neighbours on every step.
 
-    Rank i replaces its parameters by `sum_j W_ij w_j + u_i`, where `w_j` are the parameters of rank
-    j and `u_i` is its own update. The weights `W` are doubly stochastic, so the mean over ranks
-    moves as if all ranks were averaged. The exchange doesn't depend on the step's gradient, so it
+    Rank i sets its parameters to `sum_j W_ij w_j + u_i`, where `w_j` are the parameters of rank j
+    and `u_i` is rank i's own update. The weights `W` are doubly stochastic, so the mean over ranks
+    evolves as if we averaged all ranks. The exchange doesn't depend on the step's gradient, so it
     can run while the gradient is computed.
 
-    Ranks reach consensus only in the limit, so parameters and the optimizer's state differ between
-    ranks. The model to evaluate is the mean of the parameters over ranks. Deterministic.
+    Ranks only reach consensus in the limit, so both their parameters and their optimizer states
+    differ. The model to evaluate is the mean of the parameters over ranks. Deterministic.
 
     ```python
     tx = jaxcross.exchange.gossip(optax.sgd(0.1), "batch", "exponential")
@@ -69,27 +69,27 @@ def gossip(
     Args:
         optimizer: Steps on this rank's gradients.
         axes: One axis name. Several raise an error.
-        topology: Which neighbours a rank averages with. `"ring"`: the two ranks next to it, with
-            weight 1/3 each. `"torus"`: its four neighbours on the most square grid, 1/5 each.
-            `"exponential"`: a single neighbour per step, with weight 1/2, at distances 1, 2, 4, ...
-            in turn; if the number of ranks is a power of two, all ranks are equal after log2(P)
-            steps without updates. `"complete"`: all ranks, with equal weights.
+        topology: Which neighbours a rank averages with. `"ring"`: the two adjacent ranks, with
+            weight 1/3 each. `"torus"`: the four neighbours on a grid that's as square as possible,
+            with weight 1/5 each. `"exponential"`: a single neighbour per step, with weight 1/2, at
+            distances 1, 2, 4, ... in turn; if the number of ranks is a power of two, log2(P) steps
+            without updates make all ranks equal. `"complete"`: all ranks, with equal weights.
         adapt_first: Mix the updated parameters `w + u` instead of `w`. Ranks then converge to each
-            other faster, but the exchange has to wait for the gradient. Together with `"complete"`,
-            this is synchronous SGD.
+            other faster, but the exchange has to wait for the gradient. Combined with `"complete"`,
+            this amounts to synchronous SGD.
 
     Raises:
-        ValueError: The topology is unknown; this number of ranks doesn't form a grid (at the first
-            trace); or `update` got no `params`.
+        ValueError: The topology is unknown; the number of ranks can't form a grid (raised at the
+            first trace); or `update` was called without `params`.
 
-    Bytes received per rank and step, as multiples of the bytes of the parameters: 2 for the ring (1
-    if there are only two ranks), 4 for the torus (1 less for each side of the grid that has length
+    Bytes received per rank and step, as a multiple of the parameters' size: 2 for the ring (1 if
+    there are just two ranks), 4 for the torus (minus 1 for each side of the grid that has length
     2), 1 for the exponential graph, and `2(P-1)/P` for the complete graph.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al.,
-    arXiv 1811.10792.
+    Source: Lian et al., arXiv 1705.09056, algorithm 1. The one-peer exponential graph is from
+    Assran et al., arXiv 1811.10792.
     """
     axis = collectives.one_axis(axes, "`gossip`")
     if topology not in _TOPOLOGIES:
@@ -114,10 +114,10 @@ def gossip(
         elif len(graph) == 1:
             pulls = _pull(vectors, axis, graph[0])
         else:
-            # In an exponential graph, the neighbour changes from step to step, so we have one
-            # branch for each of them. The branch depends on a counter that the host can compute in
-            # advance. The host then runs a program with only this branch, which receives the
-            # parameters of only one neighbour.
+            # In an exponential graph, the neighbour changes from step to step, so we create a
+            # branch for each neighbour. The branch index is a counter that the host can compute
+            # ahead of time. This lets the host run a program that contains just this branch, and
+            # therefore only receives a single neighbour's parameters.
             branches = [partial(_pull, axis=axis, hops_of_round=found) for found in graph]
             pulls = jax.lax.switch(state.round, branches, vectors)
         updates = add_moves(updates, back(pulls))
@@ -127,13 +127,13 @@ def gossip(
 
 
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
-    """Returns the hops of each round; the rounds repeat in this order.
+    """Returns the hops of each round, in the order in which the rounds repeat.
 
-    The hops of a round are the messages from a rank's neighbours, each with a weight. The rank's
-    own parameters get the remaining weight, i.e. one minus the sum of these weights.
+    The hops of a round are the messages that a rank receives from its neighbours, along with their
+    weights. The rank's own parameters get whatever weight is left, so that the total is one.
 
     Raises:
-        ValueError: `ranks` cannot form a grid.
+        ValueError: `ranks` can't form a grid.
     """
     everyone = range(ranks)
     if topology == "exponential":
@@ -163,9 +163,9 @@ def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
 
 
 def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
-    """Returns `W` of one round, float64.
+    """Returns the weights `W` of a round, float64.
 
-    Row `i` holds the weights with which rank `i` takes each rank's parameters.
+    Row `i` contains the weights that rank `i` gives to each rank's parameters.
     """
     matrix = np.eye(ranks) * (1 - sum(hop.weight for hop in hops_of_round))
     for hop in hops_of_round:
@@ -177,7 +177,7 @@ def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
 def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
     """Drops hops from a rank to itself, and merges hops with the same destinations.
 
-    Both occur in small graphs, e.g. a ring of two ranks has only one neighbour.
+    Both occur in small graphs, e.g. in a ring of two, where both neighbours are the same rank.
     """
     weights: dict[tuple[int, ...], float] = {}
     for hop in found:
@@ -189,10 +189,10 @@ def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
 def _pull(
     vectors: Sequence[jax.Array], axis: Hashable, hops_of_round: Sequence[Hop]
 ) -> list[jax.Array]:
-    """Returns this rank's moves in a round.
+    """Returns how much a round changes this rank's parameters.
 
-    A move is how much the parameters change. It's computed from the differences to the neighbours'
-    parameters, so that ranks with equal parameters stay bitwise identical.
+    We add up differences from the neighbours' parameters, so that ranks with equal parameters stay
+    bitwise identical.
     """
     pulls = [jnp.zeros_like(x) for x in vectors]
     for hop in hops_of_round:

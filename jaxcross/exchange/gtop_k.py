@@ -1,8 +1,8 @@
 """Global top-k: a tree over ranks merges sparse gradients, keeping k elements at every hop.
 
-In a plain top-k exchange (`top_k`), every rank receives the selected elements of all P ranks, so
-the bytes it receives grow with P - 1. Here, ranks merge their lists of elements in pairs, and keep
-only the k largest sums after every merge, so the bytes only grow with log2(P).
+With plain top-k (`top_k`), every rank receives the elements selected by all P ranks, so its traffic
+grows with P - 1. Here, ranks merge their selections in pairs and keep only the k largest sums after
+each merge, so the traffic only grows with log2(P).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxcross.exchange.validation import check_float32, check_state
 
 
 class GTopKState(NamedTuple):
-    """Number of steps, and each rank's residual: one float32 vector per leaf, as long as the leaf.
+    """Step count, and this rank's residual: one float32 vector per leaf, as long as the leaf.
 
-    Nothing reads the step count, but the state needs a second field. NNX turns states into dicts,
-    and a dict whose only key is `residual` couldn't be told apart from parameters that happen to be
-    called `residual`. With a step count, the fields are the same as those of the state of `top_k`
-    on a flat axis.
+    Nothing reads the step count; it's there because the state needs a second field. NNX turns
+    states into dicts, and a dict whose only key is `residual` would be indistinguishable from
+    parameters that happen to be called `residual`. With a step count, the fields match those of
+    `top_k` on a flat axis.
     """
 
     step: jax.Array
@@ -43,22 +43,22 @@ def gtop_k(
     selection: Selection = "auto",
     skip: sparse.Skip = sparse.bias_or_norm,
 ) -> optax.GradientTransformation:
-    """Averages approximately the k largest elements of all ranks; at most k of D are nonzero.
+    """Averages roughly the k largest elements across all ranks; at most k of D are nonzero.
 
-    Each rank selects its k largest elements, as a list of k (value, index) pairs. Then there are
-    log2(P) levels of merging: at each level, two ranks exchange their lists, add them, and keep the
-    k largest sums. In the end, the result holds approximately the k largest elements of the mean of
+    Each rank selects its k largest elements as a list of (value, index) pairs. The lists are then
+    merged in log2(P) levels: at each level, pairs of ranks exchange their lists, add them up, and
+    keep the k largest sums. The end result is approximately the k largest elements of the mean of
     all selections.
 
-    Updates are the same on every rank. What a rank hasn't contributed to the result is kept in its
-    own residual and added to its next gradient. Deterministic.
+    Updates are the same on every rank. Whatever a rank hasn't contributed to the result stays in
+    its own residual and is added to its next gradient. Deterministic.
 
-    When two lists are merged, elements that aren't among the k largest are dropped. Each rank that
-    has contributed to a dropped element keeps its own contribution in its residual, so nothing is
-    lost. This holds even if a different branch of the tree has kept an element with the same index.
+    Each merge drops all elements beyond the k largest. Every rank that has contributed to a dropped
+    element keeps its contribution in its residual, so nothing is lost. This holds even if another
+    branch of the tree has kept an element with the same index.
 
-    Bytes received per rank: `8 k log2(P)` (whereas `top_k` takes `8 k (P-1)`), plus `2(P-1)/P n`
-    for leaves of n bytes that aren't compressed because of `skip`.
+    Bytes received per rank: `8 k log2(P)` (compared to `8 k (P-1)` for `top_k`), plus `2(P-1)/P n`
+    for n bytes of leaves that `skip` exempts from compression.
 
     ```python
     tx = optax.chain(jaxcross.exchange.gtop_k(0.001, "batch"), optax.sgd(0.1))
@@ -69,20 +69,20 @@ def gtop_k(
     Args:
         density: Fraction of the elements to keep.
         axes: One axis name. Several raise an error. The number of ranks must be a power of two.
-        selection: How the largest elements are found; see `jaxcross.exchange.select`.
-        skip: (path, leaf) -> whether a leaf is averaged uncompressed. By default, scalars, vectors,
-            and leaves of any shape whose name is `bias` or `scale`.
+        selection: How to find the largest elements; see `jaxcross.exchange.select`.
+        skip: (path, leaf) -> whether a leaf is averaged uncompressed. Defaults to scalars, vectors,
+            and leaves of any shape that are named `bias` or `scale`.
 
     Raises:
         ValueError: An argument is out of range; or, at trace time, the number of ranks is not a
             power of two, or a compressed leaf has 2^31 elements or more, or is float64.
 
-    Warns in `init` if it compresses nothing, unless you pass your own `skip`.
+    `init` warns if nothing would be compressed, unless you pass your own `skip`.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Shi et al., arXiv 1901.04359. Recursive doubling makes their final broadcast
-    unnecessary.
+    Source: Shi et al., arXiv 1901.04359. Thanks to recursive doubling, we don't need their final
+    broadcast.
     """
     density = sparse.check_density(density)
     check_selection(selection)
@@ -128,15 +128,15 @@ def gtop_k(
         size = jax.lax.axis_size(axis)
         rank = jax.lax.axis_index(axis)
         own_values, own_indices = select(vector, k, selection=selection)
-        own_values = collectives.saturate(own_values, x.dtype)  # then the mean over ranks fits, too
+        own_values = collectives.saturate(own_values, x.dtype)  # so the mean over ranks fits, too
         values = own_values
         indices = own_indices
         alive = own_indices < vector.size
         for level in range(size.bit_length() - 1):
             other = collectives.swap((values, indices), axis, 1 << level)
             lower = (rank >> level) & 1 == 0
-            # Both partners must get bitwise the same result. So both put the list of the lower rank
-            # first, such that they add in the same order and break ties in the same way.
+            # Both partners must get bitwise the same result, so both put the lower rank's list
+            # first. That way, they add in the same order and break ties alike.
             first = jax.tree.map(lambda a, b: jnp.where(lower, a, b), (values, indices), other)  # noqa: B023
             second = jax.tree.map(lambda a, b: jnp.where(lower, b, a), (values, indices), other)  # noqa: B023
             values, indices = _merge(first, second, vector.size)
@@ -152,21 +152,21 @@ def gtop_k(
 def _merge(
     first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array], size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the k largest sums of two lists of k pairs, ordered by index, empty slots last."""
+    """Returns the k largest sums of two lists of k pairs, sorted by index, empty slots last."""
     k = first[0].size
     indices = jnp.concatenate([first[1], second[1]])
     order = jnp.argsort(indices, stable=True)
     indices = indices[order]
     values = jnp.concatenate([first[0], second[0]])[order]
-    # The pairs of both lists are now sorted by index. An index occurs at most once in each list. If
-    # it's in both lists, its two values are now neighbours. We add the second value to the first,
-    # and turn the second one's slot into an empty slot.
+    # The pairs of both lists are now sorted by index. No index occurs twice in the same list, so if
+    # both lists contain an index, its two values are adjacent. We add the second value to the
+    # first, and turn the second slot into an empty slot.
     twin = jnp.append(indices[1:] == indices[:-1], False)
     values = values + jnp.where(twin, jnp.append(values[1:], 0), 0)
     second_of_pair = jnp.append(False, twin[:-1])
     indices = jnp.where(second_of_pair, size, indices)
     values = jnp.where(indices < size, values, 0)
-    # If fewer than k sums are nonzero, `select` also returns zeros, such as those of empty slots.
+    # If fewer than k sums are nonzero, `select` returns some zeros as well, e.g. from empty slots.
     values, found = select(values, k, selection="exact")
     indices = indices[found]
     order = jnp.argsort(indices, stable=True)

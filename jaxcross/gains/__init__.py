@@ -1,14 +1,14 @@
-"""Whether jobs gain from sharing a device, measured on all ranks before they train.
+"""Measures whether jobs benefit from sharing a device, on all ranks and before training.
 
 step_estimate    predicts how much faster several jobs with the same step would run together
                  (`jaxcross.estimate`)
-script_estimate  does the same for the first step that a script calls, and then terminates the
-                 script (`jaxcross estimate`)
-fusion           fuses tiny jobs that have the same step into a job with a single program, if that
-                 is measured to be faster (`jaxcross.fuse`)
-solo_cost        measures the time and the bytes of a single step, on all ranks or on none
+script_estimate  does the same for the first step that a script calls, then terminates the script
+                 (`jaxcross estimate`)
+fusion           fuses tiny jobs with the same step into a job with a single program, if that turns
+                 out to be faster (`jaxcross.fuse`)
+solo_cost        measures a single step's time and bytes, on all ranks or on none
 
-This package only measures. The predictions themselves are computed in the `plan` package, which
+This package only takes measurements. The predictions are computed in the `plan` package, which
 doesn't need any ranks.
 """
 

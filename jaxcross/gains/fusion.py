@@ -1,11 +1,11 @@
-"""`jaxcross.fuse`: joins tiny jobs that have the same step, so that one program trains several.
+"""`jaxcross.fuse`: joins tiny jobs with the same step, so that a single program trains them all.
 
-On every step, the ranks vote on which job may exchange, and jobs hand the device over to each
-other. If the step itself is tiny, this makes up much of its time. Jobs that are fused into one
-program share this cost, and their exchanges share messages.
+On every step, ranks vote on which job may exchange, and jobs hand the device over to each other. If
+the step itself is tiny, this overhead accounts for much of the run time. Jobs that are fused into a
+single program share the overhead, and their exchanges share messages.
 
-To find out whether fusing is faster, we measure it on copies of the jobs' states: first the step
-alone, and then all jobs, both taking turns and fused.
+To find out whether fusing pays off, we take measurements on copies of the jobs' states: first the
+step on its own, and then all jobs together, both taking turns and fused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jaxcross.world import World, current_world, gather
 
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
-"""Longest step, in seconds of computation and exchange, whose jobs `"faster"` still fuses.
+"""If a step takes longer than this (computation plus exchange), `"faster"` doesn't fuse its jobs.
 """
 _WARM_UP_STEPS = 5
 _STEPS = 20  # timed per run
@@ -48,43 +48,42 @@ _TURNS = 3
 
 
 def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = None) -> Fusion:
-    """Fuses tiny jobs that have the same step into a single job, if this is measured to be faster.
+    """Fuses tiny jobs with the same step into a single job, if that turns out to be faster.
 
-    The program of a fused job contains the step once for each member. The members' exchanges share
-    buffers and messages, and all members together cost the votes and hand-overs of a single job.
-    Each member ends in the same state as when it runs alone, bit for bit (see the page on tiny jobs
-    for what was compared).
+    A fused job's program contains the step once per member. The members' exchanges share buffers
+    and messages, and all members together only pay for the votes and hand-overs of a single job.
+    Each member ends up in the same state as when it runs alone, bit for bit (see the page on tiny
+    jobs for what we compared).
 
-    Members may have different shapes, data and lengths. A member leaves alone when its data end,
-    when it stops early, or when its data raise an error. The program is then compiled again for the
-    remaining members. An error in the step or in an evaluation ends all members.
+    Members may have different shapes, data and lengths. A member drops out by itself when its data
+    end or raise an error, or when it stops early; the program is then recompiled for the remaining
+    members. By contrast, an error in the step or in an evaluation ends all members.
 
-    Jobs can be fused only if they have the same step, the same `mode` and the same
-    `check_replicas`. The step must be decorated by `crossover` with `cut="whole"`, it must exchange
-    over named axes, and it can't take NNX objects. All jobs must have `nonfinite="ignore"`, because
-    otherwise a job with non-finite values would make the others skip a step or end, too.
+    Jobs can only be fused if they have the same step, the same `mode` and the same
+    `check_replicas`. The step must be decorated with `crossover` using `cut="whole"`, must exchange
+    over named axes, and can't take NNX objects. All jobs must have `nonfinite="ignore"`; otherwise,
+    a job with non-finite values would make the others skip a step, or even end them.
 
-    We measure on copies of the states, with the first batch of each job. We time the step alone,
-    and then all jobs as they take turns, with and without fusing. If the step takes more than 5 ms
-    alone, computation and exchange together, the jobs aren't fused. Most of the time is spent on
-    compilation, but the run reuses the executables. All ranks must call this function with the same
-    jobs, and wait for each other.
+    We measure on copies of the states, with each job's first batch: first the step alone, then all
+    jobs taking turns, with and without fusing. If the step alone takes more than 5 ms, computation
+    plus exchange, the jobs aren't fused. Most of the time goes into compilation, but the run reuses
+    the executables. All ranks must call this function with the same jobs, and wait for each other.
 
     Args:
         jobs: The jobs, each with a unique name.
         when: With `faster`, jobs are fused if that's measured to be faster. With `always`, they're
-            fused without measuring, and an error is raised if some of them can't be fused.
+            fused without measuring, and it's an error if some of them can't be fused.
         world: From `jaxcross.initialize()`. Defaults to the world that was initialized.
 
     Returns:
-        The jobs for `jaxcross.run`. `Weighted` then has a single share for a fused job.
+        The jobs to pass to `jaxcross.run`. With `Weighted`, a fused job has a single share.
 
     Raises:
-        TypeError: Some of `jobs` aren't of the class `Job`.
+        TypeError: `jobs` contains something other than a `Job`.
         ValueError: `when` is neither of these, two jobs have the same name, or `when="always"` and
-            a job can't be fused.
+            some job can't be fused.
         JobError: The ranks have different jobs, or reading a job's first batch raises an error;
-            raised on every rank. Or `fuse` was called in a job.
+            raised on every rank. Also raised if `fuse` is called inside a job.
 
     Example:
         >>> jobs = [
@@ -138,10 +137,10 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     """Examines all jobs, with the same result on every rank. Waits for all ranks.
 
     Raises:
-        JobError: The ranks have different jobs, or a job's data raise an error on one rank; raised
+        JobError: The ranks have different jobs, or a job's data raise an error on some rank; raised
             on every rank.
     """
-    steps = list({id(job._function): None for job in jobs})  # ranks compare positions in it
+    steps = list({id(job._function): None for job in jobs})  # ranks compare positions in this list
     facts = {
         "when": when,
         "jobs": [
@@ -178,7 +177,7 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
 
 
 def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
-    """Groups the jobs that can be fused with one another, in their original order."""
+    """Groups the jobs that can be fused with each other, in their original order."""
     sets: dict[object, list[_Candidate]] = {}
     for each in candidates:
         if not each.why_not:
@@ -191,7 +190,7 @@ def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
 def _decide(
     trials: Sequence[_MeasuredJob], step: Step[..., Any], when: When, world: World
 ) -> tuple[bool, str]:
-    """Returns whether to fuse these jobs, and why. Waits for all ranks."""
+    """Decides whether to fuse these jobs, and also returns the reason. Waits for all ranks."""
     who = (
         f"{len(trials)} jobs of `{step.__name__}`, `{trials[0].job.name}` to "
         f"`{trials[-1].job.name}`"
@@ -215,7 +214,7 @@ def _decide(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A job that may be fused, what to measure it with, and the reason if it can't be fused."""
+    """A job that might be fused: what to measure it with, and why it can't be fused (if so)."""
 
     trial: _MeasuredJob
     why_not: str
@@ -262,9 +261,9 @@ class _Candidate:
 def fused_step(step: Step[..., Any]) -> Step[..., Any]:
     """Returns a step that trains any number of jobs: `fused(states, batches) -> (states, metrics)`.
 
-    The fused step calls the original step once per job. Its states, batches and metrics are tuples
-    with one entry per job. It's created only once for each original step. So if several sets of
-    jobs with this step are fused, and the sets have the same shapes, they share one compiled
+    The fused step calls the original step once per job; its states, batches and metrics are tuples
+    with an entry for each job. It's created only once per original step. That way, if several sets
+    of jobs with this step are fused and the sets have the same shapes, they share one compiled
     program.
     """
     function = step.step
@@ -281,9 +280,9 @@ def fused_step(step: Step[..., Any]) -> Step[..., Any]:
                 )
         return tuple(state for state, _ in results), tuple(metrics for _, metrics in results)
 
-    fused.__name__ = step.__name__  # jobs recognise their step by its name
+    fused.__name__ = step.__name__  # jobs identify their step by its name
     made = step.derived("_fused", lambda: fused)
-    made.may_change = True  # its arguments change whenever a job leaves
+    made.may_change = True  # its arguments change whenever a job drops out
     return made
 
 
@@ -303,9 +302,9 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
 
 
 def _first_of(job: Job) -> list[Any]:
-    """Returns a list with the first batch, or an empty list if there is none.
+    """Returns the first batch as a list, which is empty if there's no batch.
 
-    The job still trains on that batch later, even if its data are an iterator.
+    The job will still train on that batch, even if its data are an iterator.
     """
     if job._steps == 0:
         return []
@@ -321,7 +320,7 @@ def _first_of(job: Job) -> list[Any]:
 
 @final
 class _Unread(Iterator[Any]):
-    """An iterator whose first batches were already read, and are put back in front."""
+    """Puts batches that were already read from an iterator back in front of the rest."""
 
     def __init__(self, first: Sequence[Any], rest: Iterator[Any]) -> None:
         self._batches = chain(first, rest)
@@ -337,7 +336,7 @@ class _Unread(Iterator[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeasuredJob:
-    """A job to measure, with its first batch."""
+    """A job to measure, along with its first batch."""
 
     job: Job
     batch: PyTree
@@ -345,13 +344,13 @@ class _MeasuredJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FusedCost:
-    """What the jobs cost on the slowest rank; the same on every rank.
+    """Costs on the slowest rank, identical on every rank.
 
     Attributes:
-        step_s: Seconds of the longest step alone, computation and exchange (c + m).
-        in_turns_s: Seconds for one step of every job if the jobs take turns. None if this wasn't
+        step_s: Seconds that the longest step takes alone, computation plus exchange (c + m).
+        in_turns_s: Seconds for one step of every job when the jobs take turns, or None if not
             measured.
-        fused_s: Seconds for one step of every job if they're fused. None if this wasn't measured.
+        fused_s: Seconds for one step of every job when the jobs are fused, or None if not measured.
     """
 
     step_s: float
@@ -362,9 +361,9 @@ class _FusedCost:
 def _measure(
     trials: Sequence[_MeasuredJob], fused: Step[..., Any], *, limit_s: float, world: World
 ) -> _FusedCost:
-    """Measures the step alone, then all jobs in turns and fused. Waits for all ranks.
+    """Measures the step alone, then all jobs, both taking turns and fused. Waits for all ranks.
 
-    If a step alone takes more than `limit_s`, we don't measure the jobs together.
+    If a step alone takes more than `limit_s`, this bails out without measuring the jobs together.
 
     Raises:
         CutError, ExchangeError: As `measure_on_all_ranks` does.
@@ -374,14 +373,14 @@ def _measure(
     if step_s > limit_s:
         return _FusedCost(step_s=step_s)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(_TURNS):  # alternating, so that a disturbance affects both
+    for _ in range(_TURNS):  # interleaved, so that background load affects both
         for fuses, found in times.items():
             found.append(_step_of_each_s(trials, fused if fuses else None, world))
     return _FusedCost(step_s=step_s, in_turns_s=median(times[False]), fused_s=median(times[True]))
 
 
 def _unlike(trials: Sequence[_MeasuredJob], world: World) -> list[int]:
-    """Returns one job for each combination of shapes, the same jobs on every rank.
+    """Returns one job for each combination of shapes; the same jobs on every rank.
 
     Waits for all ranks.
     """
@@ -430,8 +429,8 @@ def _step_of_each_s(trials: Sequence[_MeasuredJob], fused: FusedStep | None, wor
 def _repeated(trial: _MeasuredJob) -> Iterator[PyTree]:
     """Yields the batch over and over.
 
-    If the step may overwrite the batch (because it's donated), this yields copies, because the job
-    will still train on the batch.
+    Yields copies if the step may overwrite the batch (because it's donated), since the job still
+    has to train on the batch later.
     """
     step = trial.job._function
     assert isinstance(step, Step)
@@ -440,7 +439,7 @@ def _repeated(trial: _MeasuredJob) -> Iterator[PyTree]:
 
 
 def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[..., Any]:
-    """Wraps a step such that the time of each call is appended to `stamps`."""
+    """Wraps a step so that the time of each call is recorded in `stamps`."""
     mine: list[float] = []
     stamps.append(mine)
 

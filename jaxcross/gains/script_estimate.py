@@ -1,6 +1,6 @@
 """`jaxcross estimate script.py`: measures the first step that a script calls.
 
-The step is measured instead of being called, and then the script is terminated.
+We measure the step instead of running it, and then terminate the script.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Request:
 
     Attributes:
         jobs, steps, mbps, memory: As for `jaxcross.estimate`.
-        step: Name of the step to measure. If None, it's the first step that is called.
-        json: File to which rank 0 also writes the estimate. None for no file.
+        step: Name of the step to measure. Defaults to the first step that's called.
+        json: File to which rank 0 also writes the estimate, if any.
 
     Raises:
-        TypeError, ValueError: The variable contains something else.
+        TypeError, ValueError: The variable contains anything else.
     """
 
     jobs: int = 2
@@ -67,10 +67,11 @@ class Request:
 def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobEngine | None) -> None:
     """Measures a step that a script is about to call, and terminates the script on all ranks.
 
-    Rank 0 prints the estimate. Waits for all ranks, except in two cases, in which nothing is
-    measured and the step runs as usual: the user has asked to measure a different step, or this
-    call of the step doesn't exchange anything, because the step only exchanges in some of its
-    calls.
+    Rank 0 prints the estimate. Waits for all ranks.
+
+    There are two cases in which this returns without waiting or measuring, so that the step runs as
+    usual: the user has asked for a different step, or this particular call doesn't exchange
+    anything (some steps only exchange in some of their calls).
 
     Raises:
         SystemExit: The measurement is done, and no run is in progress.

@@ -1,6 +1,6 @@
 """Measures what a single step costs by itself: seconds per segment, wire bytes, and memory.
 
-All ranks measure at the same time, because a step's exchanges need all of them. If one rank can't
+All ranks measure together, because a step's exchanges involve all of them. If any rank can't
 measure, all of them raise an error.
 """
 
@@ -38,9 +38,9 @@ from jaxcross.world import Control, World, gather
 T = TypeVar("T")
 
 EXCHANGE_SEGMENTS = 4
-"""Number of exchange segments of the cut that is measured in addition to the uncut step."""
+"""Number of exchange segments in the cut that we measure in addition to the uncut step."""
 
-_WARM_UP_STEPS = 2  # the first steps get their memory from the kernel
+_WARM_UP_STEPS = 2  # the first steps have to get memory from the kernel
 _ONE_RANK_STANDS_FOR = 2  # ranks, if `mbps` is given on a single rank
 _WIDE = ("float32", "float64")
 
@@ -52,11 +52,9 @@ class Settings:
     Attributes:
         jobs: Number of jobs that the estimate is for.
         steps: Number of steps to time.
-        mbps: Rate in Mbit/s of the link that we should assume for the exchanges. None for the
-            actual link.
-        memory_bytes: Bytes that a rank may use. None for what the device or the machine has.
-        profiles: Profiles of the step to use instead of timing it. Empty if the step should be
-            timed.
+        mbps: Link rate in Mbit/s to assume for the exchanges. None for the actual link.
+        memory_bytes: Bytes that a rank may use. None for whatever the device or the machine has.
+        profiles: Profiles of the step to use instead of timing it. If empty, the step is timed.
 
     Raises:
         TypeError, ValueError: A setting makes no sense.
@@ -85,7 +83,7 @@ class Settings:
             )
 
     def as_data(self) -> dict[str, Any]:
-        """Returns all settings as plain data, so that ranks can compare them."""
+        """Returns all settings as plain data, which ranks can compare."""
         plain = asdict(replace(self, profiles=()))
         if not self.profiles:
             del plain["profiles"]
@@ -96,14 +94,14 @@ class Settings:
 
 @final
 class SoloCost:
-    """A measurement of one step on copies of its arguments, which stay unchanged.
+    """Measures one step on copies of its arguments, leaving the originals unchanged.
 
     Args:
         traced: The step.
         leaves: Its flat arguments.
-        host: The job or the standalone step that it belongs to.
+        host: The job or the standalone step that this belongs to.
         world: All ranks.
-        settings: The same on every rank.
+        settings: Must be the same on every rank.
         bucket_bytes: As for `crossover`.
     """
 
@@ -121,8 +119,8 @@ class SoloCost:
         self._host = host
         self._world = world
         self._settings = settings
-        # The record keeps what has been found out about a step, such as its cut. The measurement
-        # uses a separate one, so that it doesn't affect training that may follow.
+        # The record stores what we've found out about a step, such as its cut. Measurements get a
+        # separate record, so they don't affect any training that follows.
         record = StepRecord(cut="whole", bucket_bytes=bucket_bytes)
         self._variant = Variant(traced, record, world, trial_args=tuple(leaves)).choose(leaves)
         self._sizes = dict(traced.axes)
@@ -130,11 +128,11 @@ class SoloCost:
             self._sizes = dict.fromkeys(traced.axes, _ONE_RANK_STANDS_FOR)
 
     def check(self) -> None:
-        """Makes sure that this rank's step can be measured. Does not communicate.
+        """Checks that this rank's step can be measured. Does not communicate.
 
         Raises:
-            CutError: The step exchanges nothing, or calls mpi4jax, or a profile is of a different
-                step or number of ranks.
+            CutError: The step exchanges nothing, or calls mpi4jax, or a profile belongs to a
+                different step or number of ranks.
         """
         program = self._variant.default
         if self._variant.is_unit:
@@ -152,9 +150,9 @@ class SoloCost:
         check_profiles(self._settings.profiles, program, self._world.size)
 
     def measure(self, *, where: str = "") -> StepCost:
-        """Returns the cost, the same on every rank.
+        """Returns the step's cost, identical on every rank.
 
-        Waits for all ranks, each of which must have a step that can be measured.
+        Waits for all ranks, whose steps must all be measurable (see `check`).
 
         Args:
             where: See `StepCost`.
@@ -215,7 +213,7 @@ class SoloCost:
         return compiled
 
     def _build(self, program: Program) -> Compiled | str:
-        """Returns the executables, or on all ranks an error text if any rank failed to compile.
+        """Returns the executables, or an error text on all ranks if any rank failed to compile.
 
         Waits for all ranks.
         """
@@ -236,7 +234,7 @@ class SoloCost:
         return compiled
 
     def _profile(self, compiled: Compiled) -> Profile | str:
-        """Times each segment, or returns the same error text on all ranks if any of them failed.
+        """Times each segment, or returns the same error text on all ranks if any rank failed.
 
         Waits for all ranks.
         """
@@ -271,9 +269,9 @@ class SoloCost:
         return max(measured_s, 8e-6 * nbytes / self._settings.mbps)
 
     def _cut_profile(self, program: Program, whole: Profile) -> Profile | None:
-        """Returns the profile of the step when it's cut into four exchange segments.
+        """Profiles the step when it's cut into four exchange segments.
 
-        Returns None if this cut has no more exchange segments than the uncut step, or if it fails.
+        Returns None if the cut has no more exchange segments than the uncut step, or if it fails.
         """
         if not whole.exchange_s:
             return None
@@ -285,7 +283,7 @@ class SoloCost:
         return None if isinstance(found, str) else found
 
     def _wire_bytes(self, exchanges: Sequence[Exchange]) -> tuple[int, int]:
-        """Returns the bytes that a rank receives, as is and if wide floats were sent as 16 bits."""
+        """Returns the bytes a rank receives, both as is and with wide floats sent as 16 bits."""
         narrow = (replace(x, dtype="bfloat16") if x.dtype in _WIDE[:2] else x for x in exchanges)
         wide_bytes = sum(wire_bytes(x, self._sizes) for x in exchanges)
         return wide_bytes, sum(wire_bytes(x, self._sizes) for x in narrow)
@@ -321,18 +319,18 @@ class Subject:
 def measure_on_all_ranks(
     make_subject: Callable[[], Subject], name: str, *, world: World, job: JobEngine | None
 ) -> Estimate:
-    """Measures a step and returns an estimate, the same on every rank. Waits for all ranks.
+    """Measures a step and returns an estimate, identical on every rank. Waits for all ranks.
 
     Args:
-        make_subject: Called once. If it raises on some rank, all ranks raise before anything is
-            exchanged.
+        make_subject: Called once. If it raises on any rank, all ranks raise before exchanging
+            anything.
         name: The step's name.
         world: All ranks.
-        job: The job that calls this; None outside a run.
+        job: The job that calls this, or None outside a run.
 
     Raises:
-        ExchangeError: Another rank has an error and this rank doesn't. Also raised as by
-            `SoloCost.measure`.
+        ExchangeError: Another rank has failed, but not this rank. Also raised under the same
+            conditions as in `SoloCost.measure`.
         Exception: Whatever `make_subject` raises.
     """
     with ExitStack() as turn:
@@ -371,7 +369,7 @@ def measure_on_all_ranks(
 def _begin_together(
     host: StepHost, world: World, name: str, settings: Settings | None, failure: Exception | None
 ) -> None:
-    """Makes sure that all ranks can measure, with equal settings. Waits for all ranks."""
+    """Checks that all ranks can measure, and with the same settings. Waits for all ranks."""
     error_text = "" if failure is None else clause(first_line(describe(failure)))
     mine = [error_text, None if settings is None else settings.as_data()]
     ranks = run_watched(host, world, name, lambda control: gather(control, mine))

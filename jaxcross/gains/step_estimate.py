@@ -1,4 +1,4 @@
-"""`jaxcross.estimate`: how much faster several jobs of one step would run alongside each other."""
+"""`jaxcross.estimate`: predicts how much faster jobs with the same step would run together."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ def estimate(
 ) -> Estimate:
     """Predicts how much faster jobs with this step would run together, by timing it on all ranks.
 
-    We run a few steps on copies of the arguments, so your arguments are neither changed nor
-    donated, and training that follows isn't affected. Two programs are compiled: the step as a
-    whole, and the step cut into four segments of exchanges, between which other jobs could run. All
-    ranks must call this function, and wait for each other. The result is the same on every rank.
+    We run a few steps on copies of the arguments, so your arguments are neither modified nor
+    donated, and subsequent training isn't affected. We compile two programs: the whole step, and
+    the step cut into four segments of exchanges, between which other jobs could run. All ranks must
+    call this function, and wait for each other. The result is the same on every rank.
 
     Args:
-        step: A `crossover` step, or a function with named-axis collectives, for which you also pass
-            `axes`.
+        step: A `crossover` step, or a function with named-axis collectives together with `axes`.
         *args: Its positional arguments, as in training, e.g. the initial state and one of this
             rank's batches.
-        jobs: Number of equal jobs that the recommendation is for.
-        steps: Number of steps to time, after two that aren't timed. We use the median.
-        axes: As for `crossover`; only for a function that isn't decorated.
-        mbps: Rate of a link in Mbit/s. Each exchange is then assumed to take at least as long as
-            its bytes need on this link. If there's only one rank, it's treated as one of two.
-        memory: Bytes of arrays that a rank may hold, as a number or as `"80GB"`. Defaults to what
-            the device has, or on CPUs to the rank's share of the machine's memory.
-        profiles: A `plan.Profile` of the step, or several profiles in different cuts. If given, no
-            step is timed. The step is still compiled if a profile has no memory figures.
+        jobs: Number of equal jobs to make a recommendation for.
+        steps: Number of steps to time, after two untimed warm-up steps. We use the median.
+        axes: As for `crossover`. Only for functions that aren't decorated.
+        mbps: Link rate in Mbit/s. We then assume that each exchange takes at least as long as its
+            bytes need on such a link. If there's only one rank, we treat it as one of two.
+        memory: Bytes of arrays that a rank may hold, as a number or a string such as `"80GB"`.
+            Defaults to what the device has or, on CPUs, to the rank's share of the machine's
+            memory.
+        profiles: A `plan.Profile` of the step, or several profiles with different cuts. If given,
+            no step is timed. We still compile the step if a profile has no memory figures.
 
     Returns:
-        The estimate, whose `print` has ten lines.
+        The estimate. Its `print` has ten lines.
 
     Raises:
         TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument
             has the wrong type.
         ValueError: `jobs`, `steps`, `mbps` or `memory` is out of range, or both `mbps` and profiles
             are given.
-        CutError: The step can't be traced, exchanges nothing, or calls mpi4jax, or a profile is of
-            a different step or number of ranks.
+        CutError: The step can't be traced, exchanges nothing, or calls mpi4jax, or a profile
+            belongs to a different step or number of ranks.
         ExchangeError: The ranks have different steps or arguments, or the step fails on some rank.
         JobError: Another thread is in a step.
 
-    If the measurement fails on one rank, all ranks raise an error: the failed rank its own, and the
-    others an `ExchangeError` that reports it. They raise either before the first exchange or after
-    the last one, so no rank is left waiting for another.
+    If the measurement fails on one rank, all ranks raise an error: that rank raises its own, and
+    the others an `ExchangeError` that reports it. This happens either before the first exchange or
+    after the last, so no rank is left waiting for another.
 
     Example:
         >>> print(jaxcross.estimate(train_step, state, batch, jobs=2))

@@ -1,12 +1,12 @@
-"""A parameter server on the host, which lets ranks train without stepping together.
+"""A parameter server on the host, which lets ranks train without running in lockstep.
 
-The server runs in a thread of its own, and uses a communicator of its own.
+The server runs in its own thread and uses its own communicator.
 
-parameter_server   `ParameterServer`, the public class: a worker and a server on every rank
-lane               the server's thread, which also sends and receives the worker's messages
-served_part        the part of the parameters and of the optimizer's state that a rank serves
-message_layout     the conversion of a tree of arrays into one flat message per server, and back
-clocks             the rule that decides which workers may continue
+parameter_server   `ParameterServer`, the public class: each rank is both a worker and a server
+lane               the server's thread, which also handles the worker's messages
+served_part        a rank's part of the parameters and the optimizer's state
+message_layout     converts a tree of arrays to one flat message per server, and back
+clocks             decides which workers may continue
 """
 
 from typing import TYPE_CHECKING

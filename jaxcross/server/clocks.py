@@ -1,4 +1,4 @@
-"""Decides which workers may continue, from all workers' clocks as one server knows them. Pure."""
+"""Decides which workers may continue, based on all workers' clocks as known to a server. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 
 
 class Clocks:
-    """The stale-synchronous rule: no worker continues too far ahead of the slowest one.
+    """The stale-synchronous rule: no worker may get too far ahead of the slowest worker.
 
-    A worker's clock counts the gradients that it has pushed to the servers. A worker whose clock is
-    `c` has to wait until the slowest worker's clock has reached `c - staleness`.
+    A worker's clock counts the gradients it has pushed to the servers. A worker whose clock is at
+    `c` has to wait until the slowest worker's clock reaches `c - staleness`.
 
-    When a worker finishes, its clock becomes infinite, so nobody waits for it any more. It then
-    waits itself until all other workers have finished.
+    When a worker finishes, its clock jumps to infinity, so nobody has to wait for it any more. The
+    finished worker itself waits until all other workers have finished as well.
 
     Args:
         ranks: Number of workers.
-        staleness: How many clocks a worker may be ahead of the slowest: 0, 1, ... or `math.inf`.
+        staleness: How many gradients a worker may be ahead of the slowest worker: 0, 1, ... or
+            `math.inf`.
     """
 
     def __init__(self, ranks: int, staleness: float) -> None:
@@ -30,17 +31,17 @@ class Clocks:
         return tuple(self._clocks)
 
     def push(self, rank: int) -> None:
-        """Records that a worker has pushed a gradient, and that it's waiting to continue."""
+        """Records that a worker has pushed a gradient and is now waiting to continue."""
         self._clocks[rank] += 1
         self._waiting.add(rank)
 
     def finish(self, rank: int) -> None:
-        """Records that a worker won't push any more, and is waiting for all others to finish."""
+        """Records that a worker won't push any more and is waiting for all others to finish."""
         self._clocks[rank] = math.inf
         self._waiting.add(rank)
 
     def release(self) -> list[int]:
-        """Returns the waiting workers that may continue now, in rank order, and ends their wait."""
+        """Removes and returns the waiting workers that may continue now, in rank order."""
         free = sorted(rank for rank in self._waiting if not self.behind(rank))
         self._waiting.difference_update(free)
         return free

@@ -1,19 +1,19 @@
 """The parameter server's thread on a rank.
 
-The thread serves the rank's part of the parameters. It also sends and receives the messages of the
-rank's worker, for two reasons. The server has to answer other ranks while its own worker computes.
-And each mailbox may be used by one thread only, so the worker passes commands to this thread (the
-lane) and waits for its answers.
+The thread serves the rank's part of the parameters, and also sends and receives the messages of the
+rank's worker. A separate thread is needed because the server has to answer other ranks while its
+own worker computes. And since a mailbox may only be used from a single thread, the worker passes
+commands to this thread (the lane) and waits for its answers.
 
-**Waiting for messages.** The thread polls the mailbox. As long as nothing happens, it doubles the
-pause between two polls, up to a limit. We don't use MPI's own wait, because that keeps a core busy,
-and the worker's computation needs this core. While a message of ours is still being sent, the pause
-stays short, because MPI only makes progress while it's polled.
+**Waiting for messages.** The thread polls the mailbox, and as long as nothing happens, it doubles
+the pause between polls, up to a limit. We can't use MPI's own wait, because it would keep a core
+busy that the worker's computation needs. While one of our own messages is still being sent, the
+pause stays short, because MPI only makes progress when polled.
 
-**When a step is taken.** A server could take an optimizer step for each gradient as soon as it
-arrives. We rejected this, because with momentum or Adam, the result would differ from synchronous
-training even if no rank runs ahead of the others. Instead, a server collects gradients until some
-worker may continue, and then takes a single step on all of them.
+**When to take a step.** A server could take an optimizer step for each gradient as soon as it
+arrives. We rejected this because, with momentum or Adam, the result would differ from synchronous
+training even if no rank ever gets ahead of the others. Instead, a server collects gradients until
+some worker may continue, and then takes a single step on all of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from jaxcross.server.served_part import ServedPart
 from jaxcross.world import Mailbox, ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
-# The thread pauses between two polls of the mailbox, because MPI's own wait would keep a core busy
-# for as long as the workers compute. These are the first and the longest pause, in seconds.
+# Initial and maximum pause between two polls of the mailbox, in seconds. We poll because MPI's own
+# wait would keep a core busy for as long as the workers compute.
 _FIRST_POLL_S = 1e-4
 _LONGEST_POLL_S = 2e-3
 
@@ -44,8 +44,8 @@ class Failure:
     """The reason why no rank can continue.
 
     Attributes:
-        text: The reason, the same text on all ranks.
-        stopped: Whether a person requested it.
+        text: The reason, worded identically on all ranks.
+        stopped: Whether a user requested the stop.
     """
 
     text: str
@@ -53,29 +53,29 @@ class Failure:
 
 
 class Lane:
-    """Serves one rank's part and handles its worker's messages, in a thread of its own.
+    """Serves a rank's part and handles its worker's messages, in its own thread.
 
-    Only this thread uses the mailbox.
+    No other thread uses the mailbox.
 
-    The lane collects the gradients that the workers push, until at least one worker may continue.
-    It then applies all of them in a single optimizer step, and sends the new parameters to the
-    workers that may continue. With a staleness of 0, no worker may continue before all of them have
-    pushed, so the lane takes one step on the mean of all gradients.
+    The lane collects the gradients that workers push until at least one worker may continue. It
+    then applies them all in a single optimizer step and sends the new parameters to the workers
+    that may continue. With a staleness of 0, nobody may continue until everybody has pushed, so the
+    lane steps on the mean of all gradients.
 
     **Shutdown.** The lane must not close its mailbox while a message to or from its rank is still
-    in flight. We rely on the fact that messages from one rank arrive in the order in which they
-    were sent, so nothing can follow a rank's last message. If all workers finish, the last message
-    of each server is its answer to that.
+    in flight. We rely on messages from the same rank arriving in the order they were sent, which
+    means that nothing can follow a rank's last message. Once all workers have finished, each server
+    answers with the final parameters, and that's its last message.
 
-    If a worker or a server fails, it reports this as its last message. Every lane that receives
-    such a report sends it to all ranks as its own last message, and continues to read until it has
+    If a worker or a server fails, its last message is a failure report. Any lane that receives such
+    a report passes it on to all ranks as its own last message, and keeps reading until it has
     received the last message of every rank.
 
     Args:
-        mailbox: Mailbox of this lane alone.
-        clocks: New clocks.
+        mailbox: A mailbox that nobody else uses.
+        clocks: Fresh clocks.
         part: What this rank serves.
-        name: Name of the thread, without its prefix `jaxcross-server-`.
+        name: Name of the thread, without the `jaxcross-server-` prefix.
     """
 
     def __init__(self, mailbox: Mailbox, clocks: Clocks, part: ServedPart, name: str) -> None:
@@ -97,14 +97,14 @@ class Lane:
         )
         self._thread.start()
 
-    # For the worker's thread.
+    # Called from the worker's thread.
 
     @property
     def clocks(self) -> tuple[float, ...]:
         return self._clocks.now
 
     def push(self, parts: Sequence[np.ndarray]) -> None:
-        """Starts to send a gradient, one part to each server. Does not wait."""
+        """Starts sending a gradient, one part to each server. Does not wait."""
         self._command(partial(self._send_all, _PUSH, parts))
 
     def finish(self) -> None:
@@ -119,17 +119,17 @@ class Lane:
         self._command(partial(self._fail, Failure(text, stopped)))
 
     def wait(self) -> list[np.ndarray] | None:
-        """Waits for every server's part of the parameters, and returns these parts.
+        """Waits for all servers to send their parts of the parameters, and returns these parts.
 
-        Call this after a push, or after `finish`. After `finish`, the parameters only arrive once
-        all other workers have finished, too. Until then, each call returns None whenever another
-        worker has made progress, and you have to call it again. We return in between because the
-        watchdog limits the time of each call: this way, it doesn't give up on workers that make
-        progress.
+        Call this after a push or after `finish`. In the latter case, the parameters only arrive
+        once all other workers have finished as well. Until then, `wait` returns None whenever
+        another worker makes progress, and you have to call it again. We return in between because
+        the watchdog limits the duration of each call; that way, it doesn't give up on workers that
+        are still making progress.
 
         Raises:
             ExchangeError: Some rank failed.
-            Stopped: A person asked all jobs to stop.
+            Stopped: A user asked all jobs to stop.
         """
         seen = self._clocks.now
         with self._changed:
@@ -153,7 +153,7 @@ class Lane:
         ) from self._cause
 
     def waiting_for(self) -> dict[int, str]:
-        """Returns the other ranks that this rank's worker waits for, and why."""
+        """Returns which other ranks this rank's worker is waiting for, and why."""
         rank = self._mailbox.rank
         now = self._clocks.now
         behind = self._clocks.behind(rank)
@@ -173,7 +173,7 @@ class Lane:
     def _complete(self) -> bool:
         return len(self._answers) == self._mailbox.size
 
-    # The lane's own thread.
+    # Called from the lane's own thread.
 
     def _run(self) -> None:
         ask_for_short_slices()
@@ -187,8 +187,8 @@ class Lane:
                 )
                 self._serve()
         except BaseException as error:
-            # MPI itself has failed, so this rank can't notify the others. They keep waiting until
-            # the watchdog terminates them.
+            # MPI itself has failed, so we can't notify the other ranks. They keep waiting until the
+            # watchdog terminates them.
             self._cause = error
             self._failure = Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}")
             self._notify()
@@ -207,15 +207,15 @@ class Lane:
                 == self._mailbox.size
             ):
                 break
-            # If one of our messages hasn't been sent completely, keep the pause between polls
-            # short, because MPI only makes progress while it's polled.
+            # While one of our messages is still being sent, keep the pause between polls short,
+            # because MPI only makes progress when polled.
             again = moved or not sent
             poll_s = _FIRST_POLL_S if again else min(2 * poll_s, _LONGEST_POLL_S)
             if not moved:
                 self._wakeup.wait(poll_s)
-            # Other threads first add a command and then set the event. Here, we clear the event
-            # first and look for commands afterwards. So if a command is added in between, it's
-            # either found or ends the next wait at once, and we can't miss any.
+            # Other threads add a command first and set the event afterwards, so we clear the event
+            # first and look for commands afterwards. That way, a command that's added in between is
+            # either found right away or cuts the next wait short, and none gets lost.
             self._wakeup.clear()
         self._mailbox.close()
 
@@ -241,8 +241,8 @@ class Lane:
             self._clocks.finish(sender)
         elif tag == _PARAMS:
             self._answers[sender] = message
-            # Once our worker has finished, each server sends us just one more message: the final
-            # parameters, when all other workers have finished as well. So this is the last message
+            # Once our worker has finished, each server only sends us one more message: the final
+            # parameters, when all other workers have finished, too. So this is the last message
             # from that server.
             if self._finishing:
                 self._final.add(sender)
@@ -256,8 +256,8 @@ class Lane:
         free = self._clocks.release()
         if not free:
             return
-        # A worker may be released without any new gradient, e.g. because another worker has
-        # finished. It then gets the current parameters.
+        # Workers can be released even if no new gradient has arrived, e.g. because another worker
+        # has finished. They then get the current parameters.
         if self._arrived:
             arrived = self._arrived
             self._arrived = {}
@@ -268,8 +268,8 @@ class Lane:
     def _fail(self, failure: Failure) -> None:
         if self._failure is not None:
             return
-        # Send the report of the failure first, and set `_failure` afterwards. As soon as that's
-        # set, nothing else is sent, which makes the report this rank's last message.
+        # Send the failure report before setting `_failure`. Once that's set, we don't send anything
+        # else, so the report is guaranteed to be this rank's last message.
         text = np.frombuffer(failure.text.encode(), np.uint8)
         self._send_all(_STOPPED if failure.stopped else _FAILED, [text] * self._mailbox.size)
         self._failure = failure

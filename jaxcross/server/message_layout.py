@@ -1,4 +1,4 @@
-"""Cuts a tree of arrays into one flat message per server, and joins such messages again."""
+"""Splits a tree of arrays into one flat message per server, and joins these messages again."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ALIGNMENT = 64
 
 
 class MessageLayout:
-    """Cuts every leaf into P equal parts, padded with zeros; message p holds part p of all leaves.
+    """Splits every leaf into P equal, zero-padded parts; message p contains part p of each leaf.
 
-    A message is an array of bytes (uint8) with the part of the parameters that one server is
-    responsible for. We cut each leaf by itself, so every server's part is a tree with the same
-    structure as the parameters, and all messages have the same length. The class is pure: it
-    neither communicates nor changes its arguments.
+    A message is a byte array (uint8) that contains a server's part of the parameters. Since each
+    leaf is split separately, every server's part is a tree with the same structure as the
+    parameters, and all messages have the same length. The class is pure: it neither communicates
+    nor modifies its arguments.
 
     Args:
-        params: The tree, whose leaves must be floating-point or complex arrays.
-        ranks: P.
+        params: The tree; its leaves must be floating-point or complex arrays.
+        ranks: Number of servers, P.
 
     Raises:
-        TypeError: A leaf has another type.
+        TypeError: A leaf has any other type.
 
     Attributes:
         treedef: Structure of the tree.
@@ -55,7 +55,7 @@ class MessageLayout:
         *self._starts, self.nbytes = itertools.accumulate(sizes, initial=0)
 
     def types(self) -> PyTree:
-        """Returns the parameters' tree of shapes and element types."""
+        """Returns the shapes and element types of the parameters, as a tree."""
         return jax.tree.unflatten(
             self.treedef, [jax.ShapeDtypeStruct(*form) for form in self._forms]
         )
@@ -64,7 +64,7 @@ class MessageLayout:
         """Returns the leaves of `tree`, which must match the parameters.
 
         Raises:
-            ValueError: Its structure, a shape or an element type differs.
+            ValueError: Its structure, a shape or an element type doesn't match.
         """
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
@@ -94,7 +94,7 @@ class MessageLayout:
         return messages
 
     def views(self, message: np.ndarray) -> list[np.ndarray]:
-        """Returns flat views of each leaf's part within a message."""
+        """Returns a flat view of each leaf's part of a message."""
         return [
             message[start : start + width * dtype.itemsize].view(dtype)
             for start, width, (_, dtype) in zip(
@@ -103,14 +103,14 @@ class MessageLayout:
         ]
 
     def message(self, parts: Sequence[jax.typing.ArrayLike]) -> np.ndarray:
-        """Returns a message that holds these parts; the inverse of `views`."""
+        """Packs the leaves' parts into a message; the inverse of `views`."""
         message = np.zeros(self.nbytes, np.uint8)
         for view, part in zip(self.views(message), parts, strict=True):
             view[:] = part
         return message
 
     def join(self, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the whole leaves, given one message from each server."""
+        """Reassembles the whole leaves from one message per server."""
         columns = zip(*(self.views(message) for message in messages), strict=True)
         return [
             np.concatenate(parts)[: math.prod(shape)].reshape(shape)

@@ -1,7 +1,7 @@
-"""`ParameterServer`: every rank serves a part of the parameters, and workers needn't step together.
+"""`ParameterServer`: each rank serves part of the parameters; workers don't run in lockstep.
 
-Use a parameter server if some ranks are slower than others: the faster ranks then don't have to
-wait for a straggler on every step. If all ranks are equally fast, a gradient exchange is faster.
+Use a parameter server if some ranks are slower than others. That way, the faster ranks don't have
+to wait for a straggler on every step. If all ranks are equally fast, a gradient exchange is faster.
 """
 
 from __future__ import annotations
@@ -37,32 +37,34 @@ Params = TypeVar("Params")
 class ParameterServer(Generic[Params]):
     """Trains asynchronously or stale-synchronously: push a gradient, pull the current parameters.
 
-    Each rank has two roles. As a worker, it runs your training loop, in the thread that enters the
-    `with` block. As a server, it owns a 1/P part of every parameter, and applies gradients to this
-    part in a thread of its own, with its own communicator.
+    Each rank has two roles. As a worker, it runs your training loop in the thread that enters the
+    `with` block. As a server, it owns 1/P of every parameter, and applies gradients to that part in
+    a separate thread, with its own communicator.
 
-    A worker's clock counts the gradients that it has pushed. A worker at clock `c` waits until the
-    slowest one has reached `c - staleness`. So a slow rank doesn't delay the others until they're
+    A worker's clock counts the gradients it has pushed. A worker at clock `c` waits until the
+    slowest worker has reached `c - staleness`, so a slow rank only holds up the others once they're
     more than `staleness` gradients ahead of it.
 
-    Whenever some worker may continue, a server takes a single optimizer step on the sum of the
-    gradients that have arrived, divided by P. The optimizer must work element by element, as for
-    `exchange.sharded_optimizer`.
+    Whenever some worker may continue, a server takes a single optimizer step on the sum of all
+    gradients that have arrived, divided by P. As with `exchange.sharded_optimizer`, the optimizer
+    must work element by element.
 
     Each gradient counts exactly once. The parameters that a worker pulls always include its own
-    gradients, and all gradients of other workers that are at least `staleness` clocks older.
+    gradients, along with all gradients from other workers that are at least `staleness` clocks
+    older.
 
-    With `staleness=0`, this is synchronous training, up to rounding, and it's bitwise reproducible
-    as long as all workers take the same number of steps. Otherwise it's not deterministic: what a
-    worker pulls depends on timing, and differs between ranks until the end of the `with` block.
+    With `staleness=0`, this is synchronous training up to rounding, and it's bitwise reproducible
+    as long as all workers take the same number of steps. With any other value, it's not
+    deterministic: what a worker pulls depends on timing, and differs between ranks until the end of
+    the `with` block.
 
-    To study the effects of staleness, use `exchange.bounded_stale` and `exchange.asynchronous`.
-    They delay gradients according to a schedule, so their runs can be repeated.
+    To study the effects of staleness, use `exchange.bounded_stale` and `exchange.asynchronous`
+    instead. These delay gradients according to a schedule, which makes their runs repeatable.
 
-    You can also use a parameter server within a job of a `Runner`. Each call of `push_pull` then
-    counts as a step of the job, and other jobs can compute while this one exchanges. Compute the
-    gradients with plain `jax.jit`, and iterate over your own data rather than `job.batches`, which
-    raises an error if ranks are at different batches.
+    You can also use a parameter server inside a job of a `Runner`. Each call to `push_pull` then
+    counts as a step of the job, and other jobs can compute while it's waiting for the exchange.
+    Compute your gradients with plain `jax.jit`, and iterate over your own data rather than over
+    `job.batches`, which raises an error if ranks are at different batches.
 
     Example:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
@@ -74,31 +76,32 @@ class ParameterServer(Generic[Params]):
 
     Args:
         params: Pytree of floating-point arrays, identical on all ranks. Copied.
-        optimizer: Must be the same on every rank. Its state is kept by the servers. An adaptive
-            optimizer (Adam) takes a full-sized step for each arrival. So the further the ranks
-            drift apart in time, the lower the learning rate has to be.
-        staleness: How many clocks a worker may be ahead of the slowest: 0, 1, ..., or `math.inf`
-            for asynchronous training.
-        world: From `jaxcross.initialize()`. If None, the world that was initialized.
+        optimizer: Must be the same on every rank. Its state is kept by the servers. Adaptive
+            optimizers such as Adam take a full-sized step for each arrival, so the further the
+            ranks drift apart in time, the lower the learning rate has to be.
+        staleness: How many clocks a worker may be ahead of the slowest worker: 0, 1, ..., or
+            `math.inf` for asynchronous training.
+        world: From `jaxcross.initialize()`. Defaults to the world that was initialized.
 
     Attributes:
-        params: The parameters that were last pulled, placed like those you passed. After the `with`
-            block, they contain all gradients of all ranks and are bitwise identical on every rank.
-        clock: Number of gradients that this rank has pushed.
+        params: The most recently pulled parameters, placed like those you passed in. After the
+            `with` block, they include all gradients of all ranks and are bitwise identical on every
+            rank.
+        clock: Number of gradients this rank has pushed.
 
     Raises:
         ValueError: `staleness` is neither a non-negative whole number nor infinite, or the
             optimizer does not work element by element.
         TypeError: A parameter is not a floating-point array.
 
-    Bytes received per rank and step: `(P-1)/P D` elements of gradients and as many of parameters,
-    each in its own type, where D is the number of elements after padding each leaf to a multiple of
-    P. In a message, each leaf's part is also padded to 64 bytes.
+    Bytes received per rank and step: `(P-1)/P D` elements of gradients and just as many of
+    parameters, each in its own type, where D is the number of elements after padding each leaf to a
+    multiple of P. Within a message, each leaf's part is also padded to 64 bytes.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
-    server, NIPS 2013, section 2, for the rule by which workers wait; Li et al., Scaling distributed
-    machine learning with the parameter server, OSDI 2014, section 3, for servers that each own a
-    part; Langer et al., arXiv 2007.03970, sections 3.3.3 and 3.3.4.
+    server, NIPS 2013, section 2 (the waiting rule); Li et al., Scaling distributed machine learning
+    with the parameter server, OSDI 2014, section 3 (servers that each own a part of the
+    parameters); Langer et al., arXiv 2007.03970, sections 3.3.3 and 3.3.4.
     """
 
     def __init__(
@@ -131,21 +134,21 @@ class ParameterServer(Generic[Params]):
 
     @property
     def deterministic(self) -> bool:
-        """Whether another run gives the same bits, if all workers take the same number of steps."""
+        """Whether runs are bitwise reproducible if all workers take the same number of steps."""
         return self._staleness == 0
 
     @property
     def clocks(self) -> tuple[float, ...]:
-        """Every worker's clock, as far as this server knows; infinite if a worker has finished."""
+        """Every worker's clock as known to this server; infinite once the worker has finished."""
         return (0,) * self._world.size if self._lane is None else self._lane.clocks
 
     def __enter__(self) -> Self:
-        """Waits for all ranks, and checks that they have the same `staleness` and parameter values.
+        """Waits for all ranks, and checks that their `staleness` and parameter values match.
 
         Raises:
-            ExchangeError: They're different. Raised on every rank.
+            ExchangeError: They don't match. Raised on every rank.
             JobError: This server was entered before, or a run is in progress and this thread
-                doesn't belong to one of its jobs.
+                doesn't belong to any of its jobs.
         """
         if self._lane is not None:
             raise JobError(
@@ -170,10 +173,10 @@ class ParameterServer(Generic[Params]):
     ) -> None:
         """Keeps serving until the workers of all ranks have finished.
 
-        If the block raised an exception, the workers of all ranks end immediately instead.
+        If the block raised an exception, this ends the workers of all ranks right away instead.
 
         Raises:
-            ExchangeError: Another rank failed before all had finished.
+            ExchangeError: Another rank failed before all workers had finished.
         """
         lane = self._lane
         self._thread = None
@@ -198,8 +201,8 @@ class ParameterServer(Generic[Params]):
         """Pushes this rank's gradient, and waits for parameters that include it.
 
         Waits until the gradient has been computed and all servers have answered. If this rank is
-        more than `staleness` clocks ahead of the slowest one, the servers answer only after the
-        slowest one has caught up.
+        more than `staleness` clocks ahead of the slowest worker, the servers don't answer until
+        that worker has caught up.
 
         Args:
             grads: Gradients with the parameters' structure, shapes and element types.
@@ -207,7 +210,7 @@ class ParameterServer(Generic[Params]):
         Raises:
             ValueError: `grads` don't match the parameters.
             ExchangeError: A worker or server failed on any rank. Raised on every rank.
-            JobError: Called outside the `with` block, or in another thread.
+            JobError: Called outside the `with` block, or from another thread.
         """
         lane = self._lane
         job = self._job
@@ -234,7 +237,7 @@ class ParameterServer(Generic[Params]):
         return self.params
 
     def _open_together(self, work: Callable[[Any], Mailbox]) -> Mailbox:
-        """Runs `work` on all ranks together, after checking that their `staleness` is equal."""
+        """Runs `work` on all ranks together, after checking that their `staleness` matches."""
         world = self._world
         text = f"staleness {self._staleness}"
         if self._job is not None:
@@ -260,9 +263,9 @@ class ParameterServer(Generic[Params]):
         job = "" if self._job is None else self._job.name
 
         def waiting_for(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-            # In a job, a worker may do other work for a while, e.g. evaluate its model in
-            # `job.measure`. The others then wait for it, but the watchdog shouldn't treat that as
-            # an error, so we leave out such ranks.
+            # Inside a job, a worker may be busy with something else for a while, e.g. evaluating
+            # its model in `job.measure`. The other workers have to wait for it, but the watchdog
+            # shouldn't treat that as an error, so we leave out such ranks.
             patient = {
                 rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)
             }
@@ -275,7 +278,7 @@ class ParameterServer(Generic[Params]):
     def _placed(self, leaves: Sequence[np.ndarray]) -> PyTree:
         """Returns a tree of JAX arrays placed like the parameters.
 
-        The arrays may take over the memory of `leaves`, which must not be used for anything else.
+        The arrays may take over the memory of `leaves`, so don't use these for anything else.
         """
         arrays = [
             jnp.asarray(x) if place is None else jax.device_put(x, place)
@@ -285,5 +288,5 @@ class ParameterServer(Generic[Params]):
 
 
 def _committed_sharding(leaf: jax.typing.ArrayLike) -> Sharding | None:
-    """Returns the sharding that was explicitly chosen for an array, or None if JAX chose it."""
+    """Returns an array's sharding if it was chosen explicitly, or None if JAX chose it."""
     return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None

@@ -1,4 +1,4 @@
-"""The part of the parameters and of the optimizer's state that a rank serves, in host memory."""
+"""A rank's part of the parameters and the optimizer's state, held in host memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from jaxcross.server.message_layout import MessageLayout
 
 
 class ServedPart:
-    """Steps the optimizer on this rank's part.
+    """Stores this rank's part and steps the optimizer on it.
 
-    All computation runs on the CPU device, so it never occupies an accelerator.
+    All computation runs on the CPU device and thus never occupies an accelerator.
 
     Args:
-        optimizer: Must work element by element, because it only receives flat parts of the leaves.
+        optimizer: Must work element by element, because it only gets to see flat parts of the
+            leaves.
         layout: Layout of the parameters.
         message: This rank's part of the initial parameters.
-        ranks: Number of workers. Sums of gradients are divided by it.
+        ranks: Number of workers, by which sums of gradients are divided.
 
     Raises:
         ValueError: The optimizer does not work element by element.
@@ -59,17 +60,17 @@ class ServedPart:
         check_elementwise(
             optimizer, (whole, whole), (grads, grads), self._state, "a parameter server"
         )
-        # Compile now rather than on the first step, so that an optimizer's errors are raised in the
-        # call that the optimizer was passed to.
+        # Compile now rather than on the first step, so that errors in the optimizer surface in the
+        # call that it was passed to.
         self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
 
     def apply(self, gradients: Mapping[int, np.ndarray]) -> None:
-        """Takes one step on the sum of these ranks' gradients, divided by the number of all ranks.
+        """Takes one step on the sum of the given gradients, divided by the total number of ranks.
 
-        Waits for the step.
+        Waits until the step is done.
         """
         # Add in rank order, regardless of the order of arrival, so that the same gradients always
-        # give bitwise the same mean.
+        # yield bitwise the same mean.
         columns = zip(
             *(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True
         )
@@ -86,7 +87,7 @@ class ServedPart:
 
 
 def _mean(parts: tuple[np.ndarray, ...], ranks: int) -> np.ndarray:
-    """Returns the sum of `parts` divided by `ranks`. 16-bit floats are added in float32."""
+    """Divides the sum of `parts` by `ranks`. 16-bit floats are summed in float32."""
     dtype = parts[0].dtype
     total = parts[0].astype(np.float32 if dtype.itemsize == 2 else dtype)
     for part in parts[1:]:
