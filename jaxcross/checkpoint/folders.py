@@ -56,8 +56,7 @@ def folder_name(job: str) -> str:
 
 
 def checkpoint_name(step: int, token: str) -> str:
-    """Returns the name of a checkpoint's folder. Sorting by name means sorting by age, oldest
-    first."""
+    """Returns the name of a checkpoint's folder. Names sort by age, oldest first."""
     return f"{step:012d}-{token}"
 
 

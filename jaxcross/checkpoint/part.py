@@ -140,7 +140,7 @@ def _part(body: dict[str, Any]) -> Part:
 
 
 def _check_fields(data: Mapping[str, Any], kind: type[Part | SavedLeaf | Form]) -> None:
-    """Checks that all fields are present, even those with a default, and that there are no others."""
+    """Checks that all fields are present, even those with a default, and that there are no more."""
     if set(data) != {field.name for field in fields(kind)}:
         raise ValueError(f"it has the fields {sorted(data)}")
 

@@ -49,8 +49,7 @@ class RankGather:
     def gather(
         self, what: str, value: object, *, then: Callable[[list[Any]], None] | None = None
     ) -> list[Any]:
-        """Returns the values of all ranks, by rank. They're sent as JSON, which turns tuples into
-        lists.
+        """Returns the values of all ranks, by rank. Sent as JSON, so tuples become lists.
 
         Args:
             what: A short description, which becomes part of the label.
