@@ -139,7 +139,7 @@ def needed_by(bookings: Sequence[Booking]) -> int:
 class MemoryAdmission:
     """Tracks the memory reserved by a run's jobs on one rank.
 
-    This only works if the same jobs hold reservations on every rank whenever a new one is made. To
+    Whenever a new reservation is made, the same jobs must hold reservations on every rank. To
     guarantee that, reservations are made and released in the same order everywhere: they're made in
     the exchange lane (the thread that runs all collective operations), and released when the ranks
     vote that the job has ended.

@@ -1,8 +1,8 @@
 """Validates the arguments of runners and jobs as soon as the user passes them.
 
-Without these checks, a bad argument would blow up much later, e.g. in a job's thread, with a
-traceback that doesn't even mention the line at fault. This module also defines the options shared
-by `Runner`, `run` and `sweep` (`policy`, `memory` and so on).
+If we didn't check arguments up front, a bad one would blow up much later, e.g. in a job's thread,
+with a traceback that doesn't even mention the line at fault. This module also defines the options
+shared by `Runner`, `run` and `sweep` (`policy`, `memory` and so on).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 We don't use Flax's version (`flax.training.early_stopping`) because it can only minimise a metric,
 and only supports patience in evaluations, not in steps. It also has trouble with NaN: if the first
-value is NaN, nothing ever compares as better, so it's stuck with NaN as the best value.
+value is NaN, nothing ever compares as better, so NaN remains the best value forever.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Best:
     def key(self) -> str:
         """The key under which a checkpoint's notes store the value.
 
-        It includes both the metric and the mode. If you restart a job with a different metric or
-        mode, the old best value is meaningless; looking for a different key, the restart simply
-        won't find it.
+        The key includes both the metric and the mode. If you restart a job with a different metric
+        or mode, the old best value is meaningless; since the restart looks for a different key, it
+        simply won't find it.
         """
         return f"{self.mode} {self.metric}"
 

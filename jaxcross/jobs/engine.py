@@ -267,9 +267,9 @@ class JobEngine:
     def main(self) -> None:
         """Runs the job's function. This is the body of the job's thread.
 
-        An error in the function makes the job fail on all ranks. In other words, a job may still
-        fail because of another rank even though its function has returned here, which is why this
-        method waits until the job has ended everywhere.
+        An error in the function makes the job fail on all ranks. Even if the function has returned
+        here, the job may therefore still fail because of another rank, so this method waits until
+        the job has ended everywhere.
         """
         driver, record = self.running()
         try:
@@ -353,7 +353,7 @@ class JobEngine:
     def _final_status(self, status: JobStatus) -> JobStatus:
         """Corrects the status that the vote came up with, if necessary.
 
-        It's only wrong if a job that trains with a `ParameterServer` was stopped. Such a job
+        The vote is only wrong if a job that trains with a `ParameterServer` was stopped. Such a job
         doesn't exchange anything through the driver, so when a stop ends its function with an
         exception, the vote can't tell this from a normal return. Only this rank's thread has seen
         the exception, so we set things right here.
@@ -366,8 +366,7 @@ class JobEngine:
             loop.close()
 
     def close(self) -> None:
-        """Ends the job on this rank: reads back its metrics, and drops all references but the
-        state.
+        """Ends the job on this rank: reads back metrics and drops all references but the state.
 
         Waits for the device. A second call is a no-op.
         """
@@ -441,8 +440,8 @@ class JobEngine:
     def save_after_run(self) -> None:
         """Saves the state of a job that was stopped or has failed. Waits for all ranks.
 
-        Called after the run. If saving fails, we only log the error, as raising it would hide why
-        the job ended in the first place.
+        Called after the run. If saving fails, we just log the error, since raising it would hide
+        why the job ended in the first place.
         """
         record = self.record
         # Saving is collective, so either all ranks save this job or none of them do. Base the
@@ -590,16 +589,14 @@ class JobEngine:
         self.cuts[key] = n_segments
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether this job uses `program`, or an equivalent one, for the first time. Same on every
-        rank.
+        """Whether `program`, or an equivalent program, is new to this job. Same on every rank.
 
         See `StepRegistry.first_use`.
         """
         return self.registry.first_use(program, step)
 
     def agree(self, agreement: Agreement) -> None:
-        """Runs a step's agreement, and also compares `nonfinite` between ranks. Waits for all
-        ranks.
+        """Runs a step's agreement and compares `nonfinite` between ranks. Waits for all ranks.
 
         Raises:
             JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
@@ -698,8 +695,8 @@ class JobEngine:
         """
         driver, record = self.running()
         resumption = self.resumption
-        # Booking is collective. That's fine, because `first_run` returns the same value on every
-        # rank, even if only one of them has compiled another program.
+        # Booking memory is a collective operation. That's fine here, because `first_run` returns
+        # the same value on every rank, even if only one of them has compiled another program.
         if self.registry.first_run(compiled):
             self._book_memory(compiled, leaves)
         graph = self.registry.graph(compiled, step)
@@ -900,8 +897,8 @@ class JobEngine:
 
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
         # If the job hasn't made a step since a restart, the metrics file may already contain this
-        # evaluation: the earlier run may have been killed after logging it but before saving that
-        # it was done. Remove the old entry in that case.
+        # evaluation, because the earlier run may have been killed between logging it and recording
+        # that it was done. Remove the old entry in that case.
         if self.steps_made == 0:
             self.metrics.drop(self.step, name)
         self.metrics.add(self.step, {name: metrics})
@@ -1007,8 +1004,8 @@ class JobDone(threading.Event):
 def forget_locals(error: BaseException | None) -> None:
     """Clears the local variables in an exception's traceback.
 
-    The job holds on to its error. Without this, the frames in the traceback would keep the arrays
-    of the failed step alive.
+    The job holds on to its error, and the frames in the error's traceback would otherwise keep the
+    arrays of the failed step alive.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

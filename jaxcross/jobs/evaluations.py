@@ -266,9 +266,9 @@ class Evaluations:
     def run(self, job: EvaluatedJob, log: Callable[[str, PyTree], None]) -> bool:
         """Runs the evaluations that are due after the latest step.
 
-        Waits for all ranks if an evaluation runs on a single rank, which then has to send its
-        metrics to the others, or if one of its metrics decides when to stop or which state is best,
-        because all ranks have to use the same value.
+        Waits for all ranks if an evaluation runs on a single rank, which has to send its metrics to
+        the others, or if a metric decides when to stop or which state is best, because all ranks
+        have to use the same value.
 
         Args:
             job: The job.

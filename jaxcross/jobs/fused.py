@@ -427,7 +427,7 @@ class FusedBatches(Iterator[tuple[Any, ...]]):
         """Returns how each source ended, or None for sources that have more batches.
 
         There's one source per fused job. If its data raised an error, the result is a description
-        of that error; if it merely ran out, it's the empty string.
+        of that error; if it just ran out, the result is an empty string.
 
         Call this once, after the loop has ended. It waits for the prefetching thread to end too.
         Any batches that thread has read ahead but the loop never received go back to their sources.

@@ -36,7 +36,7 @@ class JobState:
     We hold references to the step's results, not copies. If the next step donates one of these
     arrays, we can't use it any more either.
 
-    The results are stored as a flat list of leaves, which keeps them safe if the job's function
+    The results are stored as a flat list of leaves, so it doesn't matter if the job's function
     modifies the dicts and NNX states in the tree.
 
     Attributes:

@@ -155,8 +155,8 @@ def device_limit_bytes(device: Any, ranks: int) -> int | None:
     """Returns how many bytes of arrays a rank may hold; None if unknown. Doesn't communicate.
 
     Accelerators report their own limit. On CPUs, the ranks on a host get an equal share of its
-    memory, or of the limit that's set by the process's control group if that's lower, as is common
-    in containers.
+    memory. If the process's control group has a lower limit, as is common in containers, they share
+    that instead.
 
     Args:
         device: The rank's JAX device.

@@ -48,8 +48,8 @@ class ReplicaChecks:
     Not thread-safe: for use by the job's thread and, after that thread has ended, by the runner.
 
     Comparing replicas is a collective operation, which all ranks must perform at the same point. To
-    decide whether a comparison is due, we therefore only rely on the number of steps or batches,
-    which is the same on every rank, and never on the state itself, which might not be.
+    decide whether a comparison is due, we therefore look only at the number of steps or batches,
+    which is the same on every rank, and never at the state itself, which might not be.
 
     Args:
         job: The job's name.
@@ -163,7 +163,7 @@ class ReplicaChecks:
 
         Only functions with exchanges count as steps, so as long as a job hasn't exchanged anything,
         the interval of `check_replicas` is measured in batches. If a comparison is due after this
-        batch, it's performed here, which waits for all ranks.
+        batch, we perform it here and wait for all ranks.
 
         Raises:
             ExchangeError: On every rank: replicas differ.

@@ -203,8 +203,8 @@ class Resumption:
         Waits for all ranks and their disks.
         """
         # Saving is collective, so either all ranks save or none of them do. `begun` (whether the
-        # job has restored its state) is the same on all ranks. The number of steps wouldn't be a
-        # good criterion: one rank may have made its first step when another rank hasn't yet.
+        # job has restored its state) is the same on all ranks. We can't go by the number of steps,
+        # because one rank may have made its first step when another rank hasn't yet.
         if self._checkpointer.begun:
             self._checkpointer.save(
                 state,

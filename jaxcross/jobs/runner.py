@@ -263,10 +263,10 @@ class Runner:
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn` under a name, so that rank 0 can submit jobs that run it.
 
-        This is for jobs that are started at the discretion of rank 0. During the run, rank 0 can
-        call `submit(name, job=..., kwargs={...})` to add a job that runs `fn` on all ranks. For
-        this to work, every rank has to know the function: call `register` with the same arguments
-        on every rank, before the job is submitted.
+        Use this if rank 0 alone decides which jobs to start. During the run, rank 0 can call
+        `submit(name, job=..., kwargs={...})` to add a job that runs `fn` on all ranks. For this to
+        work, every rank has to know the function: call `register` with the same arguments on every
+        rank, before the job is submitted.
 
         Raises:
             ValueError: The name is empty or already taken.
@@ -620,9 +620,9 @@ def _resubmitted_jobs(
 def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
     """Compares the final states of all jobs between ranks. Waits for all ranks.
 
-    This takes one small all-reduce, which compares a hash of every job's state. In most runs, all
-    hashes are equal and nothing else is sent. Where they differ, the job gets an error on every
-    rank if it uses `check_replicas`; otherwise, there's just a warning.
+    We compare a hash of every job's state in one small all-reduce. In most runs, all hashes are
+    equal and nothing else is sent. If a job's states differ, the job gets an error on every rank if
+    it uses `check_replicas`; otherwise, there's just a warning.
     """
     joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
     # Every rank must pass the same number of reports, so jobs with nothing to compare pass an empty
@@ -640,8 +640,8 @@ def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
 def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> JobError | None:
     """Returns the error for jobs that never joined the run, or None. Waits for all ranks.
 
-    A job only joins the run once every rank has added it. `names` are the jobs that were added on
-    this rank but never joined. Ranks exchange these names, which makes the result the same on every
+    A job only joins the run once every rank has added it. `names` contains the jobs that were added
+    on this rank but never joined. Ranks exchange these names, so the result is the same on every
     rank.
     """
     ranks: dict[str, list[str]] = {}

@@ -64,10 +64,9 @@ class SkippedSteps:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
 
     def check(self) -> None:
-        """Checks the state if the number of steps skipped in a row is a multiple of
-        `MOST_IN_A_ROW`.
+        """Checks the state after every `MOST_IN_A_ROW` steps skipped in a row.
 
-        If so, waits for the state to be computed.
+        Waits for the state to be computed if it checks it.
 
         Raises:
             JobError: This rank's state contains a nonfinite value.
