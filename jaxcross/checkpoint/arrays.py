@@ -1,6 +1,6 @@
 """Reads and writes named arrays in orbax's format. No other file uses orbax.
 
-Orbax knows how to coordinate the processes of a distributed JAX program, but our ranks aren't that:
+Orbax can coordinate the processes of a distributed JAX program, but that's not what our ranks are:
 each of them is a JAX process in its own right. We let every rank use orbax as if it were alone, and
 leave it to the `checkpointer` module to combine what the ranks have written into a checkpoint.
 """
@@ -16,8 +16,8 @@ import numpy as np
 from jaxcross._pytree import Form
 from jaxcross.checkpoint.part import UnusableError
 
-# The only one-byte element types supported by tensorstore, which does the storing for orbax. Arrays
-# of any other type, e.g. a newer kind of float8, are stored as `uint8` with the same bytes.
+# The only one-byte element types supported by tensorstore, which orbax uses for storage. Arrays of
+# any other type, e.g. a newer kind of float8, are stored as `uint8` with the same bytes.
 _NAMED = frozenset(
     {
         "bool",

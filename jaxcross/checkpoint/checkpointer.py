@@ -113,10 +113,10 @@ class Writer:
 class JobCheckpointer:
     """One job's checkpoints. All ranks must call its methods in the same order, one at a time.
 
-    Methods that communicate do so through their `run_on_all_ranks` argument, because the mechanism
-    depends on when they're called. During a run, communication has to wait its turn in the exchange
-    lane (the thread that runs all collective operations); after the run, the ranks communicate
-    directly.
+    Methods that communicate take a `run_on_all_ranks` function for that purpose, because the
+    mechanism depends on when they're called. During a run, communication has to wait its turn in
+    the exchange lane (the thread that runs all collective operations); after the run, the ranks
+    communicate directly.
 
     Args:
         log: For warnings and errors about the job.
@@ -538,7 +538,7 @@ class JobCheckpointer:
     def _superfluous(self) -> set[str]:
         """Returns the checkpoints that can be deleted, including damaged ones.
 
-        That's everything older than the newest complete checkpoint, except for the `keep` newest
+        Anything older than the newest complete checkpoint can go, except for the `keep` newest
         complete checkpoints and the one with the best state so far. The latter stays until a
         checkpoint with a better state is complete on all ranks.
         """

@@ -1,8 +1,8 @@
 """One rank's description of one checkpoint, as JSON.
 
-There's one such file for each part of a checkpoint. It may be damaged or come from somebody else,
-so we treat it as untrusted and check every field. A digest in the file reveals whether its text has
-changed since it was written.
+Each part of a checkpoint comes with a description. The file may be damaged or come from somebody
+else, so we treat it as untrusted and check every field. A digest in the file reveals whether its
+text has changed since it was written.
 """
 
 from __future__ import annotations

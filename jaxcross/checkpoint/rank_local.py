@@ -26,7 +26,7 @@ from jaxcross.errors import quoted
 class RankLocal:
     """Declares which fields of a strategy's state are rank-local.
 
-    The state's class is a `NamedTuple`, and this declaration is its class attribute `rank_local`.
+    The state's class is a `NamedTuple` with this declaration in its class attribute `rank_local`.
     Don't annotate the attribute with a type, or it becomes one of the tuple's fields:
 
         class MyState(NamedTuple):
@@ -108,8 +108,8 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
 def common_leaves(state: Any) -> list[str]:
     """Returns the paths of the leaves that stay identical across ranks during training.
 
-    This assumes that all leaves are identical at the start of training. The following may differ
-    between ranks later on, even if training is correct, and are left out:
+    We assume that all leaves are identical at the start of training. The following may differ
+    between ranks later on, even if training is correct, so they're left out:
 
     - leaves that an exchange strategy declares rank-local;
     - the model's parameters, if a strategy trains a separate model on each rank, where any

@@ -80,8 +80,7 @@ class Found:
 
 
 _Offer = Mapping[str, tuple[int, bool]]
-"""One rank's checkpoints: the number of ranks that wrote each, and whether all leaves are
-common."""
+"""One rank's checkpoints: how many ranks wrote each, and whether all leaves are common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +169,9 @@ def find(
     # why all conditions in it depend only on values gathered from all ranks.
     while complete and candidates.refused is None:
         name = complete[-1]
-        # Rank 0 sends its description of the checkpoint to everyone. It's needed by ranks that have
-        # no part of their own, which is normal if e.g. this run has more ranks than the last one
-        # and all leaves are identical on all ranks.
+        # Rank 0 sends its description of the checkpoint to everyone, since some ranks may not have
+        # a part of their own. That's normal if, for example, this run has more ranks than the last
+        # one and all leaves are identical on all ranks.
         first = parse(
             ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0]
         )
@@ -258,9 +257,9 @@ def _check_fit(
     )
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
-        # These leaves are now named as rank-local, but weren't when the checkpoint was saved, and
-        # since they were equal on all ranks, the checkpoint doesn't say that they're rank-local.
-        # Rank-local values can't be restored on a different number of ranks, so refuse.
+        # The job now names these leaves as rank-local, but it didn't when the checkpoint was saved.
+        # Since they were equal on all ranks at the time, the checkpoint doesn't say that they're
+        # rank-local. Rank-local values can't be restored on a different number of ranks, so refuse.
         raise _refusal(
             ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size
         )
@@ -306,7 +305,7 @@ def _refuse_lost(
 
     It's fine if the run was killed while writing its first checkpoint. In that case, there's no
     checkpoint with parts from all ranks, and no rank has the mark that's written after the first
-    complete checkpoint. Nothing has been lost, and the job may start from scratch.
+    complete checkpoint. Nothing has been lost, so the job may start from scratch.
     """
     holders = [each["holders"] for each in found]
     names = sorted({name for each in holders for name in each}, reverse=True)
@@ -379,9 +378,9 @@ def _error_text(error: Exception | None, path: Path) -> str:
 def _part_here(first: Part, own: Part | None, world: World) -> Part:
     """Returns the part that this rank resumes from.
 
-    That's its own part if it has one and the number of ranks hasn't changed. Otherwise, the leaves
-    are the same on all ranks, so it's rank 0's part, but without the states of rank 0's data
-    iterators, which are only valid for rank 0's data.
+    A rank resumes from its own part if it has one and the number of ranks hasn't changed.
+    Otherwise, the leaves are the same on all ranks, so it resumes from rank 0's part, but without
+    the states of rank 0's data iterators, which are only valid for rank 0's data.
     """
     # The notes (on evaluations and skipped steps) have to be the same on all ranks, so take them
     # from rank 0. They may differ between parts: when ranks fail at different times, each of them
@@ -441,8 +440,7 @@ def _common(
 
 
 def _initial(state: PyTree, *, local: bool) -> tuple[list[str], dict[str, str]]:
-    """Returns the paths of the rank-local leaves in a rank's initial state, and all leaves'
-    digests.
+    """Returns the paths of rank-local leaves in a rank's initial state, and all digests.
 
     Digests are only needed if states differ between ranks by design (`local`); otherwise, they're
     empty strings.

@@ -175,10 +175,10 @@ class Session:
             before = JobList(submitted={})
         owner = before.process
         me = this_process()
-        # The folder's list of jobs names the process that uses the folder, and as long as that's
-        # running, no other run may use it. If it was on another host, we can't check that, so we
-        # assume that it has ended. Otherwise, the crash of a host would make the folder unusable
-        # forever.
+        # The folder's list of jobs names the process that's using the folder. As long as that
+        # process is running, no other run may use it. If it was on another host, we can't check
+        # that, so we assume that it has ended; otherwise, a crashed host would make the folder
+        # unusable forever.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
                 f"process {owner.pid} on this host is training with it now: wait until it has "
