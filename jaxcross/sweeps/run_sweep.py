@@ -86,8 +86,8 @@ def sweep(
     would depend on which trial happens to be faster. Instead, we pass on results in the order of
     steps, as if every step of every trial took the same time. As a consequence, if the search has a
     pruner, a trial that logs the metric has to wait until the other trials have made as many steps,
-    which means that a trial with a long compile time holds up the others. Likewise, if you use an
-    Optuna study, the trial that follows one that has ended has to wait for the others to catch up.
+    which means that a trial with a long compile time holds up the others. With an Optuna study,
+    whenever a trial ends, the next trial can't begin until the others have made as many steps.
     Without a pruner, `Grid`, `Choices` and `Draws` never wait.
 
     Args:
@@ -103,8 +103,8 @@ def sweep(
         metric: The name under which trials log the metric, e.g. `eval/accuracy` if it's in a dict.
             To catch typos in the name early, the sweep ends with an error if a trial ends without
             having logged the metric, or if the `job.every` evaluation that should provide it
-            returns something else the first time. Neither is the case if some trial has already
-            logged the metric.
+            returns something else the first time. Neither happens if some trial has already logged
+            the metric.
         mode: Whether larger (`max`) or smaller (`min`) values of the metric are better. Required
             unless `search` is an `Optuna`, whose study has a direction.
         trials: The number of trials. Required for `Draws` and `Optuna`, where you can increase it

@@ -176,9 +176,7 @@ class Schedule:
         return self.settle() if self._queue else []
 
     def report(self, number: int, step: int, value: float) -> list[Decision]:
-        """Records a reported value. Ignores a step that was reported before, e.g. before a
-        restart.
-        """
+        """Records a reported value. A no-op if the step was already reported."""
         trial = self._running.get(number)
         # Ignore reports from trials that have been pruned or have ended. Also ignore steps that
         # were already reported: after a restart, a trial repeats the steps since its last
@@ -269,8 +267,8 @@ class Schedule:
         """Calls the search, unless it has raised an error before.
 
         An error from the search is stored in `error` instead of raised here. Any trial's thread may
-        happen to make this call, so raising it would make a trial fail that has nothing to do with
-        the error.
+        happen to make this call, so raising the error could fail a trial that has nothing to do
+        with it.
         """
         if self.error is not None:
             return None

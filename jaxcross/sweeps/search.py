@@ -215,7 +215,7 @@ class Listed:
 def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
     """Returns the parameters of all trials if they're known up front.
 
-    For `Optuna`, the result is empty, because the study proposes parameters on the fly. It's
+    Returns an empty list for `Optuna`, whose study proposes parameters on the fly. The result is
     identical on all ranks, unless the user's function for `Draws` returns something different on
     each of them.
 
