@@ -1,11 +1,11 @@
-"""Exact resume: saves every job's state, data position and plan, so that a killed run can continue.
+"""Exact resume: saves each job's state, data position and plan, so a killed run can carry on.
 
 session        the checkpoints of one run, and the user's settings: where and how often to save
 checkpointer   one job's checkpoints on one rank: restores the newest, writes new ones in a separate
                thread, deletes old ones
-restore        finds the newest checkpoint that is complete on all ranks, and reads it
+restore        finds the newest checkpoint that's complete on all ranks, and reads it
 load           loads one job's newest or best state in any process
-rank_local     which leaves are rank-local: declared by a strategy's state (`RankLocal`), or named
+rank_local     which leaves are rank-local, as declared by a strategy's state (`RankLocal`) or named
                by the user
 part           one rank's description of one checkpoint, parsed as untrusted data
 job_list       the list of jobs in a folder of checkpoints, including those added during a run

@@ -1,8 +1,8 @@
-"""Reads and writes named arrays in orbax's format. This is the only file that uses orbax.
+"""Reads and writes named arrays in orbax's format. No other file uses orbax.
 
-Orbax can coordinate several processes of one distributed JAX program. Our ranks are different: each
-of them is a JAX process on its own. So each rank uses orbax as if there were no other ranks, and
-the `checkpointer` module combines what they have written into one checkpoint.
+Orbax can coordinate the processes of a distributed JAX program, but that's not what our ranks are:
+each of them is a JAX process in its own right. We let every rank use orbax as if it were alone, and
+leave it to the `checkpointer` module to combine what the ranks have written into a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from jaxcross._pytree import Form
 from jaxcross.checkpoint.part import UnusableError
 
-# Orbax stores arrays with tensorstore, which supports only these one-byte element types. If an
-# array has another one, e.g. a newer kind of float8, we store its bytes unchanged as `uint8`.
+# The only one-byte element types supported by tensorstore, which orbax uses for storage. Arrays of
+# any other type, e.g. a newer kind of float8, are stored as `uint8` with the same bytes.
 _NAMED = frozenset(
     {
         "bool",
@@ -34,7 +34,7 @@ _NAMED = frozenset(
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays into `folder`, which mustn't exist yet. Leaves out empty arrays. Waits."""
+    """Writes arrays into `folder`, which mustn't exist yet, and skips empty arrays. Waits."""
     import orbax.checkpoint as ocp
 
     stored = {name: _stored(array) for name, array in arrays.items() if array.size}
@@ -44,15 +44,14 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
-    """Reads the arrays, and checks that they have the given types and shapes. Waits.
+    """Reads arrays, checking that they have the given types and shapes. Waits.
 
-    Before we read an array, we compare its type, shape and chunk size on disk with what we expect.
-    Otherwise, a damaged or malicious file that claims to contain a huge array could make us run out
-    of memory.
+    Each array's type, shape and chunk size on disk are checked before we read it. Otherwise, a
+    damaged or malicious file that claims to contain a huge array could make us run out of memory.
 
     Raises:
         UnusableError: The names, types or shapes differ.
-        Exception: Any error that orbax or tensorstore raises.
+        Exception: Any error raised by orbax or tensorstore.
     """
     empty = {
         name: np.empty(form.shape, np.dtype(form.dtype))

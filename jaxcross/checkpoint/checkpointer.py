@@ -1,19 +1,19 @@
-"""One job's checkpoints on one rank: restores the newest one, writes new ones, deletes old ones.
+"""One job's checkpoints on one rank: restores the newest, writes new ones, deletes old ones.
 
-**Saving.** Training shouldn't have to wait for the disk. So a call of `save` only copies the state
-and agrees with the other ranks on what to write; the files are written by a separate thread while
-training continues. A checkpoint can be used only if every rank has written its part, but a rank
-can't see the other ranks' disks. So in the next call of `save`, or in `wait_until_complete`, the
-ranks tell one another whether writing has succeeded. Only then does the checkpoint count as
-complete.
+**Saving.** Training shouldn't have to wait for the disk, so `save` just copies the state and agrees
+with the other ranks on what to write, while the actual writing happens in a separate thread. A
+checkpoint is only usable if every rank has written its part, but ranks can't see each other's
+disks. They report success to each other in the next call of `save` or in `wait_until_complete`;
+only then does the checkpoint count as complete.
 
-**Deleting.** A run may be killed at any moment, even while it's writing a checkpoint. To make sure
-that there's always a checkpoint from which a restart can resume, we never delete the newest
-complete one. An old checkpoint is deleted only once newer ones are complete on all ranks.
+**Deleting.** A run may be killed at any moment, even while it's writing a checkpoint, and there
+should always be a checkpoint to resume from. That's why we never delete the newest complete
+checkpoint, and only delete older ones once their successors are complete on all ranks.
 
 **Who writes what.** In data-parallel training, most leaves of a job's state are identical on all
-ranks, so it's enough if rank 0 writes them. All other leaves are written by every rank: those whose
-values differ, and those that the job names as rank-local, even if their values happen to be equal.
+ranks, so rank 0 writes them on behalf of everyone. The remaining leaves are written by every rank:
+those with different values, and those that the job declares as rank-local, even if their values
+happen to be equal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
 from jaxcross.world import RunOnAllRanks, World
 
-_LOOK_S = 0.2  # how often a waiting thread checks whether the disk makes progress
+_LOOK_S = 0.2  # how often a waiting thread checks whether the disk is making progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class SavedProgress:
         step: The number of steps made.
         places: For each loop over batches that was open at that step, the number of batches taken
             and the iterator's own state.
-        cuts: The fastest cut that was found for each program.
+        cuts: The fastest cut found for each program.
         notes: The results of the job's evaluations, and its skipped steps.
         best_step: The step of the best state so far; None if there is none, or best states aren't
             kept.
@@ -61,7 +61,7 @@ class SavedProgress:
 class Writer:
     """A thread that writes the checkpoints of all jobs.
 
-    There's only one, because the cores and the disk that it uses aren't available for training.
+    A single thread is enough, and any cores or disk bandwidth it uses are lost to training.
     """
 
     def __init__(self) -> None:
@@ -84,10 +84,9 @@ class Writer:
     ) -> None:
         """Waits until the task `written` is done, and raises its error, if any.
 
-        If the disk hangs, the watchdog reports it, with `missing` as a description of what hasn't
-        been written. A slow disk isn't an error, though, and it may need a long time just for the
-        tasks before this one. So whenever one of these is finished, we restart the watchdog's
-        timer.
+        If the disk hangs, the watchdog reports it; `missing` describes what hasn't been written. A
+        disk that's merely slow isn't an error, though, and may take a long time just for the tasks
+        ahead of this one, so we reset the watchdog's timer each time a task finishes.
         """
         late = {world.rank: f"its disk has not taken {missing}"}
         watch = world.monitor(
@@ -107,25 +106,25 @@ class Writer:
             written.result()
 
     def close(self) -> None:
-        """Ends the thread after it has finished all tasks. Waits for it."""
+        """Ends the thread after finishing all tasks. Waits for it."""
         self._pool.shutdown()
 
 
 class JobCheckpointer:
     """One job's checkpoints. All ranks must call its methods in the same order, one at a time.
 
-    Each method that communicates has an argument `run_on_all_ranks`, a function that runs its
-    communication. How this works depends on when the method is called. During a run, communication
-    has to wait for its turn in the exchange lane, the thread that runs everything in which the
-    ranks take part together. After the run, the ranks communicate directly.
+    Methods that communicate take a `run_on_all_ranks` function for that purpose, because the
+    mechanism depends on when they're called. During a run, communication has to wait its turn in
+    the exchange lane (the thread that runs all collective operations); after the run, the ranks
+    communicate directly.
 
     Args:
         log: For warnings and errors about the job.
         world: Rank, size, and a broadcast.
         folders: Where the parts are on this rank's disk.
-        keep: The number of complete checkpoints to keep.
+        keep: How many complete checkpoints to keep.
         environment: Everything else that affects the last bits of results, such as versions.
-        writer: The thread that writes.
+        writer: The thread that does the writing.
     """
 
     def __init__(
@@ -147,24 +146,24 @@ class JobCheckpointer:
         self._forms: dict[str, Form] | None = None  # shapes and types of the restored state
         self._named: Collection[str] = ()  # paths of leaves named as rank-local
         self._complete: list[str] = []  # complete on all ranks, oldest first
-        # The checkpoints that we may delete: those that existed when this run started, and those
-        # that it has begun itself. If another run uses the same directory by mistake, it writes
-        # checkpoints that aren't in this set, so it doesn't lose them.
+        # The checkpoints that we may delete: those that were there when this run started, and those
+        # that it has begun itself. If another run uses the same directory by mistake, its
+        # checkpoints aren't in this set and are therefore safe.
         self._known: set[str] = set()
         self._writing: tuple[str, Future[None]] | None = None
         # Step, notes and digests of the newest checkpoint.
         self._saved: tuple[int, dict[str, str], list[str]] | None = None
-        # Checkpoints whose state was the best one so far when they were begun, oldest first.
+        # Checkpoints whose state was the best so far at the time they were begun, oldest first.
         self._bests: list[str] = []
 
     @property
     def begun(self) -> bool:
-        """Whether the job has restored its state. It can be saved only after that."""
+        """Whether the job has restored its state, without which it can't be saved."""
         return self._forms is not None
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint that is complete on all ranks, or None."""
+        """The step of the newest checkpoint that's complete on all ranks, or None."""
         return step_of(self._complete[-1]) if self._complete else None
 
     def restore(
@@ -175,25 +174,25 @@ class JobCheckpointer:
         local: bool = False,
         named: Collection[str] = (),
     ) -> tuple[PyTree, SavedProgress] | None:
-        """Restores the newest checkpoint that is complete on all ranks. Waits for all ranks.
+        """Restores the newest checkpoint that's complete on all ranks. Waits for all ranks.
 
         Returns:
             The state, in a tree with the structure of `target`, and the job's progress; None if
             there's no checkpoint.
 
         Args:
-            target: The state with which the job would start from scratch.
-            run_on_all_ranks: Runs work that communicates.
-            local: Whether ranks have different `target`s on purpose.
-            named: Paths of the leaves that the job names as rank-local, the same on every rank.
-                From now on, every rank writes these leaves, even if they happen to be identical on
-                all ranks.
+            target: The state that the job would start from if there were no checkpoint.
+            run_on_all_ranks: Used to communicate.
+            local: Whether `target` differs between ranks by design.
+            named: Paths of the leaves that the job declares as rank-local, the same on every rank.
+                From now on, every rank writes these leaves, even if they happen to be identical
+                everywhere.
 
         Raises:
-            JobError: Raised on every rank. The newest checkpoint belongs to another model or
-                another version of jaxcross, or can't be used with this number of ranks; or a rank
-                can't read its disk; or there are checkpoints but all of them are damaged; or the
-                job has already restored a state.
+            JobError: Raised on every rank. The newest checkpoint belongs to a different model or
+                version of jaxcross, or can't be used with this number of ranks; a rank can't read
+                its disk; there are checkpoints, but all of them are damaged; or the job has already
+                restored a state.
             TypeError: A leaf is neither an array nor a number.
         """
         if self._forms is not None:
@@ -213,9 +212,9 @@ class JobCheckpointer:
             named=named,
         )
         self._named = named
-        # From here on, the job counts as restored, so its state can be saved. Record this before we
-        # access the disk: it must be the same on all ranks, whereas an error of the disk may occur
-        # on this rank alone.
+        # From here on, the job counts as restored, which means that it can be saved. Set this
+        # before accessing the disk, because it has to be the same on all ranks, whereas disk errors
+        # may hit just one of them.
         self._forms = wanted
         self._known = set(self._folders.names())
         if found is None:
@@ -224,8 +223,8 @@ class JobCheckpointer:
                     f"no checkpoint in `{self._folders.path}` was ever complete: the job starts "
                     "from scratch"
                 )
-            # If there's still a mark that says that a checkpoint was complete, someone has deleted
-            # that checkpoint by hand.
+            # If there's still a mark saying that a checkpoint was complete, someone must have
+            # deleted that checkpoint by hand.
             self._mark("whole", None)
             return None
         part = found.part
@@ -261,9 +260,9 @@ class JobCheckpointer:
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
         """Returns whether the job was stopped or paused in an earlier run. Waits for all ranks.
 
-        Each rank keeps small files on its disk, called marks, that say how a job ended and whether
-        it was paused. Only the marks of stopped and paused jobs matter here. A job that has ended
-        or failed is simply resumed, so its mark is deleted. The result is the same on every rank.
+        Each rank keeps small files on its disk, called marks, which say how a job ended and whether
+        it was paused. We only care about stopped and paused jobs here. A job that has ended or
+        failed is simply resumed, and its mark deleted. The result is the same on every rank.
 
         Raises:
             JobError: Raised on every rank if one of them can't read its disk.
@@ -282,15 +281,13 @@ class JobCheckpointer:
                 self._mark("left", None)
 
         ranks = RankGather(self._log, run_on_all_ranks)
-        # Let the exchange lane delete the old mark (`then=forget`), rather than this thread. A mark
-        # is the file that says how the job ended. If the next vote stops the job, the exchange lane
-        # writes a new one, and if this thread was late, it would delete the new mark instead of the
-        # old one.
+        # Delete the old mark in the exchange lane (`then=forget`), not in this thread. If the next
+        # vote stops the job, the exchange lane writes a new mark of the same name; a belated
+        # deletion by this thread would hit that mark instead.
         gathered = ranks.gather("its job markers", [done, paused, error_text], then=forget)
         ranks.check(UNREADABLE, [text for *_, text in gathered], cause)
-        # When a job is stopped or paused, every rank writes a file that says so. But the earlier
-        # run may have been killed when only some ranks had written theirs, so it's enough if one
-        # rank has the file.
+        # When a job is stopped or paused, every rank writes a mark, but the earlier run may have
+        # been killed before all of them got around to it. A mark on a single rank is enough.
         is_stopped = any(status == JobStatus.STOPPED for status, *_ in gathered)
         is_paused = any(mark for _, mark, _ in gathered) and not is_stopped
         if is_stopped:
@@ -303,17 +300,17 @@ class JobCheckpointer:
         return is_stopped, is_paused
 
     def mark_done(self, status: JobStatus) -> None:
-        """Writes a mark that the job itself has ended, rather than only the run. Doesn't wait.
+        """Leaves a mark that the job itself has ended, rather than just the run. Doesn't wait.
 
-        The mark is written before any checkpoint that is begun later.
+        The mark is written before any checkpoint that's begun later.
         """
         self._mark("left", status)
         self._mark("paused", None)
 
     def mark_paused(self, paused: bool) -> None:
-        """Writes or removes the mark that the job is paused. Doesn't wait.
+        """Adds or removes the mark that the job is paused. Doesn't wait.
 
-        This happens before any checkpoint that is begun later is written.
+        This takes effect before any checkpoint that's begun later is written.
         """
         self._mark("paused", "paused" if paused else None)
 
@@ -340,26 +337,26 @@ class JobCheckpointer:
     ) -> list[dict[str, str]] | None:
         """Starts a checkpoint. Once this returns, the state may be donated.
 
-        Waits for three things: until the state has been computed, until the job's previous
-        checkpoint is on disk, and until all ranks have called this method. The new checkpoint is
-        written by another thread, and this method doesn't wait for that.
+        Blocks until the state has been computed, the job's previous checkpoint is on disk, and all
+        ranks have joined in. The new checkpoint is written by another thread, without waiting for
+        it.
 
         Args:
             state: The job's state.
             progress: The job's progress.
-            run_on_all_ranks: Runs work that communicates.
+            run_on_all_ranks: Used to communicate.
             unsavable_reason: Why the job couldn't resume from this state; "" if the caller knows of
                 no reason.
-            last: Whether this is the job's last checkpoint. If so, nothing is written if the newest
-                checkpoint already has this state, and if the state can't be saved, that's only a
-                warning.
+            last: Whether this is the job's last checkpoint. In that case, nothing is written if the
+                newest checkpoint already contains this state, and a state that can't be saved only
+                causes a warning.
 
         Returns:
-            For each rank, the digests of its leaves. None if `last` is set and either the state
-            can't be saved or the job hasn't made a step.
+            The digests of the leaves, for each rank. None if `last` is set and the state can't be
+            saved or the job hasn't made a step.
 
         Raises:
-            JobError: Raised on every rank. The job couldn't resume from the state, or a disk
+            JobError: Raised on every rank. The job couldn't resume from this state, or a disk
                 failed.
         """
         leaves: dict[str, Leaf] = {}
@@ -382,10 +379,10 @@ class JobCheckpointer:
             "unsavable": unsavable_reason,
         }
         ranks = RankGather(self._log, run_on_all_ranks)
-        # Suppose that a run is killed while it's writing the checkpoint of step 100. Its restart
-        # will write a checkpoint of step 100 again, which must not be mixed up with the remains of
-        # the first one. So besides the step, a checkpoint's name contains a token that's different
-        # for each attempt. All ranks use the token that rank 0 has created.
+        # A run may be killed while it's writing the checkpoint of, say, step 100. The restart will
+        # then write a checkpoint for step 100 again, which mustn't get mixed up with the remains of
+        # the first attempt. To prevent that, the name of a checkpoint also contains a token that's
+        # different for each attempt. It's created by rank 0 and used by all ranks.
         gathered = ranks.gather(
             "save", {**mine, "digests": digests, "token": f"{time.time_ns():016x}"}
         )
@@ -403,20 +400,20 @@ class JobCheckpointer:
                 f"cannot be saved: its ranks have made {steps} steps, and could not resume together"
             )
         if not all(rank["same"] for rank in gathered):
-            # Leaves that are identical on all ranks, bit for bit, are written only by rank 0.
-            # There's one exception: a leaf that the job names as rank-local is written by every
-            # rank, even if its values happen to be equal now. A run with a different number of
-            # ranks mustn't use such a leaf.
+            # Leaves that are identical on all ranks, bit for bit, are only written by rank 0. The
+            # exceptions are leaves that the job declares as rank-local, which are written by every
+            # rank even if they happen to be equal right now, because they mustn't be restored on a
+            # different number of ranks.
             equal = {
                 path
                 for path, d in digests.items()
                 if all(rank["digests"].get(path) == d for rank in gathered)
             }
             common = equal.difference(self._named)
-            # A checkpoint whose leaves are all identical on all ranks can be restored on any number
-            # of ranks. But if there's just one rank, it can't compare its leaves with another
-            # rank's, so all of them look identical. That's why we also check the types of the
-            # objects in the state, which may declare leaves as rank-local.
+            # If all leaves are identical on all ranks, the checkpoint can be restored on any number
+            # of ranks. With a single rank, though, there's nothing to compare with, so all leaves
+            # look identical. That's why we also check whether the types of any objects in the state
+            # declare leaves as rank-local.
             any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
             self._begin(
                 checkpoint_name(progress.step, gathered[0]["token"]),
@@ -529,7 +526,7 @@ class JobCheckpointer:
     def _finish_previous(
         self, ranks: RankGather, errors: list[str], cause: Exception | None
     ) -> None:
-        """Counts the previous checkpoint as complete, or raises if a rank couldn't write it."""
+        """Counts the previous checkpoint as complete, or raises if a rank failed to write it."""
         writing = self._writing
         self._writing = None
         ranks.check("could not be saved", errors, cause)
@@ -541,9 +538,9 @@ class JobCheckpointer:
     def _superfluous(self) -> set[str]:
         """Returns the checkpoints that can be deleted, including damaged ones.
 
-        A checkpoint can be deleted if it's older than the newest complete one, unless we want to
-        keep it. We keep the `keep` newest complete checkpoints, and the one with the best state so
-        far. The latter is kept until a checkpoint with a better state is complete on all ranks.
+        Anything older than the newest complete checkpoint can go, except for the `keep` newest
+        complete checkpoints and the one with the best state so far. The latter stays until a
+        checkpoint with a better state is complete on all ranks.
         """
         kept = self._complete[-self._keep :]
         best = [name for name in self._bests if name in self._complete][-1:]

@@ -1,20 +1,20 @@
 """Layout of one job's checkpoints on one rank's file system. Does not communicate.
 
-Each rank writes its part of a checkpoint into a separate folder, e.g. rank 0 into
-`<job>/<step>-<token>/rank-0000`. The arrays are in its subfolder `state`, in orbax's format, and
-the file `part.json` describes them. We write `part.json` last, so if a folder doesn't contain this
-file, the part is incomplete and we ignore it.
+Each rank writes its part of a checkpoint into a folder of its own, e.g. rank 0 into
+`<job>/<step>-<token>/rank-0000`. The arrays go into the subfolder `state`, in orbax's format, and
+`part.json` describes them. Since `part.json` is written last, a folder without it belongs to an
+incomplete part, which we ignore.
 
-If a run is killed while it's writing the checkpoint of a step, its restart will write a checkpoint
-of the same step again. The files of the two attempts must not get mixed up. So the folder's name
-contains a token that's different for each attempt.
+If a run is killed in the middle of writing a checkpoint, its restart will write a checkpoint for
+the same step again. The token in the folder's name, which is different for each attempt, keeps
+their files apart.
 
-Besides the checkpoints, a job's folder may contain up to three small files per rank, which we call
-marks. They tell a restart what has happened to the job:
+Besides checkpoints, a job's folder may contain up to three small files per rank, called marks,
+which tell a restart what has happened to the job:
 
 - `left-0000` says how the job ended;
 - `paused-0000` says that the job is paused;
-- `whole-0000` says that the job once had a checkpoint that was complete on all ranks.
+- `whole-0000` says that the job has had a checkpoint that was complete on all ranks.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError
 
 SET_FILE = "jobs.json"  # beside the jobs' folders
 Mark = Literal["left", "paused", "whole"]
-# These errors mean that a file doesn't exist. Any other error only means that the disk can't be
-# read at the moment, and the checkpoint may be intact.
+# Errors which mean that a file doesn't exist. Any other error just means that the disk can't be
+# read right now, and the checkpoint may be intact.
 ABSENT = (FileNotFoundError, NotADirectoryError)
 _NAME = re.compile(r"\d{12}-[0-9a-f]{16}")
 _CHUNK_BYTES = 2**22
 
 
 def folder_name(job: str) -> str:
-    """Returns a folder name for a job. Different jobs have different folder names.
+    """Returns a folder name for a job. Different jobs get different folder names.
 
-    A job's name may contain characters that a file name can't, e.g. slashes, and these are escaped.
-    The folder's name doesn't start with a dot either, has a limited length, and differs from the
-    name of the file that lists the jobs.
+    Characters that aren't allowed in file names, e.g. slashes, are escaped. The result never starts
+    with a dot, has a limited length, and doesn't clash with the file that lists the jobs.
     """
     name = quote(job, safe=" =,+")
     name = f"%{ord(name[0]):02X}{name[1:]}" if name.startswith((".", SET_FILE)) else name
@@ -57,12 +56,12 @@ def folder_name(job: str) -> str:
 
 
 def checkpoint_name(step: int, token: str) -> str:
-    """Returns the name of a checkpoint's folder. Sorted names are in order of age, oldest first."""
+    """Returns the name of a checkpoint's folder. Names sort by age, oldest first."""
     return f"{step:012d}-{token}"
 
 
 def step_of(name: str) -> int:
-    """Returns the step of a checkpoint, given its folder's name."""
+    """Extracts a checkpoint's step from its folder's name."""
     return int(name.partition("-")[0])
 
 
@@ -70,7 +69,7 @@ class Folders:
     """One rank's view of one job's checkpoints.
 
     Args:
-        path: The job's folder. It doesn't have to exist.
+        path: The job's folder, which doesn't have to exist.
         rank: The rank whose parts are read and written.
         ranks: The number of ranks in this run.
     """
@@ -95,7 +94,7 @@ class Folders:
             return []
 
     def holders(self) -> dict[str, list[int]]:
-        """Returns, for each checkpoint, the ranks of this run whose complete parts are here."""
+        """Returns, for each checkpoint, which ranks of this run have complete parts here."""
         return {
             name: [
                 n
@@ -108,8 +107,8 @@ class Folders:
     def mark(self, what: Mark, text: str | None) -> None:
         """Writes this rank's mark, or removes it if `text` is None. Waits for the disk.
 
-        If an earlier run had more ranks than this one, rank 0 also removes the marks of the
-        additional ranks.
+        Rank 0 also removes marks left behind by extra ranks, in case an earlier run had more ranks
+        than this one.
         """
         file = self.path / f"{what}-{self._rank:04d}"
         if self._rank == 0:
@@ -122,7 +121,7 @@ class Folders:
             write_whole(file, text)
 
     def marked(self, what: Mark) -> str:
-        """Returns the beginning of this rank's mark, or an empty string if there's no mark.
+        """Returns the beginning of this rank's mark, or an empty string if there isn't one.
 
         Raises:
             OSError: The mark exists but can't be read.
@@ -154,7 +153,7 @@ class Folders:
 
         Raises:
             UnusableError: The part is incomplete or damaged; `AbsentError` if it's missing.
-            UnknownFormatError: The part was written by another version.
+            UnknownFormatError: The part was written by a different version.
             OSError: The part exists but can't be read.
         """
         file = self.part_path(name) / "part.json"
@@ -179,7 +178,7 @@ class Folders:
         return part
 
     def commit(self, name: str, part: Part) -> None:
-        """Completes this rank's part after its arrays have been written. Waits for the disk."""
+        """Completes this rank's part, whose arrays must have been written. Waits for the disk."""
         folder = self.part_path(name)
         for file in _files(self.arrays_path(name)):
             sync(file)
@@ -188,7 +187,7 @@ class Folders:
             sync(path)
 
     def check_files(self, name: str, files: Mapping[str, tuple[int, str]]) -> None:
-        """Checks that the part's array files are the same as when they were written, byte for byte.
+        """Checks that the part's array files are unchanged since they were written, byte for byte.
 
         Raises:
             UnusableError: A file is missing, was added, or has changed.
@@ -209,7 +208,7 @@ class Folders:
                 raise UnusableError(f"`{file}` has other bytes than were written")
 
     def describe_files(self, name: str) -> dict[str, tuple[int, str]]:
-        """Returns the size in bytes and the digest of each array file of the part."""
+        """Returns the size in bytes and the digest of each of the part's array files."""
         folder = self.arrays_path(name)
         return {
             str(file.relative_to(folder)): (file.stat().st_size, _digest(file))
@@ -219,9 +218,9 @@ class Folders:
     def delete(self, names: Iterable[str]) -> None:
         """Deletes this rank's parts of these checkpoints.
 
-        The other ranks of this run delete their own parts. If an earlier run had more ranks than
-        this one, nobody would delete the parts of the additional ranks, so rank 0 does. Files that
-        can't be deleted are ignored.
+        Other ranks delete their own parts. If an earlier run had more ranks than this one, though,
+        there's nobody to delete the parts of the extra ranks, so rank 0 takes care of them. Files
+        that can't be deleted are ignored.
         """
         for name in names:
             folder = self.path / name
@@ -231,8 +230,8 @@ class Folders:
                     parts += self._of_lost_ranks(folder, "rank")
             for part in parts:
                 try:
-                    # Delete the description first. If the process is killed before the rest is
-                    # deleted, the part then doesn't look complete.
+                    # Delete the description first. That way, if the process is killed halfway
+                    # through, the part doesn't look complete.
                     (part / "part.json").unlink(missing_ok=True)
                 except OSError:
                     # It isn't a part, or it can't be deleted.
@@ -241,14 +240,14 @@ class Folders:
             try:
                 folder.rmdir()
             except OSError:
-                continue  # contains another rank's part, or has been deleted already
+                continue  # contains another rank's part, or is already gone
 
     def _of_lost_ranks(self, folder: Path, what: str) -> list[Path]:
         """Returns the entries `<what>-<rank>` of ranks that don't exist in this run.
 
-        Another rank may delete the folder at any time, so we have to expect that it's suddenly
-        missing. That's why we don't use `Path.glob`: it would raise if the folder disappeared after
-        glob has checked that it exists and before it lists the files.
+        Other ranks may delete the folder at any time, so be prepared for it to vanish. We can't use
+        `Path.glob`, which raises an error if the folder disappears between its check that the
+        folder exists and the listing of its files.
         """
         try:
             found = [
@@ -263,7 +262,7 @@ class Folders:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Adds a path to disk errors, because Python's errors lack one if a read fails."""
+    """Adds a path to disk errors, since Python doesn't include it when a read fails."""
     try:
         yield
     except OSError as error:
@@ -280,8 +279,8 @@ def _files(folder: Path) -> Iterator[Path]:
     """Yields all files in a folder, at any depth.
 
     Raises:
-        UnusableError: The folder contains something that is neither a file nor a folder. For
-            example, a link could point to any file of the system.
+        UnusableError: The folder contains something other than files and folders, e.g. a link,
+            which could point to any file on the system.
     """
     if folder.is_symlink():
         return

@@ -1,10 +1,10 @@
-"""The list of the jobs whose checkpoints are in a folder, including those added during a run.
+"""Lists the jobs whose checkpoints are in a folder, including those added during a run.
 
-A restart needs it for two reasons. Jobs that were added or submitted during the earlier run have to
-be part of the new run from its beginning. And if another process is still using the folder, the
-restart must not write there. The list is stored in the file `jobs.json` as `jobs`, `added` and
-`submitted`, along with the process that uses the folder and some information for people. We parse
-the file as untrusted data.
+A restart needs this for two reasons. First, any jobs that were added or submitted during the
+earlier run have to take part in the new run from the start. Second, the restart mustn't write to
+the folder if another process is still using it. The file `jobs.json` contains the lists `jobs`,
+`added` and `submitted`, the process that uses the folder, and some information for human readers.
+It's parsed as untrusted data.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class JobList:
 
     Attributes:
         jobs: The names of all jobs.
-        added: The names of the jobs that were added during a run.
-        submitted: For each job that rank 0 has submitted, the text of the submission, by name.
-        process: Rank 0's process of the run that uses the folder; None if that run has ended.
+        added: The names of the jobs added during a run.
+        submitted: The submissions of jobs that rank 0 has submitted: maps their names to texts.
+        process: Rank 0's process in the run that uses the folder; None if that run has ended.
     """
 
     jobs: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class JobList:
 
 
 def read(file: Path) -> JobList:
-    """Reads the list of jobs from a file. Returns an empty list if the file doesn't exist.
+    """Reads the list of jobs from a file, which is empty if the file doesn't exist.
 
     Raises:
         UnusableError: The file isn't a list of jobs.
@@ -56,10 +56,10 @@ def read(file: Path) -> JobList:
 
 
 def parse(content: bytes) -> JobList:
-    """Parses the content of such a file.
+    """Parses the contents of such a file.
 
     Raises:
-        UnusableError: The content isn't a list of jobs.
+        UnusableError: The contents aren't a list of jobs.
     """
     try:
         body = json.loads(content)
@@ -85,7 +85,7 @@ def parse(content: bytes) -> JobList:
 
 
 def _process(value: Any) -> ProcessId | None:
-    """Returns the process in the file, or None if the value isn't valid."""
+    """Returns the process given in the file, or None if the value isn't valid."""
     names = {"host": str, "machine": str, "pid": int, "started": int}
     if not isinstance(value, dict) or {name: type(each) for name, each in value.items()} != names:
         return None

@@ -1,10 +1,10 @@
 """Loads one job's newest or best state in any process, e.g. for evaluation or export.
 
-In a run, each rank reads only its own disk, and the ranks have to agree on a checkpoint (see
-`restore`). Here, there's a single process that doesn't communicate, so it needs the parts of all
-ranks in one folder. In return, it can load the state of any number of ranks, and one rank's version
-of the leaves that differ between ranks. And if the arrays of the newest complete checkpoint are
-damaged, it raises an error, whereas a restarted run would go back to an older checkpoint.
+Unlike a run, where each rank reads only its own disk and the ranks have to agree on a checkpoint
+(see `restore`), this is for a single process that doesn't communicate and needs the parts of all
+ranks in one folder. The upside is that it can load the state of any number of ranks, and any rank's
+version of the leaves that differ. Also, if the arrays of the newest complete checkpoint are
+damaged, it raises an error, while a restarted run would fall back to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def load_checkpoint(
     """Loads the newest or best state of a job. Waits for the disk; doesn't communicate.
 
     Args:
-        directory: The directory of the `Checkpoints`. It must contain the parts of all ranks.
+        directory: The directory passed to `Checkpoints`. It must contain the parts of all ranks.
         job: The job's name.
-        state: A tree with the structure, shapes and types of the job's state. Its values don't
+        state: A tree with the structure, shapes and types of the job's state. The values don't
             matter.
-        best: Whether to load the best state according to `Checkpoints(best=...)` rather than the
-            newest one.
-        rank: The rank whose values to load for leaves that differ between ranks.
+        best: Whether to load the best state according to `Checkpoints(best=...)` instead of the
+            newest state.
+        rank: Whose values to load for leaves that differ between ranks.
 
     Returns:
         The state as a tree with the structure of `state`, and the number of steps the job had made.
 
     Raises:
-        JobError: There's no such checkpoint or rank; or the checkpoint belongs to another model or
-            version, or is damaged.
+        JobError: There's no such checkpoint or rank, or the checkpoint is damaged or belongs to a
+            different model or version.
         TypeError: A leaf of `state` is neither an array nor a number.
         OSError: The disk can't be read.
 
@@ -66,9 +66,8 @@ def load_checkpoint(
     if not 0 <= rank < first.ranks:
         raise log.error(f"was saved on {first.ranks} ranks: there is no rank {rank}")
     arrays = {}
-    # Rank 0's part contains all leaves, with the values that they had on rank 0. If some leaves
-    # differ between ranks, the requested rank's part contains that rank's values of them. So read
-    # this part second, so that its values replace those of rank 0.
+    # Rank 0's part contains its values for all leaves. If some leaves differ between ranks, read
+    # the requested rank's part second, so that its values for those leaves take precedence.
     for each in sorted({0, rank} if first.rank_local else {0}):
         folders = Folders(path, rank=each, ranks=first.ranks)
         try:
@@ -88,8 +87,8 @@ def load_checkpoint(
 def _complete(log: JobLog, path: Path) -> dict[str, Part]:
     """Returns rank 0's part of each complete checkpoint, by the checkpoint's name."""
     found = {}
-    # How many ranks have written a checkpoint is recorded in each of its parts. So begin with the
-    # part of rank 0, which is always there.
+    # We don't know yet how many ranks have written a checkpoint; each of its parts records that.
+    # Start with rank 0's part, which is always there.
     folders = Folders(path, rank=0, ranks=1)
     for name in folders.names():
         try:
@@ -100,9 +99,9 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
             ) from None
         except UnusableError:
             continue
-        # Include only complete checkpoints. If all leaves are identical on all ranks, rank 0 has
-        # stored all of them, so its part is enough. Otherwise, every rank that took part in the
-        # checkpoint must have completed its part.
+        # If all leaves are identical on all ranks, rank 0 has stored them all, and its part is
+        # enough. Otherwise, the checkpoint is only complete if every rank that took part has
+        # completed its part.
         holders = Folders(path, rank=0, ranks=part.ranks).holders().get(name, [])
         if not part.rank_local or len(holders) == part.ranks:
             found[name] = part
@@ -110,7 +109,7 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
 
 
 def _best(log: JobLog, path: Path, parts: dict[str, Part]) -> str:
-    # Every checkpoint contains the best step as it was known then, so the newest one is right.
+    # Every checkpoint contains the best step as of that time, so the newest is right.
     step = parts[max(parts)].best_step
     if step is None:
         raise log.error(

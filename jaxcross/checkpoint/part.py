@@ -1,7 +1,7 @@
 """One rank's description of one checkpoint, as JSON.
 
-Each part of a checkpoint has such a file. The file may be damaged or come from somebody else, so we
-don't trust it, and check every field before we use it. A digest in the file tells us whether its
+Each part of a checkpoint comes with a description. The file may be damaged or come from somebody
+else, so we treat it as untrusted and check every field. A digest in the file reveals whether its
 text has changed since it was written.
 """
 
@@ -27,22 +27,22 @@ _TYPE = re.compile(r"bool|u?int\d+|b?float\d+(_e\dm\d\w*)?|complex\d+")
 
 
 class UnusableError(Exception):
-    """A checkpoint is incomplete or has changed on disk, so an older one should be used."""
+    """A checkpoint is incomplete or has changed on disk. Fall back to an older one."""
 
 
 class AbsentError(UnusableError):
-    """A part is missing: it wasn't written completely, or it has been deleted."""
+    """A part is missing because it was never completed or has been deleted."""
 
 
 class UnknownFormatError(Exception):
-    """A checkpoint is intact, but was written by another version of jaxcross."""
+    """A checkpoint is intact, but was written by a different version of jaxcross."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLeaf:
     """A leaf of a checkpoint: its form, its digest, and whether it was identical on all ranks.
 
-    Leaves that are identical on all ranks are stored only by rank 0.
+    Leaves that are identical on all ranks are only stored by rank 0.
     """
 
     form: Form
@@ -56,14 +56,14 @@ class Part:
 
     Attributes:
         job: The job's name.
-        step: The number of steps that the job had made.
+        step: How many steps the job had made.
         rank: The rank that wrote the part.
         ranks: The number of ranks in that run.
         leaves: All leaves of this rank's state, by path.
-        files: The size in bytes and the digest of each array file, by its path in the part's
+        files: The size in bytes and the digest of each array file, by its path within the part's
             folder.
         places: The positions in this rank's data; see `jaxcross.jobs.prefetch`.
-        cuts: The fastest cut that was found for each program.
+        cuts: The fastest cut found for each program.
         environment: Everything else that affects the last bits of results: versions, device,
             threads.
         notes: The results of the job's evaluations, and its skipped steps; see
@@ -89,7 +89,7 @@ class Part:
 
     @property
     def rank_local(self) -> list[str]:
-        """Paths of the leaves that every rank has stored, not just rank 0."""
+        """Paths of the leaves that are stored by every rank, not just by rank 0."""
         return [path for path, saved in self.leaves.items() if not saved.common]
 
 
@@ -104,7 +104,7 @@ def parse(text: str) -> Part:
 
     Raises:
         UnusableError: The text isn't a part, or is damaged.
-        UnknownFormatError: The part is intact, but its format belongs to another version.
+        UnknownFormatError: The part is intact, but uses the format of a different version.
     """
     try:
         body = json.loads(text)
@@ -140,7 +140,7 @@ def _part(body: dict[str, Any]) -> Part:
 
 
 def _check_fields(data: Mapping[str, Any], kind: type[Part | SavedLeaf | Form]) -> None:
-    """Checks that all fields are there, even those with a default, and that there are no others."""
+    """Checks that all fields are present, even those with a default, and that there are no more."""
     if set(data) != {field.name for field in fields(kind)}:
         raise ValueError(f"it has the fields {sorted(data)}")
 

@@ -15,13 +15,13 @@ _log = logging.getLogger("jaxcross")
 
 @dataclass(frozen=True, slots=True)
 class JobLog:
-    """Logs warnings about one job and creates errors. `note` shows a line in the run's output."""
+    """Logs warnings and creates errors about one job. `note` shows a line in the run's output."""
 
     job: str
     note: Callable[[str], None]
 
     def warn(self, text: str) -> None:
-        """Logs a warning, and shows it as a note."""
+        """Logs a warning, and also shows it as a note."""
         _log.warning("Job `%s`: %s.", self.job, clause(text))
         self.note(text)
 
@@ -34,7 +34,7 @@ class JobLog:
 class RankGather:
     """Exchanges values between ranks, for one operation on a job's checkpoints.
 
-    All methods except `check` wait for all ranks, and all ranks must call them in the same order.
+    Except for `check`, all methods wait for all ranks, which must call them in the same order.
     """
 
     log: JobLog
@@ -49,13 +49,13 @@ class RankGather:
     def gather(
         self, what: str, value: object, *, then: Callable[[list[Any]], None] | None = None
     ) -> list[Any]:
-        """Returns the values of all ranks, by rank. They're sent as JSON, so tuples become lists.
+        """Returns the values of all ranks, by rank. Sent as JSON, so tuples become lists.
 
         Args:
             what: A short description, which becomes part of the label.
             value: This rank's value.
-            then: Called with the values of all ranks, in the same slot of the exchange lane. So
-                whatever it does happens before any later vote. Must not wait.
+            then: Called with the values of all ranks, in the same slot of the exchange lane, which
+                means that it takes effect before any later vote. Must not wait.
         """
 
         def work(control: Control) -> list[Any]:
@@ -67,10 +67,10 @@ class RankGather:
         return self.run_on_all_ranks(f"checkpoint: {what}", work)
 
     def check(self, what: str, errors: Sequence[str], cause: Exception | None = None) -> None:
-        """Raises an error if any rank's error text isn't empty. Doesn't communicate.
+        """Raises an error if any rank has passed an error text. Doesn't communicate.
 
         Raises:
-            JobError: Contains the text of the first rank whose text isn't empty.
+            JobError: Contains the first error text, in the order of ranks.
         """
         for rank, text in enumerate(errors):
             if text:

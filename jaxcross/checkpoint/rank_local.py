@@ -1,10 +1,10 @@
-"""Recognises rank-local leaves: by the types of the states that contain them, or by name.
+"""Recognises rank-local leaves, either by the types of the states they're in or by name.
 
-Most leaves of a state should be identical on all ranks, but some exist once per rank, e.g. the
+Most leaves of a state should be identical on all ranks, but others are specific to a rank, e.g. the
 residual of a compressed gradient exchange. A checkpoint with such leaves can't be restored on a
-different number of ranks. It isn't enough to compare the ranks' values when we save, because there
-may be a single rank, which has nothing to compare with, and its checkpoint may later be restored on
-several ranks.
+different number of ranks. Comparing values between ranks at the time of saving isn't enough to
+identify them: if there's only a single rank, it has nothing to compare with, but its checkpoint
+might later be restored on several ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from jaxcross.errors import quoted
 class RankLocal:
     """Declares which fields of a strategy's state are rank-local.
 
-    The class of a strategy's state is a `NamedTuple`, and its class attribute `rank_local` contains
-    the declaration. Don't give this attribute a type annotation, because an annotated attribute
-    would become one of the tuple's fields:
+    The state's class is a `NamedTuple` with this declaration in its class attribute `rank_local`.
+    Don't annotate the attribute with a type, or it becomes one of the tuple's fields:
 
         class MyState(NamedTuple):
             step: jax.Array
@@ -37,16 +36,16 @@ class RankLocal:
             rank_local = RankLocal(unsent=("residual",))
 
     Attributes:
-        unsent: Fields with data that no other rank has, such as residuals. If the number of ranks
-            changed, some of these data would be lost.
+        unsent: Fields with data that exist only on this rank, such as residuals. Changing the
+            number of ranks would lose some of it.
         model: Fields that belong to a separate model on each rank. If there are any, the model's
-            parameters are rank-local too.
-        passing: Fields that differ between ranks only for a few steps. So a single rank's
-            checkpoint can be copied to several ranks.
-        maybe_empty: Fields that contain no arrays for some arguments of the strategy. All other
-            fields must contain arrays; otherwise the declaration is ignored. We need to know this
-            because NNX turns the state into a dict, which can only be recognised by the names of
-            its fields.
+            parameters are rank-local as well.
+        passing: Fields that only differ between ranks for a few steps, which means that a single
+            rank's checkpoint can be copied to several ranks.
+        maybe_empty: Fields that, depending on the strategy's arguments, may not contain any arrays.
+            All other fields must contain arrays, or else the declaration is ignored. The reason is
+            that NNX turns the state into a dict, which can only be recognised by the names of its
+            fields.
     """
 
     unsent: tuple[str, ...] = ()
@@ -56,20 +55,20 @@ class RankLocal:
 
 
 def declared(kind: type[Any]) -> RankLocal | None:
-    """Returns the declaration of a state's class, or None if the class has none."""
+    """Returns the declaration of a state's class, or None if it has none."""
     found = getattr(kind, "rank_local", None)
     return found if isinstance(found, RankLocal) and issubclass(kind, tuple) else None
 
 
 _STATISTICS = "batch_stats"
-"""Flax's name for the statistics of normalisation layers."""
+"""What Flax calls the statistics of normalisation layers."""
 _MULTI_STEPS = RankLocal(
     passing=("acc_grads",), maybe_empty=("acc_grads", "inner_opt_state", "skip_state")
 )
 
 
 def rank_local_leaves(state: Any) -> list[str]:
-    """Returns the paths of the leaves that contain data of only this rank, such as residuals."""
+    """Returns the paths of leaves with data that exist only on this rank, such as residuals."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     strategies = _strategies(state, paths)
     return [keystr(path) for path in paths if _owned(path, strategies, _unsent)]
@@ -80,11 +79,11 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
 
     Args:
         state: A job's state.
-        names: Each name is a key or attribute anywhere in a leaf's path, or the beginning of the
-            path in the notation of `jax.tree_util.keystr`.
+        names: Each name is a key or attribute anywhere in a leaf's path, or the beginning of a path
+            in the notation of `jax.tree_util.keystr`.
 
     Raises:
-        ValueError: A name isn't in the path of any leaf. Probably it's misspelled.
+        ValueError: A name doesn't occur in any path, so it's probably misspelled.
     """
     found: dict[str, list[str]] = {name: [] for name in names}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
@@ -109,15 +108,15 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
 def common_leaves(state: Any) -> list[str]:
     """Returns the paths of the leaves that stay identical across ranks during training.
 
-    We assume that all leaves are identical when training starts. Some of them may differ between
-    ranks later, even if training is correct, so they aren't part of the result:
+    We assume that all leaves are identical at the start of training. The following may differ
+    between ranks later on, even if training is correct, so they're left out:
 
     - leaves that an exchange strategy declares rank-local;
-    - the model's parameters, if a strategy trains a separate model on each rank: we take all
-      floating-point leaves outside of the strategy's own state for parameters;
+    - the model's parameters, if a strategy trains a separate model on each rank, where any
+      floating-point leaf outside the strategy's own state is taken for a parameter;
     - gradients that are accumulated over several steps by `accumulate` or `optax.MultiSteps`;
-    - statistics of normalisation layers (Flax's `batch_stats` and `nnx.BatchStat`), which a step
-      doesn't have to average over ranks.
+    - statistics of normalisation layers (Flax's `batch_stats` and `nnx.BatchStat`), which steps
+      don't have to average over ranks.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
     strategies = _strategies(state, [path for path, _ in found])
@@ -145,9 +144,10 @@ def _is_declared(node: Any) -> bool:
 
 
 def _classes() -> dict[type[Any], RankLocal]:
-    """Returns the state classes of all strategies that are defined, with their declarations.
+    """Returns the state classes of all strategies defined so far, with their declarations.
 
-    A `NamedTuple` is a direct subclass of `tuple`, so we find these classes without a registry.
+    There's no need for a registry: a `NamedTuple` is a direct subclass of `tuple`, which makes
+    these classes easy to find.
     """
     found = {kind: _declared(kind) for kind in tuple.__subclasses__()}
     return {kind: local for kind, local in found.items() if local is not None}
@@ -159,10 +159,10 @@ _Strategies = Mapping[KeyPath, Collection[RankLocal]]
 def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
     """Finds the strategies' states in a tree. Returns their declarations, by path.
 
-    In NNX, an optimizer's state consists of dicts, so the class of a strategy's state is lost. So
-    we also check the dicts below a key `opt_state`: if the keys of a dict are the field names of a
-    strategy's state, it's taken for one. Dicts elsewhere belong to the user, and are never taken
-    for one, no matter what their keys are.
+    In NNX, an optimizer's state consists of dicts, so the class of a strategy's state is lost. To
+    make up for that, we also look at the dicts below a key `opt_state`: if a dict's keys are the
+    field names of a strategy's state, that's what we take it for. Dicts anywhere else belong to the
+    user and are left alone, whatever their keys.
     """
     found: dict[KeyPath, set[RankLocal]] = {}
     for path, node in _nodes(state, _is_declared):
@@ -185,7 +185,7 @@ def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
 
 
 def _is(kind: type[Any], local: RankLocal, names: set[str]) -> bool:
-    """Whether a node whose non-empty fields are `names` can be a strategy's state."""
+    """Whether a node whose non-empty fields are `names` could be a strategy's state."""
     fields: set[str] = set(kind._fields)  # type: ignore[attr-defined]
     return fields - {*local.maybe_empty} <= names <= fields
 
@@ -223,9 +223,9 @@ def _differing(kind: RankLocal) -> Collection[str]:
 
 
 def _in_strategy(path: KeyPath, strategies: _Strategies) -> bool:
-    """Whether a leaf is in the state of a strategy with a separate model on each rank.
+    """Whether a leaf is in the state of a strategy that trains a separate model on each rank.
 
-    For example, it may be the centre variable of `elastic_average`.
+    An example is the centre variable of `elastic_average`.
     """
     return any(kind.model for n in range(len(path)) for kind in strategies.get(path[:n], ()))
 

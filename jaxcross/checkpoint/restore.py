@@ -1,35 +1,33 @@
-"""Finds the newest checkpoint of a job that is complete on all ranks, and reads it.
+"""Finds a job's newest checkpoint that's complete on all ranks, and reads it.
 
-**The problem.** All ranks must resume from the same checkpoint. But each rank may have its own
-disk, and sees only the parts there. The run may have been killed after some ranks had written their
-parts of the newest checkpoint and before the others had, or the part on one rank's disk may be
-damaged. If each rank took the newest checkpoint on its own disk, the ranks would resume from
-different steps.
+**The problem.** All ranks have to resume from the same checkpoint, but each rank may have its own
+disk and can only see the parts on that. The run may have been killed when some ranks had written
+their parts of the newest checkpoint and others hadn't, or a part may be damaged on one rank's disk.
+If every rank just picked the newest checkpoint on its own disk, they would resume from different
+steps.
 
-**The idea.** A rank never decides on its own which checkpoint to use. Each rank sends what it has
-found on its disk to all others, and then every rank applies the same pure function to these
-findings. So all ranks come to the same decision:
+**The idea.** No rank ever decides on its own which checkpoint to use. Instead, each rank sends what
+it has found on its disk to all the others, then they all apply the same pure function to these
+findings and arrive at the same decision:
 
-1. Each rank looks at the parts on its disk, but doesn't read any arrays yet (`_survey`). From the
-lists of all ranks, `_select` determines the checkpoints that are complete on all of them.
-2. The ranks try these checkpoints, starting with the newest. Each rank reads its arrays and
-compares them with their digests. If any rank finds damage, all ranks go back to the next older
-checkpoint.
-3. The leaves that are identical on all ranks are stored only by rank 0. It sends them to the
-others.
+1. Each rank lists the parts on its disk, without reading any arrays yet (`_survey`). Given the
+   lists of all ranks, `_select` works out which checkpoints are complete on all of them.
+2. The ranks try these checkpoints, newest first. Each rank reads its arrays and verifies their
+   digests. If any rank finds damage, all of them fall back to the next older checkpoint.
+3. Leaves that are identical on all ranks are stored only by rank 0, which broadcasts them.
 
-**Damaged or unreadable.** We distinguish a checkpoint that is *damaged* from one that *can't be
-read*. Going back to an older checkpoint is right if the newest one is damaged. But if a network
-drive fails for a moment, the newest one is probably intact. If we silently resumed from an older
-checkpoint then, or even from scratch, the user would lose days of training without noticing. So if
-a file can't be read, every rank raises an error, and the user can restart once the disk works
-again.
+**Damaged or unreadable.** There's a difference between a checkpoint that is *damaged* and one that
+*can't be read*. If the newest checkpoint is damaged, it makes sense to fall back to an older one.
+But if a network drive has a hiccup, the newest checkpoint is most likely intact; silently resuming
+from an older one, or even from scratch, could cost the user days of training without anyone
+noticing. So if a file can't be read, every rank raises an error, and the user can restart once the
+disk is working again.
 
-**Starting from scratch.** It's normal that there's no complete checkpoint: the job may be new, or
-may have been killed before its first checkpoint was complete. But it may also mean that checkpoints
-were lost. So before we start from scratch, we check that none of the checkpoints whose folders are
-still there was ever complete. We recognise this by parts on the wrong ranks' disks, by damaged
-checkpoints, and by a mark that each rank writes once its first checkpoint is complete.
+**Starting from scratch.** There needn't be a complete checkpoint: the job may be new, or it may
+have been killed before completing its first one. But it could also mean that checkpoints have been
+lost. Before starting from scratch, we therefore make sure that none of the checkpoints whose
+folders still exist was ever complete. Signs that one was are parts on the wrong ranks' disks,
+damaged checkpoints, and a mark that each rank writes once its first checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ class Found:
         name: The checkpoint's name.
         part: This rank's part, or rank 0's part if this rank has none.
         arrays: All leaves, by path.
-        complete: Names of the checkpoints that are complete on all ranks, oldest first. The last of
-            them is this checkpoint.
+        complete: Names of the checkpoints that are complete on all ranks, oldest first, ending with
+            this one.
     """
 
     name: str
@@ -82,18 +80,17 @@ class Found:
 
 
 _Offer = Mapping[str, tuple[int, bool]]
-"""One rank's checkpoints: the number of ranks that wrote each, and whether all leaves are
-common."""
+"""One rank's checkpoints: how many ranks wrote each, and whether all leaves are common."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The checkpoints that could be used. The same on every rank.
+    """The checkpoints to choose from. The same on every rank.
 
     Attributes:
         complete: Names of the checkpoints from which all ranks can resume, oldest first.
         foreign: Names of the checkpoints that have rank-local leaves and were written by a
-            different number of ranks, with that number.
+            different number of ranks, along with that number.
     """
 
     complete: list[str]
@@ -101,7 +98,7 @@ class _Candidates:
 
     @property
     def refused(self) -> str | None:
-        """The newest checkpoint, if it can't be used with this number of ranks; else None."""
+        """The newest checkpoint, if it can't be used with this number of ranks; otherwise None."""
         newest = max((*self.complete, *self.foreign), default=None)
         return newest if newest in self.foreign else None
 
@@ -112,10 +109,10 @@ class _Survey:
 
     Attributes:
         parts: The readable parts, by the checkpoint's name.
-        faults: For each checkpoint of which this rank has no readable part, the reason.
-        absent: Names of the checkpoints of which this rank has no part at all.
-        marked: The name of a checkpoint that was once complete on all ranks, from this rank's mark;
-            empty without a mark.
+        faults: Why a checkpoint has no readable part on this rank, by the checkpoint's name.
+        absent: Names of the checkpoints that have no part at all on this rank.
+        marked: The name of a checkpoint that was once complete on all ranks, according to this
+            rank's mark; empty if there's no mark.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -134,47 +131,47 @@ def find(
     local: bool,
     named: Collection[str],
 ) -> Found | None:
-    """Returns the newest checkpoint that is complete on all ranks. Waits for all ranks.
+    """Returns the newest checkpoint that's complete on all ranks. Waits for all ranks.
 
     Returns None if there has never been a complete checkpoint.
 
-    The files are read in the job's own thread, rather than in the exchange lane, i.e. the thread in
-    which all jobs' communication takes place. So the other jobs continue, even if reading takes
-    long. Only the communication between ranks goes through the exchange lane.
+    Files are read in the job's own thread. Only the communication between ranks takes place in the
+    exchange lane (the thread that does the communication for all jobs), which means that other jobs
+    carry on even if reading takes a while.
 
     Args:
-        state: The state with which the job would start from scratch.
+        state: The state that the job would start from if there were no checkpoint.
         wanted: The shapes and types of its leaves.
         world: Rank, size, and a broadcast.
         folders: Where the parts are on this rank's disk.
         ranks: Gathers texts from all ranks.
-        local: Whether ranks have different `state`s on purpose.
-        named: Paths of the leaves that the job names as rank-local; the same on every rank.
+        local: Whether `state` differs between ranks by design.
+        named: Paths of the leaves that the job declares as rank-local, the same on every rank.
 
     Raises:
-        JobError: Raised on every rank. The newest checkpoint doesn't match `wanted`, or can't be
-            used with this number of ranks, or belongs to another version; or a rank can't read its
+        JobError: Raised on every rank. The newest checkpoint doesn't match `wanted`, can't be used
+            with this number of ranks, or belongs to a different version; a rank can't read its
             disk; or there are checkpoints, but all of them are damaged.
     """
     seen = _survey(folders, ranks)
     parts = seen.parts
     candidates = _select(ranks.gather("what is there", _to_offer(parts)))
     for name, fault in seen.faults.items():
-        # Warn about each part that can't be used, unless the part is merely missing and nobody
-        # needs it. That's the case if rank 0 has stored all leaves, or if the checkpoint can't be
-        # used anyway because it was written by a different number of ranks.
+        # Warn about parts that can't be used, except for parts that are merely missing from a
+        # checkpoint that doesn't need them: either rank 0 has stored all leaves, or the checkpoint
+        # was written by a different number of ranks and can't be used anyway.
         if name not in seen.absent or name not in {*candidates.complete, *candidates.foreign}:
             ranks.log.warn(f"checkpoint `{name}` cannot be used: {fault}")
     damaged: dict[str, str] = {}
     complete = candidates.complete
-    # Try the checkpoints, starting with the newest, until one isn't damaged. The loop contains
-    # collective operations, so if one rank left it earlier than the others, they would deadlock.
-    # That's why all conditions here depend only on values that were gathered from all ranks.
+    # Try the checkpoints, newest first, until we find one that isn't damaged. Since the body of the
+    # loop is collective, ranks would deadlock unless all of them leave it at the same time. That's
+    # why all conditions in it depend only on values gathered from all ranks.
     while complete and candidates.refused is None:
         name = complete[-1]
-        # Rank 0 sends its description of the checkpoint to all ranks. A rank may have no part of
-        # its own, e.g. because this run has more ranks than the one before and all leaves are
-        # identical on all ranks. Such a rank uses rank 0's description.
+        # Rank 0 sends its description of the checkpoint to everyone, since some ranks may not have
+        # a part of their own. That's normal if, for example, this run has more ranks than the last
+        # one and all leaves are identical on all ranks.
         first = parse(
             ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0]
         )
@@ -185,7 +182,7 @@ def find(
         held, damage, error = read_arrays(folders, name, part, all_leaves=world.rank == 0)
         gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
         # If a rank couldn't read its disk, raise an error on all ranks. Don't try an older
-        # checkpoint, because this one may be intact and readable later.
+        # checkpoint, because this one may well be intact and become readable again.
         ranks.check(UNREADABLE, [error_text for _, error_text in gathered], error)
         if not any(damage for damage, _ in gathered):
             return Found(name, part, held | _common(part, held, world, ranks), complete)
@@ -205,8 +202,8 @@ def find(
             saved_on=candidates.foreign[name],
             ranks=world.size,
         )
-    # There's no checkpoint from which we could resume. Before we start from scratch, make sure that
-    # no complete checkpoint was lost.
+    # There's nothing to resume from. Before starting from scratch, make sure that we haven't lost a
+    # complete checkpoint.
     found = ranks.gather(
         "whose parts are where",
         {"holders": folders.holders(), "faults": seen.faults, "marked": seen.marked},
@@ -222,20 +219,19 @@ def _to_offer(parts: Mapping[str, Part]) -> _Offer:
 
 
 def _select(offers: Sequence[_Offer]) -> _Candidates:
-    """Selects the checkpoints that can be used, given the result of `_to_offer` on every rank.
+    """Selects the checkpoints that can be used, given the results of `_to_offer` on all ranks.
 
     Which parts a checkpoint needs depends on its leaves. If all of them are identical on all ranks,
-    rank 0 has stored them all, so its part is enough, even for a different number of ranks. If some
-    leaves are rank-local, every rank needs its own part, and there must be as many ranks as when
-    the checkpoint was saved.
+    rank 0 has stored everything, and its part is enough for any number of ranks. If some leaves are
+    rank-local, every rank needs its own part, and the number of ranks must be the same as when the
+    checkpoint was saved.
     """
     complete: list[str] = []
     foreign: dict[str, int] = {}
     for name, (ranks, common) in sorted(offers[0].items()):
         if common or (ranks == len(offers) and all(name in offer for offer in offers)):
             complete.append(name)
-        # If neither condition is true, a rank's part is missing, so the checkpoint is incomplete,
-        # and we leave it out.
+        # Otherwise, some rank's part is missing, i.e. the checkpoint is incomplete. Leave it out.
         elif ranks != len(offers):
             foreign[name] = ranks
     return _Candidates(complete, foreign)
@@ -261,17 +257,16 @@ def _check_fit(
     )
     own = [leaf for leaf in first.leaves if leaf in named]
     if own and first.ranks != world.size:
-        # The user names these leaves as rank-local now, but didn't when the checkpoint was saved.
-        # At that time, they were equal on all ranks, so nothing in the checkpoint says that they're
+        # The job now names these leaves as rank-local, but it didn't when the checkpoint was saved.
+        # Since they were equal on all ranks at the time, the checkpoint doesn't say that they're
         # rank-local. Rank-local values can't be restored on a different number of ranks, so refuse.
         raise _refusal(
             ranks.log, f"{path}", quoted(own[:3]), saved_on=first.ranks, ranks=world.size
         )
     if first.ranks == 1 < world.size:
-        # A single rank can't compare its leaves with another rank's, so a checkpoint that it has
-        # saved doesn't say which leaves may differ between ranks. Several ranks are about to
-        # restore it, so we have to find out here whether some leaves mustn't be copied to all of
-        # them.
+        # With a single rank, there was nothing to compare with, so the checkpoint doesn't say which
+        # leaves may differ between ranks. Now that several ranks are about to restore it, find out
+        # whether there are leaves that mustn't be copied to all of them.
         _refuse_copies(
             ranks.log, ranks.gather("whose they are", _initial(state, local=local)), f"{path}"
         )
@@ -280,12 +275,12 @@ def _check_fit(
 def _refuse_misplaced(
     log: JobLog, holders: Sequence[Mapping[str, Sequence[int]]], ranks: int
 ) -> None:
-    """Raises an error if a complete checkpoint is there, but its parts are on the wrong disks.
+    """Raises an error if there's a complete checkpoint whose parts are on the wrong disks.
 
-    This happens if a restart assigns the ranks to other nodes than before.
+    This happens when a restart assigns ranks to different nodes.
     """
     for name in sorted({name for each in holders for name in each}, reverse=True):
-        # The ranks that don't find their own part, and the rank on whose disk that part is.
+        # The ranks that can't find their own part, and the rank whose disk it's on.
         where = {
             r: here
             for here, each in enumerate(holders)
@@ -308,10 +303,9 @@ def _refuse_lost(
 ) -> None:
     """Raises an error if there was a complete checkpoint once.
 
-    There's no error if the run was killed while it was writing its first checkpoint. We recognise
-    this case because there's no checkpoint of which all ranks have their parts, and no rank has the
-    mark that's written after the first complete checkpoint. Then nothing has been lost, and the job
-    may start from scratch.
+    It's fine if the run was killed while writing its first checkpoint. In that case, there's no
+    checkpoint with parts from all ranks, and no rank has the mark that's written after the first
+    complete checkpoint. Nothing has been lost, so the job may start from scratch.
     """
     holders = [each["holders"] for each in found]
     names = sorted({name for each in holders for name in each}, reverse=True)
@@ -320,9 +314,8 @@ def _refuse_lost(
     )
     if not names or not (damaged or complete or any(each["marked"] for each in found)):
         return
-    # Show only one reason per checkpoint, namely that of the lowest rank that has one. In a dict
-    # comprehension, a later item replaces an earlier one with the same key, so go through the ranks
-    # in reverse.
+    # Show just one reason per checkpoint, from the lowest rank that has one. Go through the ranks
+    # in reverse, because the last item wins in a dict comprehension.
     reasons = {
         name: f"on rank {rank}, {each['faults'].get(name, 'nothing of it is there')}"
         for name in names
@@ -341,13 +334,13 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
     """Reads the descriptions of the parts on this rank's disk. Waits for all ranks.
 
     Raises:
-        JobError: Raised on every rank. A rank can't read its disk, or a checkpoint belongs to
-            another version.
+        JobError: Raised on every rank. A rank can't read its disk, or a checkpoint belongs to a
+            different version.
     """
     seen = _Survey()
     unknown = ""
     failure: Exception | None = None
-    path = folders.path  # the path to which an error refers
+    path = folders.path  # the path to mention if there's an error
     try:
         seen = _Survey(marked=folders.marked("whole"))
         for name in folders.names():
@@ -364,8 +357,8 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
                 seen.absent.update([name] if isinstance(error, AbsentError) else ())
     except (OSError, MemoryError) as error:
         failure = error
-    # Don't raise this rank's error immediately. The other ranks are about to gather the errors of
-    # all ranks, and would wait for this one forever.
+    # Don't raise this rank's error right away. The other ranks are about to gather everyone's
+    # errors, and would wait for this rank forever.
     gathered = ranks.gather("versions", [unknown, _error_text(failure, path)])
     ranks.check(UNREADABLE, [text for _, text in gathered], failure)
     ranks.check(
@@ -383,15 +376,15 @@ def _error_text(error: Exception | None, path: Path) -> str:
 
 
 def _part_here(first: Part, own: Part | None, world: World) -> Part:
-    """Returns the part from which this rank resumes.
+    """Returns the part that this rank resumes from.
 
-    If this rank has written a part of the checkpoint, in a run with the same number of ranks, it
-    resumes from that part. Otherwise, the leaves are the same on all ranks, so it uses rank 0's
-    part, except for the states of rank 0's data iterators, which are only valid for rank 0's data.
+    A rank resumes from its own part if it has one and the number of ranks hasn't changed.
+    Otherwise, the leaves are the same on all ranks, so it resumes from rank 0's part, but without
+    the states of rank 0's data iterators, which are only valid for rank 0's data.
     """
-    # Take the notes (on evaluations and skipped steps) from rank 0, because they must be the same
-    # on all ranks. In the parts, they may differ: if ranks failed at different times, each of them
-    # has saved its own.
+    # The notes (on evaluations and skipped steps) have to be the same on all ranks, so take them
+    # from rank 0. They may differ between parts: when ranks fail at different times, each of them
+    # has saved its own version.
     if own is not None and own.ranks == world.size:
         return replace(own, notes=first.notes, best_step=first.best_step)
     return replace(
@@ -402,16 +395,15 @@ def _part_here(first: Part, own: Part | None, world: World) -> Part:
 def read_arrays(
     folders: Folders, name: str, part: Part, *, all_leaves: bool
 ) -> tuple[dict[str, np.ndarray], str, Exception | None]:
-    """Reads the arrays that this rank stores, and checks them. Doesn't raise.
+    """Reads and checks the arrays stored by this rank. Doesn't raise.
 
     Returns:
-        The arrays by path; a description of the damage, or ""; and the error that prevented this
-        rank from reading the arrays, or None.
+        The arrays by path, a description of any damage ("" if there is none), and the error that
+        prevented this rank from reading the arrays, or None.
     """
     folder = folders.arrays_path(name)
     try:
-        # Check the files before orbax opens them, so that we can tell damage apart from other
-        # errors of orbax.
+        # Check the files before orbax opens them, to tell damage apart from other orbax errors.
         if part.files:
             folders.check_files(name, part.files)
         held = {
@@ -421,11 +413,11 @@ def read_arrays(
         for path, saved in held.items():
             if digest(saved.form, values[path]) != saved.digest:
                 raise UnusableError(f"`{folder}` has other values in `{path}` than were saved")
-    # A missing file counts as damage too, because all files existed when the part was completed.
+    # A missing file also counts as damage, because all files existed when the part was completed.
     except (UnusableError, *ABSENT) as error:
         return {}, str(error), None
-    # Any other error, even one of orbax, means that the part can't be read now, rather than that
-    # it's damaged: we have already checked that the files are the same as when they were written.
+    # Any other error, even from orbax, means that the part can't be read right now, not that it's
+    # damaged: we have just verified that the files are unchanged since they were written.
     except Exception as error:
         return {}, "", error
     return values, "", None
@@ -434,7 +426,7 @@ def read_arrays(
 def _common(
     part: Part, held: Mapping[str, np.ndarray], world: World, ranks: RankGather
 ) -> dict[str, np.ndarray]:
-    """Broadcasts the leaves that only rank 0 stores, because the nodes may have separate disks."""
+    """Broadcasts the leaves that only rank 0 stores, because nodes may have separate disks."""
     forms = {path: saved.form for path, saved in part.leaves.items() if saved.common}
     if world.size == 1 or not forms:
         return {}
@@ -448,11 +440,10 @@ def _common(
 
 
 def _initial(state: PyTree, *, local: bool) -> tuple[list[str], dict[str, str]]:
-    """Returns the paths of the rank-local leaves in a rank's initial state, and all leaves'
-    digests.
+    """Returns the paths of rank-local leaves in a rank's initial state, and all digests.
 
-    The digests are needed only if ranks have different states on purpose (`local`). Otherwise
-    they're empty strings.
+    Digests are only needed if states differ between ranks by design (`local`); otherwise, they're
+    empty strings.
     """
     digests = {path: leaf.digest if local else "" for path, leaf in snapshot(state).items()}
     return rank_local_leaves(state), digests

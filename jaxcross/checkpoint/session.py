@@ -1,4 +1,4 @@
-"""The checkpoints of one run: the user's settings, and a session that owns what the jobs share."""
+"""The checkpoints of one run: the user's settings, and a session with everything jobs share."""
 
 from __future__ import annotations
 
@@ -35,29 +35,27 @@ _log = logging.getLogger("jaxcross")
 class Checkpoints:
     """Where and how often a `Runner` saves its jobs. Must be the same on every rank.
 
-    If there are already checkpoints in `directory`, each job resumes from its newest one that's
-    intact. Checkpoints are written by a separate thread while training continues. A checkpoint is
-    used only if every rank has written its part of it. Creating this object doesn't access the
-    disk.
+    If `directory` already contains checkpoints, each job resumes from its newest intact checkpoint.
+    Writing happens in a separate thread while training continues, and a checkpoint is only used if
+    every rank has written its part of it. Creating this object doesn't access the disk.
 
     Args:
-        directory: A folder on a POSIX file system, either shared by all nodes or local to each.
-            Only one run may use it at a time.
+        directory: A folder on a POSIX file system, which may be shared by all nodes or local to
+            each of them. Only one run may use it at a time.
         every: The interval, in steps, at which the plain loop of `jaxcross.Job` saves. If None, it
-            saves only when it ends or is interrupted. If you write your own loop, call `job.save`
-            in it instead.
-        keep: The number of complete checkpoints to keep for each job.
+            saves only when it ends or is interrupted. In a loop that you write yourself, call
+            `job.save` instead.
+        keep: How many complete checkpoints to keep for each job.
         best: The name of a metric from each job's evaluations, such as `eval/accuracy`. Whenever an
-            evaluation finds the best value so far, the state is saved, and it's kept in addition to
-            the newest ones. Read it with `jaxcross.load_checkpoint(..., best=True)`.
-        mode: Whether the smallest (`min`) or the largest (`max`) value is best. Required with
-            `best`.
+            evaluation finds a new best value, the state is saved, and it's kept in addition to the
+            newest checkpoints. Load it with `jaxcross.load_checkpoint(..., best=True)`.
+        mode: Whether smaller (`min`) or larger (`max`) values are better. Required with `best`.
 
     Raises:
         TypeError: `directory` isn't a path, `every` or `keep` isn't a whole number, or `best` isn't
             a string.
-        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` doesn't go with
-            `best`.
+        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` is missing or
+            invalid for `best`, or was passed without it.
 
     Example:
         >>> checkpoints = jaxcross.Checkpoints("checkpoints", every=1000)  # doctest: +SKIP
@@ -116,18 +114,18 @@ class Session:
         settings: The user's settings.
         world: All ranks.
         jobs: The jobs' names, for the list of jobs.
-        policy: The run's policy, for that list.
+        policy: The run's policy, to be recorded in that list.
 
     Attributes:
-        resubmit: For each job that was submitted in an earlier run and hasn't ended, the text of
-            the submission, by the job's name. We don't check that the two match.
-        added_before: The jobs that were added during an earlier run and haven't ended. If the code
-            that adds such a job runs again after the restart, the job is already there.
-        missing: The jobs of an earlier run that haven't ended, but that this run doesn't have, so
-            that it has no function for them.
+        resubmit: The submissions of jobs that were submitted in an earlier run and haven't ended:
+            maps their names to texts. We don't check that the two match.
+        added_before: The jobs that were added during an earlier run and haven't ended. When the
+            code that adds such a job runs again after the restart, the job is already there.
+        missing: Unfinished jobs of an earlier run that this run doesn't have, which means that
+            there's no function to run for them.
 
     Raises:
-        JobError: Raised on every rank. A rank can't create its folder or write there, or another
+        JobError: Raised on every rank. A rank can't create its folder or write to it, or another
             run is using the folder.
     """
 
@@ -166,7 +164,7 @@ class Session:
         self._writer = Writer()
 
     def _adopt_earlier_jobs(self) -> dict[str, Any]:
-        """Adds the jobs of earlier runs that haven't ended to this run's list."""
+        """Adds unfinished jobs of earlier runs to this run's list."""
         file = self._settings.path / SET_FILE
         try:
             before = read(file)
@@ -177,10 +175,10 @@ class Session:
             before = JobList(submitted={})
         owner = before.process
         me = this_process()
-        # The folder's list of jobs names the process that uses the folder. As long as that process
-        # is running, no other run may use it. If it was on another host, we can't check that, and
-        # assume that it has ended. Otherwise, after the host of a run has crashed, the folder could
-        # never be used again.
+        # The folder's list of jobs names the process that's using the folder. As long as that
+        # process is running, no other run may use it. If it was on another host, we can't check
+        # that, so we assume that it has ended; otherwise, a crashed host would make the folder
+        # unusable forever.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
                 f"process {owner.pid} on this host is training with it now: wait until it has "
@@ -215,9 +213,9 @@ class Session:
             _log.warning("A restart will not know all jobs of this run: %s.", clause(str(error)))
 
     def added(self, job: str, submission: str | None = None) -> None:
-        """Adds a job that joined the run to the list, with its text if it was submitted.
+        """Adds a job that joined the run to the list, along with its text if it was submitted.
 
-        Doesn't wait. The list is written before any checkpoint that is begun later.
+        Doesn't wait. The list is written before any checkpoint that's begun later.
         """
         if self._world.rank != 0:
             return
@@ -239,7 +237,7 @@ class Session:
 
     @property
     def best(self) -> tuple[str, Literal["min", "max"]] | None:
-        """The metric by which the best state is kept, and its mode."""
+        """The metric by which the best state is chosen, and its mode."""
         best = self._settings.best
         mode = self._settings.mode
         return None if best is None or mode is None else (best, mode)
@@ -256,7 +254,7 @@ class Session:
         )
 
     def _remove(self) -> None:
-        """Removes this rank's files and the empty folders, unless a restart needs any of them."""
+        """Removes this rank's files and any empty folders, unless a restart needs some of them."""
         folders = [self._folders(job) for job in self._jobs]
         with suppress(OSError):
             if any(
@@ -276,9 +274,9 @@ class Session:
         Waits for it. If the disk hangs, the watchdog reports it.
 
         Args:
-            unused: Whether the run failed before its first step. If so, and if this run has created
-                the list of jobs, the list and the folder are removed again, unless they contain
-                something that a restart needs.
+            unused: Whether the run failed before its first step. If so, the folder is removed again
+                along with the list of jobs, provided that this run created the list and that a
+                restart doesn't need anything in there.
         """
         if unused and self._is_new and not (self._added or self._submitted):
             self._writer.submit(self._remove)
@@ -304,5 +302,5 @@ def _environment(world: World) -> dict[str, str]:
 
 @cache
 def _packages() -> Mapping[str, str]:
-    """Returns the versions of packages. Cached, because looking one up takes milliseconds."""
+    """Returns package versions. Cached, because looking them up takes milliseconds."""
     return {name: version(name) for name in ("jaxcross", "jax", "jaxlib")}

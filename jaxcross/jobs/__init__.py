@@ -1,27 +1,27 @@
 """Runs several training loops, called jobs, on a shared device.
 
 runner             the `Runner` class: one run of several jobs, from comparing settings between
-                   ranks to the report and the errors
-plain_loop         `run` and `Job`, for jobs that are plain loops `state, metrics = step(state,
+                   ranks to the report and any errors
+plain_loop         `run` and `Job`, for plain loops of the form `state, metrics = step(state,
                    batch)`
-fused              trains several such jobs as a single one
-context            `JobContext`, the object that a job's function receives
-engine             what happens behind the `JobContext`: the job's thread, its steps, its end
+fused              trains several plain loops as a single job
+context            `JobContext`, the object that's passed to a job's function
+engine             the machinery behind a `JobContext`: the job's thread, its steps, its end
 batch_loops        loops over batches, and the number of examples in a batch; `prefetch` reads
                    batches ahead of time and keeps track of the position in the data
-job_state          finds a job's latest state, however the job ended; `resumption` connects a job to
-                   its checkpoints
+job_state          finds a job's latest state, no matter how the job ended; `resumption` connects a
+                   job to its checkpoints
 replicas           checks that all ranks have the same state
-metrics            the metrics that a job has logged
+metrics            the metrics logged by a job
 progress_reporter  shows the jobs' progress during the run
 evaluations        runs evaluations every n steps; `early_stopping` decides when to stop
 step_registry      the functions with exchanges that a job has called
-skipped_steps      detects a job that would skip all further steps
-admission          makes sure that a job fits into the memory of all ranks; `memory` computes how
-                   much memory jobs need
+skipped_steps      detects jobs that would never stop skipping steps
+admission          makes sure that a job fits into memory on all ranks; `memory` computes how much
+                   memory jobs need
 submissions        jobs that rank 0 starts on all ranks by sending a function's name
-stop_message       the message of a run that was stopped: what has been saved
-arguments          the options of a run, and checks of the arguments of runners and jobs
+stop_message       the message printed by a stopped run: what has been saved
+arguments          the options of a run, and argument checks for runners and jobs
 """
 
 from typing import TYPE_CHECKING

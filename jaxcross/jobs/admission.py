@@ -1,18 +1,18 @@
-"""Admission of jobs by memory: whether another job still fits, on all ranks.
+"""Admission control: decides whether another job still fits into memory, on all ranks.
 
 Before a job runs a compiled program for the first time, it reserves ("books") the memory that the
-program needs. A job can only run on all ranks or on none, so they have to make this decision
-together. The ranks compute the minimum over all ranks of the memory that would be left, and either
-all of them admit the job or all of them raise the same error.
+program needs. A job can't run on some ranks and not on others, so the decision has to be
+collective. Each rank works out how much memory would be left, an all-reduce finds the minimum, and
+then either every rank admits the job or every rank raises the same error.
 
-Jobs often share arrays. For example, ten jobs that train adapters on one base model pass the same
-base parameters to their steps. If each job counted these arrays as its own, we'd reject jobs that
-do fit. So a booking isn't just a number of bytes: it also lists the arrays that other jobs may hold
-too, and each of these is counted only once.
+Jobs often share arrays. Ten jobs that train adapters on top of the same base model, for example,
+all pass the same base parameters to their steps, and charging each job for its own copy would turn
+away jobs that do fit. That's why a reservation is more than a number of bytes: it also lists the
+arrays that might be shared with other jobs, so that we can count each of them just once.
 
-When a job ends, we remove its booking, so that other jobs can have its memory. However, the user
-can still read the job's final state from `job.state`, which keeps these arrays in memory. So we
-count them until they have been freed.
+When a job ends, we release its reservation so that other jobs can use the memory. The job's final
+state may stay alive, though, because the user can still read it through `job.state`. We keep
+counting those arrays until they've actually been freed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ _log = logging.getLogger("jaxcross")
 @final
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a job's program needs on one rank.
+    """How much memory a job's program needs on one rank.
 
     Attributes:
-        memory: The program's memory, including all arrays.
-        lasting: The arrays that other jobs may hold too: for each buffer, a weak reference to the
-            array and its bytes. The references are weak so that a booking doesn't keep the memory
-            in use. We can't identify an array by the address of its buffer alone, because once the
-            array has been freed, a new array may be allocated at the same address.
+        memory: The program's total memory, including all arrays.
+        lasting: The arrays that might be shared with other jobs: maps each buffer to a weak
+            reference to its array and the size in bytes. The reference is weak because a
+            reservation shouldn't keep the memory alive. The buffer's address alone wouldn't be
+            enough to identify an array, since the allocator may reuse the address as soon as the
+            array is freed.
     """
 
     memory: JobMemory
@@ -61,13 +62,13 @@ class Need:
         *,
         without: Collection[Hashable] = (),
     ) -> Self:
-        """Returns the need of a program.
+        """Computes the need of a program.
 
         Args:
-            memory: The program's memory. It counts an array once for each time the array occurs in
-                `lasting`.
-            lasting: Arrays that other jobs may hold too, and their bytes.
-            without: Buffers that count as this job's own even if they occur in `lasting`.
+            memory: The program's memory. An array that occurs several times in `lasting` must be
+                counted that many times here.
+            lasting: Arrays that might be shared with other jobs, with their sizes in bytes.
+            without: Buffers to treat as private to this job even if they occur in `lasting`.
         """
         found: dict[Hashable, tuple[weakref.ref[jax.Array], int]] = {}
         repeated = 0
@@ -81,13 +82,13 @@ class Need:
 
     @classmethod
     def of_state(cls, state: PyTree) -> Self:
-        """Returns the need of a job that has ended and whose state is kept."""
+        """Returns the need of a job that has ended but whose state is still held."""
         arrays = [(array, array.nbytes) for array in arrays_by_buffer(state).values()]
         nbytes = sum(nbytes for _, nbytes in arrays)
         return cls.of(JobMemory(peak_bytes=nbytes, boundary_bytes=nbytes), arrays)
 
     def present(self) -> dict[Hashable, int]:
-        """Returns the bytes of each lasting buffer whose array hasn't been freed or donated."""
+        """Returns the size of each lasting buffer whose array hasn't been freed or donated."""
         arrays = (
             (buffer, reference(), nbytes) for buffer, (reference, nbytes) in self.lasting.items()
         )
@@ -98,16 +99,16 @@ class Need:
         }
 
 
-Booking: TypeAlias = Sequence[Need]  # one job's bookings: a `Need` per program
+Booking: TypeAlias = Sequence[Need]  # one job's reservations: a `Need` per program
 
 
 def needed_by(bookings: Sequence[Booking]) -> int:
-    """Returns how many bytes of arrays the jobs need if all of them run at the same time.
+    """Returns how many bytes of arrays the jobs need when they all run at the same time.
 
-    A buffer that several jobs hold is counted only once.
+    A buffer that's shared by several jobs is counted only once.
 
     Args:
-        bookings: The bookings of each job.
+        bookings: Each job's reservations.
     """
     present = [[need.present() for need in booking] for booking in bookings]
     holders = Counter(
@@ -136,23 +137,23 @@ def needed_by(bookings: Sequence[Booking]) -> int:
 
 @final
 class MemoryAdmission:
-    """The memory that the jobs of a run have booked on one rank.
+    """Tracks the memory reserved by a run's jobs on one rank.
 
-    Whenever a new job books memory, the same jobs must have bookings on every rank. That's the case
-    because bookings are made and removed in the same order everywhere: a booking is made in the
-    exchange lane, i.e. the thread that runs all operations in which the ranks take part together,
-    and it's removed when the ranks vote that the job has ended.
+    Whenever a new reservation is made, the same jobs must hold reservations on every rank. To
+    guarantee that, reservations are made and released in the same order everywhere: they're made in
+    the exchange lane (the thread that runs all collective operations), and released when the ranks
+    vote that the job has ended.
 
-    The ranks' memory limits may differ. They still admit the same jobs, because the rank with the
-    least free memory decides.
+    Memory limits may differ between ranks. All ranks still admit the same jobs, because the rank
+    with the least free memory decides.
 
     Args:
-        limit_bytes: The bytes that this rank may use; None if unknown.
-        process_bytes: The bytes that the process needs besides JAX arrays.
+        limit_bytes: How many bytes this rank may use; None if unknown.
+        process_bytes: How many bytes the process needs on top of its JAX arrays.
 
     Attributes:
         limit_bytes: As above.
-        most_booked_bytes: The most bytes that were booked at the same time.
+        most_booked_bytes: The peak number of bytes reserved at the same time.
     """
 
     def __init__(self, limit_bytes: int | None, process_bytes: int = 0) -> None:
@@ -160,16 +161,16 @@ class MemoryAdmission:
         self._process_bytes = process_bytes
         self.most_booked_bytes = 0
         self._booked: dict[str, Booking] = {}
-        # For each job that has ended, a function that returns the state it still holds.
+        # For each job that has ended, a function that returns the state it's still holding.
         self._kept: dict[str, Callable[[], PyTree]] = {}
         self._warned = False
 
     @classmethod
     def of(cls, world: World, limit_bytes: int | None = None) -> Self:
-        """Returns an object without any bookings.
+        """Creates an instance without any reservations.
 
-        If `limit_bytes` is None, uses what the device reports or, on CPUs, this rank's share of the
-        machine's memory.
+        If `limit_bytes` is None, we use the limit reported by the device or, on CPUs, this rank's
+        share of the machine's memory.
         """
         device = jax.local_devices()[0]
         if limit_bytes is None:
@@ -177,16 +178,17 @@ class MemoryAdmission:
         return cls(limit_bytes, PROCESS_BYTES if device.platform == "cpu" else 0)
 
     def admit(self, control: Control, job: str, need: Need, *, remedy: str = "") -> None:
-        """Books memory for a job's next program, if all ranks have enough. Waits for all ranks.
+        """Reserves memory for a job's next program if all ranks have enough. Waits for all ranks.
 
         Args:
-            control: Communicates with the other ranks.
+            control: Used to communicate with the other ranks.
             job: The job's name.
-            need: The memory of the new program. The job's earlier bookings remain.
-            remedy: What the user can do to reduce the need, as part of the error's last sentence.
+            need: The memory of the new program. It's added to the job's existing reservations.
+            remedy: What the user can do to reduce the need, phrased so that it fits into the last
+                sentence of the error message.
 
         Raises:
-            JobError: On every rank: some rank doesn't have enough memory.
+            JobError: On every rank: some rank is short of memory.
         """
         wanted = [*self._booked.get(job, ()), need]
         needed = self._needed([*self._others(job), wanted])
@@ -205,9 +207,10 @@ class MemoryAdmission:
         self.most_booked_bytes = max(self.most_booked_bytes, needed)
 
     def give_back(self, job: str, kept: Callable[[], PyTree]) -> None:
-        """Removes the bookings of a job that has ended. Doesn't wait.
+        """Releases the reservations of a job that has ended. Doesn't wait.
 
-        From now on, we call `kept` to find out which state the job still holds, and count that.
+        From then on, we call `kept` to find out which state the job is still holding, and count
+        only that.
         """
         self._booked.pop(job, None)
         self._kept[job] = kept
@@ -219,7 +222,7 @@ class MemoryAdmission:
         return [*(booked for name, booked in self._booked.items() if name != job), *self._states()]
 
     def _states(self) -> list[Booking]:
-        """Returns the memory that is still in use by the states of jobs that have ended."""
+        """Returns the memory that's still taken up by the states of jobs that have ended."""
         return [[need] for kept in self._kept.values() if (need := Need.of_state(kept())).lasting]
 
     def _refusal(self, job: str, wanted: Booking, rank: int, remedy: str) -> str:
@@ -257,7 +260,7 @@ class MemoryAdmission:
     def _fitting(
         self, states: Sequence[Booking], running: Sequence[Booking], wanted: Booking
     ) -> int:
-        """Returns how many of the running jobs this job fits with, counting from the smallest."""
+        """Returns how many of the running jobs this job fits with, starting with the smallest."""
         smallest = sorted(running, key=lambda booking: needed_by([booking]))
         counts = range(len(running), -1, -1)
         limit = self.limit_bytes or 0
@@ -271,7 +274,7 @@ def _together_with(count: int) -> str:
 
 
 def remedies(program: Program) -> str:
-    """Returns what the user can do to reduce a program's memory, as the beginning of a list."""
+    """Returns advice on how to reduce a program's memory, as the beginning of a list."""
     ways = ["make the batch smaller, "]
     if len(program.collectives) > 1:
         ways.append('leave the step uncut (`cut="whole"`), ')

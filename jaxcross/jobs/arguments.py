@@ -1,9 +1,8 @@
-"""Checks the arguments of runners and jobs when the user passes them.
+"""Validates the arguments of runners and jobs as soon as the user passes them.
 
-If we didn't check arguments immediately, a wrong one would cause an error much later, e.g. in a
-job's thread, with a traceback that doesn't contain the line where the user passed it. This module
-also defines the options of a run (`policy`, `memory` and so on), which `Runner`, `run` and `sweep`
-have in common.
+If we didn't check arguments up front, a bad one would blow up much later, e.g. in a job's thread,
+with a traceback that doesn't even mention the line at fault. This module also defines the options
+shared by `Runner`, `run` and `sweep` (`policy`, `memory` and so on).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from jaxcross.world import World
 
 
 class SharedOptions(TypedDict, total=False):
-    """The options that every run has; see `Runner` for their meaning."""
+    """The options common to all runs; see `Runner` for what they mean."""
 
     world: World | None
     policy: Policy | None
@@ -48,14 +47,14 @@ class SharedOptions(TypedDict, total=False):
 
 
 class RunOptions(SharedOptions, total=False):
-    """The options of a run that isn't a sweep. A sweep sets these two itself."""
+    """The options of a run that isn't a sweep. A sweep sets the extra two itself."""
 
     checkpoints: Checkpoints | None
     metrics: str | os.PathLike[str] | None
 
 
 def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOptions]) -> None:
-    """Checks the names of a function's options.
+    """Checks the names of the options passed to a function.
 
     Raises:
         TypeError: `kind` has no option of that name.
@@ -70,7 +69,7 @@ def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOp
 
 
 def check_values(options: SharedOptions) -> None:
-    """Checks the options that can be checked without a world. Makes `instruments` a tuple.
+    """Checks everything that can be checked without a world, and makes `instruments` a tuple.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -86,7 +85,7 @@ def check_world(world: Any) -> None:
     """Checks that `world` is a `World` or None.
 
     Raises:
-        TypeError: It isn't.
+        TypeError: It's neither.
     """
     if world is not None and not isinstance(getattr(world, "size", None), int):
         raise _wrong("`world`", "what `jaxcross.initialize()` returned, or None", world)
@@ -96,7 +95,7 @@ def check_policy(policy: Any) -> None:
     """Checks that `policy` is an instance of a policy class, or None.
 
     Raises:
-        TypeError: It isn't. For example, it may be the class itself.
+        TypeError: It's neither. For example, it may be the class itself.
     """
     if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
         expected = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
@@ -104,7 +103,7 @@ def check_policy(policy: Any) -> None:
 
 
 def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
-    """Returns the instruments as a tuple.
+    """Checks the instruments and returns them as a tuple.
 
     Raises:
         TypeError: They aren't an iterable of `Instrument`s.
@@ -123,7 +122,7 @@ def check_places(instruments: Iterable[Instrument]) -> None:
     """Checks that no two instruments write to the same file or folder.
 
     Raises:
-        ValueError: Two instruments would write to the same one.
+        ValueError: Two instruments share a file or folder.
     """
     writers: dict[str, Instrument] = {}
     for each in instruments:
@@ -141,7 +140,7 @@ def check_count(what: str, value: Any, *, least: float) -> None:
 
     Raises:
         TypeError: It isn't a whole number.
-        ValueError: It's smaller.
+        ValueError: It's too small.
     """
     if not is_whole(value):
         raise _wrong(what, "a whole number", value)
@@ -150,11 +149,11 @@ def check_count(what: str, value: Any, *, least: float) -> None:
 
 
 def checked_examples(job: str, examples: Any) -> float | None:
-    """Returns the number of examples per step as a float, or None if it's None.
+    """Returns the number of examples per step as a float, or None if none was given.
 
     Raises:
         TypeError: It isn't a number.
-        ValueError: It isn't above 0, or it isn't finite.
+        ValueError: It isn't positive and finite.
     """
     what = f"`examples_per_step` of job `{job}`"
     if examples is None:
@@ -167,9 +166,9 @@ def checked_examples(job: str, examples: Any) -> float | None:
 
 
 def depth_and_start(policy: Policy) -> tuple[int, Start]:
-    """Returns a policy's depth, or else the backend's default depth, and how its jobs start.
+    """Returns a policy's depth (or the backend's default) and how its jobs start.
 
-    Users may write their own policies, so both values are checked.
+    Both values are checked because users can write their own policies.
 
     Raises:
         TypeError: The policy's depth isn't a whole number.
@@ -181,11 +180,11 @@ def depth_and_start(policy: Policy) -> tuple[int, Start]:
 
 
 def check_folder(what: str, folder: Any) -> None:
-    """Checks that an argument names a folder or is None.
+    """Checks that an argument is a folder's path or None.
 
     Raises:
         TypeError: It isn't a path.
-        ValueError: It's an empty string, which would mean the working directory.
+        ValueError: It's an empty string, which would mean the current working directory.
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         raise _wrong(what, "the path of a folder, or None", folder)
@@ -210,10 +209,10 @@ def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> Non
 
 
 def check_checkpoints(checkpoints: Any) -> None:
-    """Checks that `checkpoints` is a `Checkpoints` or None.
+    """Checks that `checkpoints` is a `Checkpoints` object or None.
 
     Raises:
-        TypeError: It isn't. For example, it may be just a path.
+        TypeError: It's neither. For example, it may be just a path.
     """
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise _wrong(
@@ -222,7 +221,7 @@ def check_checkpoints(checkpoints: Any) -> None:
 
 
 def checked_interval(what: str, steps: Any) -> int | None:
-    """Returns the interval between two comparisons of replicas, in steps.
+    """Returns the interval between replica comparisons, in steps.
 
     Raises:
         ValueError: It isn't a whole number of at least 1.
@@ -234,11 +233,11 @@ def checked_interval(what: str, steps: Any) -> int | None:
             f"{what} is `{steps!r}`: it is the number of steps from one comparison to the next, 1 "
             "or more."
         )
-    return int(steps)  # ranks compare it as text
+    return int(steps)  # as text, since that's how ranks compare it
 
 
 def checked_names(what: str, names: Any) -> tuple[str, ...]:
-    """Returns the names of leaves as a tuple; a single string is one name.
+    """Returns leaf names as a tuple; a lone string counts as a single name.
 
     Raises:
         TypeError: They aren't all strings.
@@ -250,11 +249,11 @@ def checked_names(what: str, names: Any) -> tuple[str, ...]:
 
 
 def check_progress(progress: Any) -> None:
-    """Checks that `progress` is a bool, a number of seconds above 0, or None.
+    """Checks that `progress` is a bool, a positive number of seconds, or None.
 
     Raises:
-        TypeError: It's something else.
-        ValueError: It isn't above 0, or it isn't finite.
+        TypeError: It's none of these.
+        ValueError: It isn't positive and finite.
     """
     if progress is None or isinstance(progress, bool):
         return
@@ -267,7 +266,7 @@ def check_progress(progress: Any) -> None:
 
 
 def check_jobs(count: int, policy: Policy) -> None:
-    """Checks the jobs of a run that's about to begin.
+    """Checks the jobs of a run that's about to start.
 
     Raises:
         ValueError: There are no jobs, or `Weighted` doesn't have one share per job.
@@ -282,16 +281,16 @@ def check_jobs(count: int, policy: Policy) -> None:
 
 
 def check_trial_policy(policy: Any, concurrent: int, *, prunes: bool) -> None:
-    """Checks that a policy can be used for a sweep, in which trials begin and end all the time.
+    """Checks that a policy works for a sweep, where trials come and go all the time.
 
     Args:
         policy: A policy, or None.
         concurrent: How many trials run at a time.
-        prunes: Whether the sweep has a pruner. If so, trials wait for each other.
+        prunes: Whether the sweep has a pruner, which makes trials wait for each other.
 
     Raises:
         TypeError: `policy` isn't a policy.
-        ValueError: The policy has one share per job, or it would never schedule a trial that others
+        ValueError: The policy has one share per job, or would never schedule a trial that others
             are waiting for.
     """
     check_policy(policy)
@@ -309,20 +308,20 @@ def check_trial_policy(policy: Any, concurrent: int, *, prunes: bool) -> None:
 
 
 def check_job_name(name: Any) -> None:
-    """Checks the name of a job.
+    """Checks a job's name.
 
     Raises:
-        ValueError: It's not a string, or it's empty.
+        ValueError: It isn't a string, or it's empty.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"the name of a job must be a text that is not empty, got {name!r}")
 
 
 def check_kwargs(job: str, kwargs: Any) -> None:
-    """Checks that `kwargs` can be the keyword arguments of a call.
+    """Checks that `kwargs` can be passed as keyword arguments.
 
     Raises:
-        TypeError: It's not a mapping with string keys.
+        TypeError: It isn't a mapping with string keys.
     """
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         expected = "a mapping whose keys are texts, such as `{'lr': 0.1}`"
@@ -330,12 +329,12 @@ def check_kwargs(job: str, kwargs: Any) -> None:
 
 
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
-    """Checks that `fn(job, **kwargs)` can be called, and that such a call runs the function.
+    """Checks that `fn(job, **kwargs)` is a valid call that actually runs the function.
 
     Raises:
         ValueError: The name isn't a string, or it's empty.
-        TypeError: `fn` can't be called with these arguments, or the call would only create a
-            generator or coroutine without running it, or `kwargs` isn't a mapping with string keys.
+        TypeError: `fn` doesn't accept these arguments, `fn` is a generator or coroutine function
+            (calling it wouldn't run anything), or `kwargs` isn't a mapping with string keys.
     """
     check_job_name(name)
     if not callable(fn):
@@ -365,12 +364,12 @@ def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
-    """Checks that a plain loop can run with these arguments.
+    """Checks the arguments of a plain loop.
 
     Raises:
         TypeError: `name` isn't a string, `step` can't be called with a state and a batch, `batches`
             isn't an iterable or is a single batch, or `steps` isn't a whole number.
-        ValueError: `name` is empty, or `steps` is below 0.
+        ValueError: `name` is empty, or `steps` is negative.
     """
     if not isinstance(name, str):
         raise _wrong("`name`", "a text that is unique among the jobs", name)
@@ -383,12 +382,12 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
 
 
 def check_batches(name: str, batches: Any, steps: Any) -> None:
-    """Checks that a loop can run over these batches for this number of steps.
+    """Checks that a loop can run over these batches for that many steps.
 
     Raises:
         TypeError: `batches` isn't an iterable or is a single batch, or `steps` isn't a whole
             number.
-        ValueError: `steps` is below 0.
+        ValueError: `steps` is negative.
     """
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, Mapping | str | bytes) or not iterable:
@@ -402,7 +401,7 @@ def check_batches(name: str, batches: Any, steps: Any) -> None:
 
 
 def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evaluation:
-    """Checks the arguments of `job.every`, and returns the evaluation.
+    """Checks the arguments of `job.every` and returns the evaluation.
 
     Raises:
         TypeError: `n` or `rank` isn't a whole number, `fn` can't be called, or `name` isn't a
@@ -427,12 +426,12 @@ def checked_evaluation(job: str, n: Any, fn: Any, rank: Any, name: Any) -> Evalu
 def checked_early_stopping(
     job: str, metric: Any, *, mode: Any, patience: Any, patience_steps: Any, min_delta: Any
 ) -> EarlyStopping:
-    """Checks the arguments of `job.stop_early`, and returns the settings.
+    """Checks the arguments of `job.stop_early` and returns the settings.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range, or not exactly one of `patience` and
-            `patience_steps` is given.
+        ValueError: An argument is out of range, or it isn't the case that exactly one of `patience`
+            and `patience_steps` is given.
     """
     what = f"of `job.stop_early` in job `{job}`"
     if not isinstance(metric, str):

@@ -1,9 +1,9 @@
-"""The loops over batches in a job's function.
+"""Loops over batches in a job's function.
 
-The `Prefetcher` class only delivers batches. This module does everything else that a job needs
-between two batches of a loop: it runs the evaluations that are due, compares the state with that of
-the other ranks, measures how long the job waited for data, and counts the examples in the batch. It
-also ends the loop if the job stops early.
+A `Prefetcher` just delivers batches. Everything else that has to happen between two batches is done
+here: running the evaluations that are due, comparing the state across ranks, measuring how long the
+job waited for data, and counting the examples in each batch. This is also where a loop is cut short
+when the job stops early.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _END = object()
 
 @final
 class BatchLoops:
-    """Begins a job's loops over batches, does the work between two batches, and ends loops early.
+    """Begins a job's loops over batches, does the work between batches, and ends loops early.
 
     Args:
         engine: The job.
@@ -48,16 +48,15 @@ class BatchLoops:
         check_batches(engine.name, data, steps)
         if engine.ends_stray_loop():
             return iter(())
-        # Remove closed loops from the list now, when another loop begins. We can't remove each loop
-        # when it ends: if a user abandons a loop, its generator is finished by the garbage
-        # collector, possibly in another thread, and that thread would then modify the list while
-        # the job's thread is using it.
+        # Prune closed loops from the list here, when another loop begins, rather than as each loop
+        # ends. The generator of an abandoned loop is finalized by the garbage collector, possibly
+        # in another thread, which would then modify the list under the job's feet.
         loops = engine.loops = [loop for loop in engine.loops if not loop.closed]
         resumption = engine.resumption
         # After a restart, an evaluation may be due before the first training step, and the
-        # evaluation function may loop over batches of its own. That loop should begin with its
-        # first batch. The position that was saved in the checkpoint isn't meant for it but for the
-        # training loop, which begins later.
+        # evaluation function may well loop over its own batches. Such a loop should start from its
+        # first batch: the position saved in the checkpoint is meant for the training loop, which
+        # comes later.
         evaluates = engine.evaluations.running
         start = START if resumption is None or evaluates else resumption.next_position()
         if not loops and not evaluates:  # a second open loop may belong to an evaluation
@@ -83,7 +82,7 @@ class BatchLoops:
         return self._measured(loop)
 
     def end_early(self) -> None:
-        """Makes every loop that is open now end when its next batch is requested."""
+        """Makes all loops that are currently open end at their next request for a batch."""
         if self._ending is None:
             self._ending = {loop.stream for loop in self._engine.loops if not loop.closed}
 
@@ -92,10 +91,10 @@ class BatchLoops:
         used = False
         try:
             while not engine.ends_stray_loop():
-                # Compare the ranks' copies of the state only once the job has trained on a batch of
-                # this loop. When it requests the first batch, that's not certain yet: a job that
-                # reads two loops in parallel requests a batch from each of them before it trains on
-                # either.
+                # Hold off on comparing the ranks' copies of the state until the job has trained on
+                # a batch from this loop. Requesting the first batch doesn't prove that yet: a job
+                # that reads two loops in parallel requests a batch from each of them before it
+                # trains on either.
                 if used:
                     engine.replicas.next_batch(engine.run_on_all_ranks)
                 engine.finish_step()
@@ -117,12 +116,12 @@ class BatchLoops:
 
 @final
 class ExampleCount:
-    """Averages the number of examples per step, unless the user sets `per_step`.
+    """Keeps a running average of the examples per step, unless the user sets `per_step`.
 
     Attributes:
         per_step: How many examples all ranks together use per step, averaged over the steps so far;
             None if unknown.
-        unit: The word that reports use for an example.
+        unit: What reports call an example.
     """
 
     __slots__ = ("_counted", "_in_batch", "_mean", "_steps", "per_step", "unit")
@@ -163,9 +162,9 @@ def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
     shape = shapes[0]
     images = False
     if len(shape) == 4:
-        # These may be images, either channels-last, as in Flax, or channels-first. We find out
-        # which by comparing the two dimensions that could be the channels. An image has more rows
-        # than channels, so the smaller one is the channels.
+        # These may be images, either channels-last, as in Flax, or channels-first. To tell which,
+        # compare the two dimensions that could hold the channels: images have more rows than
+        # channels, so the smaller dimension wins.
         size, channels = (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
         images = min(size) > 4 and channels in (1, 3, 4)
     return float(shape[0] * ranks), "images" if images else "examples"

@@ -1,9 +1,8 @@
-"""Tracks the best value of an evaluation's metric, and decides when to stop early. Pure.
+"""Tracks the best value of a metric and decides when to stop early. Pure.
 
-We don't use Flax's early stopping (`flax.training.early_stopping`) because it can only minimise a
-metric, and counts its patience in evaluations, never in steps. Also, if the first value is NaN, it
-keeps NaN as the best value forever: a comparison with NaN is always false, so no later value counts
-as better.
+We don't use Flax's version (`flax.training.early_stopping`) because it can only minimise a metric,
+and only supports patience in evaluations, not in steps. It also has trouble with NaN: if the first
+value is NaN, nothing ever compares as better, so NaN remains the best value forever.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ Mode = Literal["min", "max"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best value of a metric so far. NaN and infinite values are never the best.
+    """The best value of a metric so far. NaN and infinities never qualify.
 
     Attributes:
         metric: The metric's name, such as `eval/accuracy`.
         mode: Whether the smallest or the largest value is the best.
-        min_delta: A value must be better by more than this to count as an improvement.
-        value: The best value; None before the first finite one.
+        min_delta: A value only counts as an improvement if it's better by more than this.
+        value: The best value; None until there's been a finite value.
         step: The job's step at which the best value was found.
-        since: The number of evaluations since the best one.
+        since: How many evaluations there have been since.
     """
 
     metric: str
@@ -38,7 +37,7 @@ class Best:
     since: int = 0
 
     def update(self, step: int, value: float) -> Best:
-        """Returns the updated record after an evaluation at `step` that returned `value`."""
+        """Returns the record after an evaluation at `step` that yielded `value`."""
         if self._improves(value):
             return replace(self, value=value, step=step, since=0)
         return replace(self, since=self.since + 1)
@@ -52,21 +51,20 @@ class Best:
 
     @property
     def key(self) -> str:
-        """The key of the value in a checkpoint's notes.
+        """The key under which a checkpoint's notes store the value.
 
-        If you restart a job with a different metric or mode, its best value so far means nothing
-        for the new one. So the key under which a checkpoint stores the value contains both metric
-        and mode. With another metric, the restart looks for another key and doesn't find the old
-        value.
+        The key includes both the metric and the mode. If you restart a job with a different metric
+        or mode, the old best value is meaningless; since the restart looks for a different key, it
+        simply won't find it.
         """
         return f"{self.mode} {self.metric}"
 
     def to_text(self) -> str:
-        """Returns the best value and the counters as text, for a checkpoint."""
+        """Serializes the best value and the counters, for a checkpoint."""
         return json.dumps([None if self.value is None else self.value.hex(), self.step, self.since])
 
     def resumed(self, text: str) -> Best:
-        """Returns a copy with the value and the counters from a text written by `to_text`.
+        """Returns a copy whose value and counters come from a text written by `to_text`.
 
         Raises:
             ValueError: `text` wasn't written by `to_text`.
@@ -92,13 +90,13 @@ class Best:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStopping:
-    """Stops a job whose metric hasn't improved. Either `patience` or `patience_steps` is set.
+    """Stops a job whose metric no longer improves. Set either `patience` or `patience_steps`.
 
     Attributes:
         best: The best value so far.
         patience: Stop after this many evaluations without an improvement.
         patience_steps: Stop at the first evaluation that comes at least this many steps after the
-            best one.
+            best evaluation so far.
     """
 
     best: Best
@@ -106,7 +104,7 @@ class EarlyStopping:
     patience_steps: int | None = None
 
     def reason(self, step: int) -> str:
-        """Returns why to stop after the evaluation at `step`, or "" if training continues."""
+        """Returns why to stop after the evaluation at `step`, or "" to keep training."""
         since_steps = step - self.best.step
         by_count = self.patience is not None and self.best.since >= self.patience
         by_steps = (

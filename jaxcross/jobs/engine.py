@@ -1,31 +1,29 @@
-"""`JobEngine`: one job of a runner, behind the `JobContext` that users see.
+"""`JobEngine`: the machinery behind a `JobContext`, which is what users see of a job.
 
-The engine calls the job's function in a thread of its own. When the function calls a step, the
-engine waits until it's this step's turn in the order on which all ranks have agreed, runs it, and
-counts it. The engine also stores the job's state, metrics and status, so that the user can still
-read them after the job has ended.
+The engine runs the job's function in a dedicated thread. All ranks agree on the order of steps, so
+when the function calls a step, the engine waits its turn, runs the step, and counts it. The engine
+also holds the job's state, metrics and status, which remain available after the job has ended.
 
-**Running a step.** If the job's function called a step directly, two jobs could start their
-exchanges in a different order on each rank, and deadlock. So `JobEngine.run` submits the call to
-the driver and waits, and the driver decides together with the other ranks when the step's segments
-run. A step counts only once all ranks have committed it. So the bookkeeping that depends on the
-number of steps comes after the commit: counting examples and skipped steps, checking replicas, and
-recording the position in the data from which a restart would resume.
+**Running a step.** If functions called their steps directly, two jobs could start their exchanges
+in a different order on different ranks, and deadlock. Instead, `JobEngine.run` submits the call to
+the driver, which works out with the other ranks when the step's segments get to run. A step only
+counts once all ranks have committed it, so any bookkeeping that depends on the number of steps
+happens after the commit: counting examples and skipped steps, checking replicas, and recording the
+position in the data from which a restart would resume.
 
-**Ending a job.** A job may end because its function returns or raises, because a vote stops it, or
-because another rank fails. Its function may also catch the exception that should have ended it, and
-continue. In each of these cases, the job's thread first reports to the driver and then waits until
-the job has ended on all ranks. Until then, the job's status isn't known: even if the function has
-returned here, another rank may still fail. Then the thread reads back the logged metrics, sets the
-final status, and drops all references except to the state.
+**Ending a job.** There are many ways for a job to end: its function returns or raises, a vote stops
+it, another rank fails, or the function swallows the exception that was meant to end it and carries
+on regardless. Whatever happens, the job's thread first reports to the driver, then waits until the
+job has ended on all ranks. Its status isn't known any earlier: even if the function has returned
+here, another rank may still fail. After that, the thread reads back the logged metrics, sets the
+final status, and drops all references except those to the state.
 
-**Saving the last state.** A checkpoint requires communication, which a running job does in the
-exchange lane, i.e. the thread that runs everything in which the ranks take part together. If the
-function has returned, the last state is saved that way, as the last work of the job's thread.
+**Saving the last state.** Writing a checkpoint requires communication, which a running job does in
+the exchange lane (the thread that runs all collective operations). If the function returns
+normally, saving the last state that way is the final thing the job's thread does.
 
-After a stop or a failure, the job can no longer communicate during the run, so its last state can't
-be saved then. Instead, the runner saves it after the run, when the ranks communicate directly
-(`JobEngine.save_after_run`).
+A job that was stopped or has failed can no longer communicate during the run. The runner saves its
+last state after the run instead, when the ranks communicate directly (`JobEngine.save_after_run`).
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ _log = logging.getLogger("jaxcross")
 
 
 def current_engine() -> JobEngine | None:
-    """Returns the engine of the job whose thread this is, or None in any other thread."""
+    """Returns the engine of the job that owns the current thread, or None if no job does."""
     thread = threading.current_thread()
     return thread.engine if isinstance(thread, JobThread) else None
 
@@ -90,7 +88,7 @@ class JobEngine:
     Attributes:
         name: The job's name.
         world: All ranks.
-        context: The object that the job's function receives and that `Runner.add` returns.
+        context: The object that's passed to the job's function and returned by `Runner.add`.
         driver: The run's driver; None before the run and after the job has ended.
         record: The driver's record of the job; None before the run.
         resumption: Connects the job to its checkpoints; None if the runner has none.
@@ -99,28 +97,30 @@ class JobEngine:
         step: How many steps the job has made.
         first_step: How many of these steps were made by earlier runs.
         cuts: The number of segments into which `cut="auto"` has cut each step, by the step's key.
-            It's saved so that a restart cuts the step in the same way. 0 means that the step was
-            cut for a job that runs alongside others.
+            We save this to make sure that a restart cuts the step in the same way. 0 means that the
+            step was cut for a job that runs alongside others.
         nonfinite: What to do with exchanged values that aren't finite.
-        rank_local: Names of the leaves whose values differ between ranks on purpose.
+        rank_local: Names of the leaves that differ between ranks by design.
         latest: The job's latest state.
-        skipped_steps: Counts the steps that were skipped.
+        skipped_steps: Counts skipped steps.
         registry: The functions with exchanges that the job calls.
         replicas: Compares the ranks' copies of the state.
         examples: Counts the examples per step.
         evaluations: Evaluations that run every n steps, and early stopping.
-        metrics: The metrics that the job has logged.
+        metrics: The metrics logged by the job.
         batch_loops: Begins the job's loops over batches.
         loops: The job's open loops over batches, in the order in which they began.
-        planned_steps: The step at which the job's latest loop will end if it isn't ended earlier;
-            None if unknown.
+        planned_steps: The step at which the job's latest loop will end unless it's cut short; None
+            if unknown.
         left_over: Whether a loop ended because another rank ran out of data while this rank still
             had a batch.
-        status: How the job ended; None while it hasn't. Set after `error`, and never changed again.
-        error: The reason, if the job failed, was ejected or was left out.
+        status: How the job ended, or None if it hasn't yet. Set after `error`, and final from then
+            on.
+        error: Why the job failed, was ejected or was left out, if any of these happened.
         skipped: How many steps were skipped, i.e. left the state unchanged. Known once the job has
             ended.
-        unread: The error that this rank got when it read back the logged metrics, if any.
+        unread: The error that was raised on this rank while reading back the logged metrics, if
+            any.
         done: Set once the job has ended and its results are final.
     """
 
@@ -147,7 +147,7 @@ class JobEngine:
         self.record: JobRecord | None = None
         self.resumption: Resumption | None = None
         self.misuse: JobError | None = None
-        self._stop_requested = False  # whether it was this job that was stopped, not the run
+        self._stop_requested = False  # whether just this job was stopped, rather than the run
         self._unwound = False
         self.step = 0
         self.first_step = 0
@@ -176,9 +176,9 @@ class JobEngine:
 
     @property
     def order(self) -> float:
-        """The job's position in the order of the run's jobs, identical across ranks.
+        """The job's position in the run's list of jobs, identical on all ranks.
 
-        Infinite if the job never joined the run.
+        It's infinite if the job never joined the run.
         """
         record = self.record
         return float("inf") if record is None or record.number < 0 else record.number
@@ -190,20 +190,21 @@ class JobEngine:
 
     @property
     def history(self) -> list[tuple[int, PyTree]]:
-        """The logged metrics that have been read back, each with its step."""
+        """The logged metrics that have been read back, with their steps."""
         return self.metrics.history
 
     @property
     def is_only_job(self) -> bool:
-        """Whether the job is its runner's only job, so that no other job overlaps with it.
+        """Whether this is the runner's only job, in which case there's nothing to overlap with.
 
-        The value is from the latest `run_on_all_ranks` call, so it's the same on all ranks.
+        The value was determined by the latest `run_on_all_ranks` call, so it's the same on all
+        ranks.
         """
         return self.record is not None and self.record.is_only_job
 
     @property
     def steps_left(self) -> int | None:
-        """How many batches remain in the job's loops on this rank; None if unknown."""
+        """How many batches are left in the job's loops on this rank; None if unknown."""
         left = [loop.batches_left for loop in self.loops if not loop.closed]
         return None if None in left else max((n for n in left if n is not None), default=None)
 
@@ -214,11 +215,11 @@ class JobEngine:
 
     @property
     def save_every(self) -> int | None:
-        """The interval, in steps, at which a plain loop saves; None if there's no interval."""
+        """The interval, in steps, at which a plain loop saves, or None if it isn't set."""
         return None if self.resumption is None else self.resumption.every
 
     def unsavable_reason(self) -> str:
-        """Returns why a restart couldn't resume from the current state; "" if it could."""
+        """Returns why a restart couldn't resume from the current state, or "" if it could."""
         if self.steps_made and self.registry.training is None:
             return "the job trains with a `ParameterServer`, whose state differs between ranks"
         if self.latest.step != self.step:
@@ -236,19 +237,19 @@ class JobEngine:
         return JobThread(self, self.world.exchange_owner.job_threads)
 
     def attach(self, driver: Driver, record: JobRecord, session: Session | None = None) -> None:
-        """Adds the job to a run that's about to begin, or to one that's in progress.
+        """Attaches the job to a run that's about to begin or already in progress.
 
-        If a `session` is passed, the job has checkpoints.
+        Passing a `session` means that the job has checkpoints.
         """
         resumption = None if session is None else self._resumption(session)
         self.driver = driver
         self.record = record
         self.resumption = resumption
         record.abandon = self._abandon
-        # Another job may wait for this job's end, and then save a state that depends on it. If the
-        # process is killed after that, a restart must be able to see that this job had ended. So
-        # the driver calls `on_end` before any other job can notice the end. The file that says that
-        # this job has ended is then on disk before the other job's checkpoint.
+        # Another job may be waiting for this job to end, and then save a state that depends on it.
+        # If the process gets killed after that, a restart needs to know that this job had ended.
+        # The driver therefore calls `on_end` before any other job can notice the end, which makes
+        # sure that the file marking this job as done is on disk before the other job's checkpoint.
         record.on_end = self._on_end
         if resumption is not None:
             record.on_pause = resumption.mark_paused
@@ -266,22 +267,22 @@ class JobEngine:
     def main(self) -> None:
         """Runs the job's function. This is the body of the job's thread.
 
-        An error in the function makes the job fail on all ranks. So even if the function has
-        returned on this rank, the job may still fail because of another rank. That's why this
-        method waits until the job has ended everywhere.
+        An error in the function makes the job fail on all ranks. Even if the function has returned
+        here, the job may therefore still fail because of another rank, so this method waits until
+        the job has ended everywhere.
         """
         driver, record = self.running()
         try:
             self._call_function()
-        # A stop ends the function by an exception too, but that isn't a failure.
+        # A stop also ends the function with an exception, but it isn't a failure.
         except Stopped as stopped:
             self._unwound = True
             forget_locals(stopped)
             driver.job_returned(record)
-        # Catch every exception, even `SystemExit`: whatever ends this thread, the other ranks need
-        # to know, because otherwise they would wait for the job forever. If another thread has
-        # iterated over the job's batches, which isn't allowed, report that instead, because this
-        # error is probably a consequence of it.
+        # Catch everything, even `SystemExit`. Whatever ends this thread, the other ranks have to
+        # hear about it, or they'd wait for the job forever. If another thread has iterated over the
+        # job's batches (which isn't allowed), report that instead, since the error at hand is most
+        # likely just a consequence.
         except BaseException as error:
             driver.job_raised(record, self.misuse or error, f"after step {self.step}")
             forget_locals(error)
@@ -294,26 +295,25 @@ class JobEngine:
         driver, record = self.running()
         result = self._function(self.context, **self._arguments)
         self.running()
-        # The call above raises if another thread has misused the job's loops. The function may have
-        # returned normally even so.
+        # This raises if another thread has misused the job's loops, which needn't have kept the
+        # function from returning normally.
         if result is not None:
             self.latest.set(result, self.step)
         del result
         self.finish_step()
-        # Copy the logged metrics from the device to the host before the job's last save. A restart
-        # continues after that save and doesn't log them again, so if the process died after the
-        # save, metrics that were still on the device would be lost.
+        # Copy the logged metrics to the host before the job's last save. A restart continues from
+        # that save without logging them again, so any metrics that were still on the device would
+        # be lost if the process died after the save.
         if self.resumption is not None:
             self.read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
 
     def _abandon(self) -> NoReturn:
-        """Abandons the job's thread, which then sleeps forever.
+        """Abandons the job's thread by putting it to sleep forever.
 
-        A job is stopped by an exception that's raised in its function. If the function catches this
-        exception and calls another step, although the job has ended, the driver calls this method.
-        Python can't terminate a thread from outside, so all we can do is to put the thread to
-        sleep.
+        To stop a job, we raise an exception in its function. The driver calls this method if the
+        function catches that exception and, although the job has ended, calls another step. Python
+        can't terminate a thread from outside, so sleeping is the best we can do.
         """
         driver, record = self.running()
         _log.warning(
@@ -333,8 +333,8 @@ class JobEngine:
             threading.Event().wait()
 
     def _end_thread(self, driver: Driver, record: JobRecord) -> None:
-        # Close the job's loops over batches before we wait for the other ranks. The wait may take
-        # long, and as long as a loop is open, its prefetching thread keeps batches in memory.
+        # Close the job's loops over batches before waiting for the other ranks. That may take a
+        # while, and the prefetching thread of an open loop keeps its batches in memory.
         self._close_loops()
         record.done.wait()
         self.close()
@@ -344,19 +344,19 @@ class JobEngine:
         self._give_back_memory()
         status = self._final_status(status)
         self._stop_requested = asked
-        # If the whole run was stopped, e.g. by Ctrl-C, the next run should resume this job, so we
-        # don't mark it as done. If the user has stopped only this job, we do mark it, because then
-        # it should stay stopped.
+        # If the whole run was stopped, e.g. by Ctrl-C, don't mark the job as done, because the next
+        # run should resume it. If the user stopped just this job, do mark it, because it should
+        # stay stopped.
         if self.resumption is not None and (status != JobStatus.STOPPED or asked):
             self.resumption.mark_done(status)
 
     def _final_status(self, status: JobStatus) -> JobStatus:
-        """Returns the job's status, given the vote's.
+        """Corrects the status that the vote came up with, if necessary.
 
-        The vote is wrong in one case, namely if a job that trains with a `ParameterServer` was
-        stopped. Such a job makes no exchanges through the driver, so when a stop ends its function
-        by an exception, it looks to the vote as if the function had returned. Only this rank's
-        thread has caught the exception, so we correct the status here.
+        The vote is only wrong if a job that trains with a `ParameterServer` was stopped. Such a job
+        doesn't exchange anything through the driver, so when a stop ends its function with an
+        exception, the vote can't tell this from a normal return. Only this rank's thread has seen
+        the exception, so we set things right here.
         """
         return JobStatus.STOPPED if self._unwound and status == JobStatus.ENDED else status
 
@@ -366,8 +366,7 @@ class JobEngine:
             loop.close()
 
     def close(self) -> None:
-        """Ends the job on this rank: reads back its metrics, and drops all references but the
-        state.
+        """Ends the job on this rank: reads back metrics and drops all references but the state.
 
         Waits for the device. A second call is a no-op.
         """
@@ -377,8 +376,9 @@ class JobEngine:
         if record is not None:
             status = (record.status and self._final_status(record.status)) or JobStatus.LEFT_OUT
             stopped_early = status == JobStatus.ENDED and self.evaluations.stop_reason
-            # Set the error before the status. Another thread may read both at any time: if it finds
-            # a status, it concludes that the job has ended, and expects the error to be there too.
+            # Set the error before the status. Another thread may read them at any time, and if it
+            # finds a status, it concludes that the job has ended and expects the error to be in
+            # place.
             self.error = record.error
             self.status = JobStatus.STOPPED_EARLY if stopped_early else status
             self.skipped = self.skipped_steps.before + record.skipped
@@ -386,14 +386,13 @@ class JobEngine:
                 if record.prints_error:
                     self._print_failure(self.error)
                 forget_locals(self.error)
-            # The function may have been ended before it set its latest state.
+            # The function may have been interrupted before it could set its latest state.
             if status != JobStatus.ENDED:
                 self.latest.adopt_results()
             self.replicas.finish(status, self.step)
             self.latest.release()
         failure = self.metrics.read_remaining()
-        # If a step failed, its metrics can't be read either. Then the step's error is the more
-        # useful one.
+        # If a step failed, its metrics can't be read either, but the step's error is more useful.
         if failure is not None and self.error is None:
             self.unread = failure
         if record is not None:
@@ -404,9 +403,9 @@ class JobEngine:
                 step=self.step,
                 value=self.status,
             )
-        # The user may keep this job for a long time, just to read its final state. So drop
-        # everything else that uses memory: the function's arguments (which contain data and steps),
-        # the steps' constants, and the batches of the loops.
+        # The user may hold on to this job for a long time, just to read its final state. Drop
+        # everything else that takes up memory: the function's arguments (which include data and
+        # steps), the constants of the steps, and the loops' batches.
         self.driver = None
         if record is not None:
             record.detach()
@@ -421,7 +420,7 @@ class JobEngine:
         self.done.set()
 
     def _print_failure(self, error: JobError | ExchangeError) -> None:
-        """Prints why the job failed, because the run may continue for days before it raises."""
+        """Prints why the job failed now, since the run may go on for days before it raises."""
         cause = error.__cause__
         if cause is None or self.status == JobStatus.EJECTED:
             print_error(f"jaxcross: {error}")
@@ -433,7 +432,7 @@ class JobEngine:
             print_error(f"{heading}\n{traceback_text(cause)}")
 
     def close_unbegun(self) -> None:
-        """Closes the job after the run has failed, unless the job's own thread will do that."""
+        """Closes the job after the run has failed, unless the job's own thread will do so."""
         thread = None if self.record is None else self.record.thread
         if thread is None or not thread.is_alive():
             self.close()
@@ -441,15 +440,13 @@ class JobEngine:
     def save_after_run(self) -> None:
         """Saves the state of a job that was stopped or has failed. Waits for all ranks.
 
-        Called after the run. By then, the job has already been stopped or has failed. If saving
-        fails too, we only log that error: if we raised it, the user would no longer see why the job
-        ended.
+        Called after the run. If saving fails, we just log the error, since raising it would hide
+        why the job ended in the first place.
         """
         record = self.record
-        # Saving requires communication, so either all ranks must save this job or none of them.
-        # That's why the decision is based on the status in the driver's record: the ranks have
-        # voted on it, so it's the same on all of them. The engine's own `self.status` may differ
-        # between ranks (see `_final_status`).
+        # Saving is collective, so either all ranks save this job or none of them do. Base the
+        # decision on the status in the driver's record, which the ranks have voted on. The engine's
+        # own `self.status` may differ between ranks (see `_final_status`).
         if record is None or record.status in (None, JobStatus.ENDED):
             return
 
@@ -463,7 +460,7 @@ class JobEngine:
             _log.warning("%s", error)
 
     def at_stop(self) -> StoppedJob:
-        """Returns the step at which the run was stopped, and the step of its checkpoint."""
+        """Returns how far the job got before the run was stopped, and what has been saved."""
         resumption = self.resumption
         begun, saved = (
             (False, None) if resumption is None else (resumption.begun, resumption.saved_step)
@@ -483,7 +480,7 @@ class JobEngine:
     # Calls from the job's own thread, and requests from any thread.
 
     def running(self) -> tuple[Driver, JobRecord]:
-        """Returns the run's driver, and its record of the job.
+        """Returns the run's driver and its record of the job.
 
         Raises:
             JobError: The job isn't running. Also raised in the job's own thread if another thread
@@ -500,15 +497,14 @@ class JobEngine:
 
     @property
     def _in_own_thread(self) -> bool:
-        """Whether the caller is the job's own thread."""
+        """Whether we're in the job's own thread."""
         return self.record is not None and self.record.thread is threading.current_thread()
 
     def _stray_error(self, what: str, done: str) -> JobError | None:
-        """Returns the error for a call outside of the job's own thread; None in that thread.
+        """Returns the error for a call from a thread other than the job's own; None if it's fine.
 
-        A job waits for the other ranks in one thread only, its own. If two of its threads waited at
-        the same time, e.g. one for a step and one for a batch, one of them could receive the
-        other's answer.
+        A job only ever waits for the other ranks in its own thread. If two of its threads waited at
+        the same time, e.g. for a step and for a batch, they could end up with each other's answers.
         """
         if self._in_own_thread:
             return None
@@ -521,12 +517,12 @@ class JobEngine:
         )
 
     def ends_stray_loop(self) -> bool:
-        """Whether a loop over batches must end immediately because it runs in the wrong thread.
+        """Whether a loop over batches must end right away because it's in the wrong thread.
 
-        It's an error to iterate over a job's batches in another thread, and it makes the job fail.
-        If possible, we raise the error in the job's own thread, where we can handle it. In the
-        other thread there may be no code that catches it, and an uncaught exception in an arbitrary
-        thread would end the whole run, including the other jobs.
+        Iterating over a job's batches in another thread is an error that makes the job fail. If at
+        all possible, we raise it in the job's own thread, where we know how to handle it. In the
+        other thread, there may be nobody to catch it, and an uncaught exception in some random
+        thread would take down the whole run, including the other jobs.
 
         Raises:
             JobError: The job's own thread can't raise the error, because the job has ended or
@@ -546,20 +542,19 @@ class JobEngine:
         return True
 
     def request(self, request: JobRequest) -> None:
-        """Passes a request to all ranks, unless the job has ended. Doesn't wait.
+        """Passes a request on to all ranks, unless the job has ended. Doesn't wait.
 
         Raises:
             JobError: The run hasn't begun.
         """
         if self.status is not None:
             return
-        # There's a race here, because another thread may change both attributes while we read them.
-        # When a run begins, it sets first `driver`, then `record`; when the job ends, its own
-        # thread sets `driver` to None. So if there's a record but no driver, we conclude that the
-        # job has ended, and drop the request. For that to be right, we have to read `record` first.
-        # Otherwise the run could begin between the two reads: we'd find no driver yet but a record,
-        # and would drop a request to a job that has only just started. For the same reason we use
-        # local copies, because `driver` may be None by the next line.
+        # Other threads may change both attributes while we read them: the start of a run sets first
+        # `driver`, then `record`, and when the job ends, its own thread resets `driver` to None. We
+        # want a record without a driver to mean that the job has ended, in which case the request
+        # can be dropped. That's only true if `record` is read first; otherwise, the run could start
+        # between the two reads, and we'd drop a request to a job that has only just begun. Read
+        # them into local variables, as `driver` could be gone by the next line.
         record = self.record
         driver = self.driver
         if record is None:
@@ -571,12 +566,12 @@ class JobEngine:
             driver.request(record, request)
 
     def excuse_start(self) -> None:
-        """Lets the other jobs make their first steps without waiting for this job. Doesn't wait."""
+        """Lets the other jobs start stepping without waiting for this job. Doesn't wait."""
         if self.driver is not None and self.record is not None:
             self.driver.excuse_start(self.record)
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
-        """Runs `work(control)` on every rank's exchange lane; see `JobContext.run_on_all_ranks`."""
+        """Runs `work(control)` in every rank's exchange lane; see `JobContext.run_on_all_ranks`."""
         driver, record = self.running()
         error = self._stray_error("`job.run_on_all_ranks` or `job.restore`", "called")
         if error is not None:
@@ -590,20 +585,18 @@ class JobEngine:
         return self.cuts.get(key)
 
     def remember_cut(self, key: str, n_segments: int) -> None:
-        """Records a step's number of segments for a restart."""
+        """Remembers a step's number of segments for a restart."""
         self.cuts[key] = n_segments
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether this job uses `program`, or an equivalent one, for the first time. Same on every
-        rank.
+        """Whether `program`, or an equivalent program, is new to this job. Same on every rank.
 
         See `StepRegistry.first_use`.
         """
         return self.registry.first_use(program, step)
 
     def agree(self, agreement: Agreement) -> None:
-        """Runs a step's agreement, and also compares `nonfinite` between ranks. Waits for all
-        ranks.
+        """Runs a step's agreement and compares `nonfinite` between ranks. Waits for all ranks.
 
         Raises:
             JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
@@ -632,7 +625,7 @@ class JobEngine:
 
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
-        """Returns a context that the report and the flight recorder show as compiling `name`."""
+        """Returns a context that the report and flight recorder show as compiling `name`."""
         during = self.world.flight.during("compile", job=self.name, step=self.step)
         with self.preparing(), during, self.measure("compile", name):
             yield
@@ -641,9 +634,9 @@ class JobEngine:
     def preparing(self) -> Iterator[None]:
         """Returns a context for tracing or compiling a step.
 
-        By default, the jobs of a run begin together: none of them makes its first step before all
-        of them have compiled theirs. So while one job is inside of this context, the others don't
-        begin.
+        By default, the jobs of a run start together, which means that none of them makes its first
+        step until all of them have compiled theirs. As long as a job is inside this context, it
+        holds up that start.
         """
         _, record = self.running()
         record.preparing += 1
@@ -654,7 +647,7 @@ class JobEngine:
 
     @contextmanager
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
-        """Returns a context whose duration the report shows; see `JobContext.measure`."""
+        """Returns a context whose duration shows up in the report; see `JobContext.measure`."""
         check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
         start_ns = time.monotonic_ns()
         busy = self.world.monitor(
@@ -672,7 +665,7 @@ class JobEngine:
             self.note_span(start_ns, kind, label)
 
     def note_span(self, start_ns: int, kind: SpanKind, label: str = "") -> None:
-        """Adds work of the job's thread to the report. It began at `start_ns` and ends now."""
+        """Adds work by the job's thread, from `start_ns` until now, to the report."""
         self._listeners.span(
             Span(
                 rank=self.world.rank,
@@ -689,21 +682,21 @@ class JobEngine:
         )
 
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
-        """Runs a call of a `crossover` function. Waits until the last segment has been dispatched.
+        """Runs a call of a `crossover` function. Waits until its last segment has been dispatched.
 
         Raises:
             JobError, ExchangeError: On every rank: the step failed on some rank, which ends the
                 job.
             JobError: The latest steps were all skipped, and this rank's state isn't finite.
-            ExchangeError: On every rank: a comparison of replicas was due after this step, and they
+            ExchangeError: On every rank: a replica comparison was due after this step, and replicas
                 differ.
-            CutError: `nonfinite` is `skip`, but the step doesn't return the state that would have
-                to be kept.
+            CutError: `nonfinite` is `skip`, but the step doesn't return the state that we'd have to
+                keep.
         """
         driver, record = self.running()
         resumption = self.resumption
-        # This is collective, so `first_run` answers the same on every rank, even if only one of
-        # them has compiled another program.
+        # Booking memory is a collective operation. That's fine here, because `first_run` returns
+        # the same value on every rank, even if only one of them has compiled another program.
         if self.registry.first_run(compiled):
             self._book_memory(compiled, leaves)
         graph = self.registry.graph(compiled, step)
@@ -716,15 +709,15 @@ class JobEngine:
         execution.watch(self.nonfinite)
         if leads and resumption is not None:
             self.latest.note_arguments(leaves)
-        # The driver counts skipped steps during the call, so that's how we find out whether this
-        # one was skipped.
+        # The driver counts skipped steps during the call, which tells us whether this step was
+        # skipped.
         skipped_before = record.skipped
         outputs = driver.call(record, graph, execution, in_step=leads)
         if self.evaluations.running:
-            return outputs  # an evaluation doesn't count as a step, and doesn't change the state
-        # Once `driver.call` has returned, all ranks have agreed to keep the results of this call
-        # (to commit it). If the call had failed on some rank, an error would have been raised on
-        # all of them instead. So from here on, the call counts as a step.
+            return outputs  # evaluations don't count as steps or change the state
+        # Once `driver.call` has returned, all ranks have agreed to keep (commit) the results of
+        # this call. Had it failed on some rank, an error would have been raised on all of them.
+        # From here on, the call counts as a step.
         trains = self.registry.trains(compiled)
         if trains:
             self.step += 1
@@ -751,15 +744,14 @@ class JobEngine:
         return outputs
 
     def _book_memory(self, compiled: Compiled, leaves: Sequence[object]) -> None:
-        """Books the memory that these executables need on this rank. Waits for all ranks.
+        """Reserves the memory that these executables need on this rank. Waits for all ranks.
 
         Raises:
-            JobError: On every rank: some rank doesn't have enough memory left.
+            JobError: On every rank: some rank is short of memory.
         """
         driver, record = self.running()
-        # The memory of the program already includes the step's arguments. Besides these, the job
-        # holds the batches that are read ahead, and its state unless that's one of the arguments.
-        # So we add the bytes of both.
+        # The program's memory already includes the step's arguments. Add what else the job holds:
+        # the batches that are read ahead and, unless it's among the arguments, the state.
         given = arrays_by_buffer(leaves)
         state, _ = self.latest.newest()
         resting = [
@@ -768,16 +760,15 @@ class JobEngine:
         memory = memory_of(compiled).with_resting(
             sum(nbytes for _, nbytes in resting) + sum(loop.ahead_bytes for loop in self.loops)
         )
-        # Normally, an array that several jobs hold is counted only once. For batches, that would be
-        # wrong. Several jobs may start with the same array as their first batch, but after a few
-        # steps, each of them uses a different batch, and all of these are in memory at the same
-        # time.
+        # Shared arrays are normally counted only once, but that would be wrong for batches. Several
+        # jobs may start from the same array as their first batch; a few steps later, they're all
+        # using different batches, which are in memory at the same time.
         batches = frozenset[Hashable]().union(*(loop.first_batch for loop in self.loops))
         need = Need.of(memory, [*compiled.lasting_inputs(leaves), *resting], without=batches)
         remedy = remedies(compiled.program)
         with self.preparing():
-            # Book in the order of the jobs. Otherwise, it would depend on which job compiles faster
-            # which of them still fits.
+            # Book in job order. Otherwise, which jobs still fit would depend on which of them
+            # happens to compile faster.
             driver.start_gate.wait(record.number)
         self.run_on_all_ranks(
             f"memory of `{compiled.program.name}`",
@@ -785,7 +776,7 @@ class JobEngine:
         )
 
     def _give_back_memory(self) -> None:
-        """Removes the job's bookings. Its latest state still counts. Doesn't wait."""
+        """Releases the job's reservations. Its latest state still counts. Doesn't wait."""
         self._admission.give_back(self.name, lambda: self.latest.newest()[0])
 
     # State and metrics.
@@ -805,10 +796,9 @@ class JobEngine:
             options.append(f"rank_local={sorted(rank_local)}")
         if check_replicas is not None:
             options.append(f"check_replicas={check_replicas}")
-        # Check that all ranks have passed the same options. Every `run_on_all_ranks` call compares
-        # its label between ranks and fails if the labels differ, so it's enough to put the options
-        # into a label. We do this before we read any files, because what we read depends on the
-        # options.
+        # Make sure that all ranks have passed the same options. `run_on_all_ranks` fails if its
+        # label differs between ranks, so all it takes is to mention the options in a label. Do this
+        # before reading any files, because the options affect what we read.
         if options:
             self.run_on_all_ranks(f"restore, {', '.join(options)}", lambda _: None)
         self.rank_local = rank_local
@@ -828,7 +818,7 @@ class JobEngine:
             self.latest.set(found, self.step)
         else:
             if mode != "local":
-                # The ranks compare the label, so it contains the mode.
+                # Ranks compare the label, so it includes the mode.
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"
                 state = self.run_on_all_ranks(
                     label,
@@ -848,17 +838,17 @@ class JobEngine:
         return self.latest.state if resumption is None else self._resume_status(resumption)
 
     def _resume_status(self, resumption: Resumption) -> PyTree:
-        """Returns the state, unless the job was stopped by request in an earlier run.
+        """Returns the state, unless the user stopped the job in an earlier run.
 
-        If the job was paused at the end of the earlier run, pauses it again.
+        If the job was paused when the earlier run ended, it's paused again.
         """
         stopped, paused = resumption.markers(self.run_on_all_ranks)
         if stopped:
             self.request(JobRequest.STOP)
-            while True:  # the next vote ends the job, which raises an exception here
+            while True:  # the next vote ends the job by raising an exception here
                 self.run_on_all_ranks("it was stopped", lambda _: None)
-        # If one rank requests a pause, the job is paused on all ranks, so only rank 0 does it. If
-        # every rank did, one of the requests could arrive late, after the user has already called
+        # A request from one rank is enough to pause the job everywhere, so leave it to rank 0. If
+        # all ranks did this, one of the requests could arrive late, after the user has called
         # `resume`, and would pause the job again.
         if paused and self.world.rank == 0:
             self.request(JobRequest.PAUSE)
@@ -867,7 +857,7 @@ class JobEngine:
     def save(self, state: PyTree) -> None:
         """Sets the job's state, and saves it if there are checkpoints; see `JobContext.save`.
 
-        If it saves, waits for all ranks.
+        Waits for all ranks if it saves.
         """
         self.latest.set(state, self.step)
         self._evaluate()
@@ -877,7 +867,7 @@ class JobEngine:
         resumption = self.resumption
         if resumption is not None:
             # Read back the metrics and write them to their files before the checkpoint exists. A
-            # restart from this checkpoint doesn't repeat the earlier steps, so it would never log
+            # restart from this checkpoint won't repeat the earlier steps, so it would never log
             # their metrics again.
             self.read_back()
             if self.metrics.observer is not None:
@@ -897,9 +887,9 @@ class JobEngine:
             Whether the current state is the best one so far.
         """
         improved = self.evaluations.run(self, self._log_evaluation)
-        # Early stopping ends the job's open loops over batches, but not while an evaluation is
-        # running. An evaluation may loop over batches itself, and this method is called in its loop
-        # too. That loop must not end just because an earlier evaluation has decided that training
+        # Early stopping ends the job's open loops over batches, except during an evaluation. The
+        # evaluation may have its own loop over batches, from which this method gets called too, and
+        # that loop shouldn't be cut short just because an earlier evaluation decided that training
         # should stop.
         if self.evaluations.stop_reason and not self.evaluations.running:
             self.batch_loops.end_early()
@@ -907,8 +897,8 @@ class JobEngine:
 
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
         # If the job hasn't made a step since a restart, the metrics file may already contain this
-        # evaluation, because the earlier run was killed after it had logged it and before it saved
-        # that it was done. So remove the old entry.
+        # evaluation, because the earlier run may have been killed between logging it and recording
+        # that it was done. Remove the old entry in that case.
         if self.steps_made == 0:
             self.metrics.drop(self.step, name)
         self.metrics.add(self.step, {name: metrics})
@@ -916,13 +906,13 @@ class JobEngine:
     def finish_step(self) -> None:
         """Runs the evaluations that are due, and saves the state if it's the best so far.
 
-        Called when the loop's body has finished for the latest step.
+        Called when the loop's body is done with the latest step.
         """
         if self._evaluate():
             self._save(self.latest.state)
 
     def read_back(self) -> None:
-        """Reads back all metrics that were logged so far. Waits for the device."""
+        """Reads back all metrics logged so far. Waits for the device."""
         self.unread = self.metrics.read_remaining() or self.unread
 
     def _note_metrics(self, step: int, values: PyTree) -> None:
@@ -934,20 +924,20 @@ class JobEngine:
 
     @property
     def stopping(self) -> bool:
-        """Whether the job should stop. Not all ranks learn this at the same time."""
+        """Whether the job should stop. Ranks may find out at different times."""
         driver, record = self.running()
         return driver.stopping(record)
 
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
         """Counts a step that used a parameter server, and adds two spans for it to the report.
 
-        The first span is the computation, until this rank starts to send its update to the
-        parameter server. The second one is the communication with the server, until the end of the
-        step.
+        The first span covers the computation, up to the point where this rank starts to send its
+        update to the parameter server; the second covers the communication with the server, up to
+        the end of the step.
 
         Raises:
-            JobError: The job has evaluations. They require that all ranks make the same number of
-                steps, and with a parameter server, ranks don't.
+            JobError: The job has evaluations, which require all ranks to make the same number of
+                steps. With a parameter server, they don't.
         """
         if self.evaluations.any:
             raise JobError(
@@ -965,9 +955,9 @@ class JobEngine:
             ("collective", pushed_ns, end_ns, nbytes),
         )
         for segment, (kind, begin_ns, finish_ns, size) in enumerate(parts):
-            # With a parameter server, the job's own thread computes and communicates, instead of
-            # the compute lane and the exchange lane (the threads in which other jobs' steps run).
-            # So the report shows the job in a lane of its own.
+            # With a parameter server, both computation and communication happen in the job's own
+            # thread, rather than in the compute lane and the exchange lane (the threads that run
+            # the steps of other jobs). That's why the report shows the job in its own lane.
             self._listeners.span(
                 Span(
                     rank=self.world.rank,
@@ -987,7 +977,7 @@ class JobEngine:
 
 @final
 class JobThread(LaneThread):
-    """The thread in which a job's function runs. Steps may only be called in this thread."""
+    """The thread that runs a job's function. Steps can only be called from this thread."""
 
     def __init__(self, engine: JobEngine, living: set[threading.Thread]) -> None:
         super().__init__(f"job-{engine.name}", engine.main, living)
@@ -998,10 +988,10 @@ class JobThread(LaneThread):
 class JobDone(threading.Event):
     """An event that's set once a job has ended.
 
-    By default, no job makes its first step until all jobs have compiled theirs. Now suppose that
-    one job's function waits for another job's `done` event before its own first step. Then each of
-    the two would wait for the other one until the time limit of the joint start. So as soon as a
-    job's thread waits for such an event, we let the other jobs start without it.
+    By default, no job makes its first step until all jobs have compiled theirs. This would go wrong
+    if a job's function waits for another job's `done` event before its own first step: the two jobs
+    would wait for each other until the time limit for the joint start expires. To avoid that, we
+    let the other jobs start without a job as soon as its thread waits for such an event.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -1014,8 +1004,8 @@ class JobDone(threading.Event):
 def forget_locals(error: BaseException | None) -> None:
     """Clears the local variables in an exception's traceback.
 
-    The job keeps its error, and the traceback's frames would keep the arrays of the failed step in
-    memory.
+    The job holds on to its error, and the frames in the error's traceback would otherwise keep the
+    arrays of the failed step alive.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -1025,4 +1015,4 @@ def forget_locals(error: BaseException | None) -> None:
 
 
 def _no_function(*_: object, **__: object) -> None:
-    """Replaces the function of a job that has ended, so that the function can be freed."""
+    """Takes the place of an ended job's function, so that the latter can be freed."""

@@ -1,16 +1,16 @@
 """Runs a job's evaluations every n steps, and decides whether to stop the job early.
 
-If one rank stopped training and another one didn't, the second one would wait forever for the first
-one to call the next step. But the metrics of an evaluation may differ between ranks, and an
-evaluation may run on a single rank only. So before the first step, the ranks check that they have
-the same evaluations. And if a metric is used for a decision, all ranks use one rank's value: the
-value of the rank that ran the evaluation or, if all ranks ran it, rank 0's.
+If some ranks stopped training and others didn't, the latter would hang in the next step. Decisions
+therefore have to be the same everywhere, even though an evaluation's metrics may differ between
+ranks, and some evaluations only run on a single rank. To make sure of that, the ranks compare their
+lists of evaluations before the first step, and any decision is based on one rank's value: that of
+the rank that ran the evaluation, or rank 0's if all of them did.
 
-A restarted run must make the same decisions as one that wasn't interrupted. So each checkpoint also
-contains notes about the evaluations:
+A restarted run has to make the same decisions as an uninterrupted one. For this purpose, each
+checkpoint contains notes about
 
-- for each evaluation, the step at which it last ran, so that it isn't repeated;
-- the best metric values so far, with which early stopping compares new values.
+- when each evaluation last ran, so that it isn't repeated, and
+- the best metric values so far, which early stopping compares new values to.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from jaxcross.world import Control, gather
 
 T = TypeVar("T")
 
-_DONE = "evaluated "  # prefix of the notes that hold the step of an evaluation
+_DONE = "evaluated "  # prefix of the notes that store an evaluation's step
 _BEST, _STOP = "best ", "early stopping "
 
 
 class EvaluatedJob(Protocol):
-    """The interface that evaluations need from a job.
+    """What evaluations need from a job.
 
-    Both `JobEngine` and the members of a `FusedJob` implement it.
+    Implemented by `JobEngine` and by the members of a `FusedJob`.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Evaluation:
 
     Attributes:
         name: The name under which its metrics are logged.
-        n_steps: The interval between two calls, in steps.
+        n_steps: The interval between calls, in steps.
         fn: The function.
-        rank: The only rank that calls the function; None if all ranks call it.
+        rank: The only rank that calls the function; None if all ranks do.
     """
 
     name: str
@@ -75,13 +75,13 @@ class Evaluation:
 
 @final
 class Evaluations:
-    """The evaluations of one job on one rank.
+    """One job's evaluations on one rank.
 
-    Only the job's thread uses this object. All decisions are the same on every rank.
+    Only for use in the job's thread. All decisions are the same on every rank.
 
     Attributes:
-        running: Whether an evaluation is in progress. Steps that are called during an evaluation
-            don't count as steps of the job.
+        running: Whether an evaluation is in progress. Steps called during an evaluation don't count
+            as steps of the job.
         stop_reason: Why the job should stop early; "" if it shouldn't.
     """
 
@@ -94,7 +94,7 @@ class Evaluations:
         self._best: Best | None = None
         self._done: dict[str, int] = {}  # the step of the latest evaluation, by name
         self._begun = False
-        # The notes of the checkpoint from which the job resumed, until it begins.
+        # The notes of the checkpoint that the job was resumed from, until it begins.
         self._notes: Mapping[str, str] = {}
         self.running = False
         self.stop_reason = ""
@@ -121,10 +121,10 @@ class Evaluations:
         self._every[evaluation.name] = evaluation
 
     def stop_early(self, early: EarlyStopping) -> None:
-        """Sets when the job should stop early.
+        """Sets up early stopping.
 
         Raises:
-            ValueError: This was already set.
+            ValueError: It was already set up.
             JobError: The job's loop has already begun.
         """
         self._check_open("job.stop_early")
@@ -135,18 +135,18 @@ class Evaluations:
         self._early = early
 
     def keep_best(self, metric: str, mode: Mode) -> None:
-        """Sets the metric by which checkpoints keep the best state."""
+        """Sets the metric that decides which checkpoint is kept as the best."""
         self._best = Best(metric=metric, mode=mode)
 
     def resume(self, notes: Mapping[str, str], *, has_best: bool) -> None:
         """Resumes from a checkpoint's notes.
 
-        Pass `has_best=False` if the checkpoint with the best state so far is no longer on disk. We
-        then forget the best value of the metric too. Otherwise, a new state would have to beat a
-        state that no longer exists before we keep it as the best one.
+        Pass `has_best=False` if the checkpoint with the best state is no longer on disk. We then
+        forget the best value as well; otherwise, the next state to be kept as the best would have
+        to beat a state that no longer exists.
 
         Raises:
-            ValueError: The notes weren't made by `to_notes`.
+            ValueError: The notes weren't written by `to_notes`.
         """
         self._notes = notes
         if has_best and self._best is not None:
@@ -162,11 +162,11 @@ class Evaluations:
             )
 
     def begin(self, job: EvaluatedJob) -> None:
-        """Checks that all ranks have the same evaluations. Waits for all ranks in the first call.
+        """Checks that all ranks have the same evaluations. The first call waits for all ranks.
 
         Raises:
-            JobError: On every rank: the evaluations differ, or a metric is required that none of
-                them could return.
+            JobError: On every rank: the evaluations differ, or none of them could return one of the
+                required metrics.
         """
         if self._begun:
             return
@@ -220,7 +220,7 @@ class Evaluations:
         return {user: decision for user, decision in found.items() if decision is not None}
 
     def _metrics(self) -> Iterator[tuple[str, str]]:
-        """Yields each metric that's used for a decision, and the setting that uses it."""
+        """Yields each metric that a decision depends on, along with the setting behind it."""
         for user, decision in self._decisions.items():
             yield (decision.best if isinstance(decision, EarlyStopping) else decision).metric, user
 
@@ -243,10 +243,10 @@ class Evaluations:
         ]
 
     def check_step(self, job: EvaluatedJob) -> None:
-        """Checks that the job may make its next step. Waits for all ranks before the first step.
+        """Checks that the job can make its next step. Waits for all ranks before the first step.
 
         Raises:
-            JobError: The job should have stopped early, or it has missed an evaluation.
+            JobError: The job should have stopped early, or has missed an evaluation.
         """
         self.begin(job)
         if self.stop_reason:
@@ -266,20 +266,20 @@ class Evaluations:
     def run(self, job: EvaluatedJob, log: Callable[[str, PyTree], None]) -> bool:
         """Runs the evaluations that are due after the latest step.
 
-        Waits for all ranks in two cases: if an evaluation runs on a single rank, because that rank
-        sends its metrics to the others; and if a metric decides when to stop or which state is the
-        best, because all ranks must use the same value.
+        Waits for all ranks if an evaluation runs on a single rank, which has to send its metrics to
+        the others, or if a metric decides when to stop or which state is best, because all ranks
+        have to use the same value.
 
         Args:
             job: The job.
-            log: Called with the name and the metrics of each evaluation.
+            log: Called with each evaluation's name and metrics.
 
         Returns:
-            Whether the state is the best one so far, so that it should be saved.
+            Whether this is the best state so far and should be saved.
 
         Raises:
-            JobError: On every rank: the function didn't return a required metric, or it donated the
-                state, or the job hasn't set its state since its latest step.
+            JobError: On every rank: the function didn't return a required metric or donated the
+                state, or the job hasn't set its state since the latest step.
             TypeError: The function returned something other than metrics.
         """
         if self.running:
@@ -293,9 +293,9 @@ class Evaluations:
                 values = self._make(each, job)
             finally:
                 self.running = False
-            # Record the evaluation as done only after it has been logged. In a sweep with a pruner,
-            # `log` waits for the other trials, and may end the job by an exception. In that case,
-            # the evaluation isn't recorded, so a restart runs it again.
+            # Only record the evaluation as done once it has been logged. In a sweep with a pruner,
+            # `log` waits for the other trials and may raise an exception to end the job. The
+            # evaluation then isn't recorded, and a restart runs it again.
             if values is not None:
                 log(each.name, values)
             self._done[each.name] = step
@@ -315,7 +315,7 @@ class Evaluations:
         decides = any(each.provides(metric) for metric, _ in self._metrics())
         values = None
         if alone and each.rank == self._rank:
-            with job.measure("host", each.name):  # so that the watchdog lets it take long
+            with job.measure("host", each.name):  # tells the watchdog that this may take long
                 values = self._on_host(each, each.fn(state))
         elif not alone:
             values = each.fn(state)
@@ -380,7 +380,7 @@ class Evaluations:
         return None if self._best is None or self._best.value is None else self._best.step
 
     def to_notes(self) -> dict[str, str]:
-        """Returns what a restart needs, as notes for a checkpoint."""
+        """Returns what a restart needs to know, as notes for a checkpoint."""
         if not self._begun:
             return dict(self._notes)
         notes = {_DONE + name: str(step) for name, step in self._done.items()}

@@ -1,16 +1,15 @@
-"""`FusedJob`: several plain loops as one job of a run, whose step trains all of them at once.
+"""`FusedJob`: several plain loops rolled into one job, whose step trains all of them at once.
 
-Fusing can save time if the models are tiny: their steps become a single program, so there's one
-vote per step for all of them. But this program needs a batch for every member, while the members
-may have different amounts of data. So a fused job trains in rounds. In a round, each step takes one
-batch from every member, until at least one member leaves, e.g. because its data has ended. The next
-round trains the remaining members, with a smaller program. Since all ranks must run the same
-program, they agree between two rounds on which members leave.
+For tiny models, fusing can save time because the members' steps become a single program, with one
+vote per step for all of them. The catch is that this program needs a batch from every member, and
+members may have different amounts of data. A fused job therefore trains in rounds. In a round,
+every step takes one batch from each member, until at least one member leaves, e.g. because it has
+run out of data. The next round trains the remaining members with a smaller program. Since all ranks
+must run the same program, they agree on who leaves between rounds.
 
-We only notice that the data of one of the fused jobs (the members) has ended when we request its
-next batch. By then, the prefetching thread has already taken batches of the other members for the
-same step, and these must not be lost. So they're put back, and the remaining members continue with
-them in the next round.
+We don't find out that a member has run out of data until we request its next batch. By then, the
+prefetching thread has already taken batches from other members for the same step. To avoid losing
+these, we put them back for the next round.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ States: TypeAlias = tuple[PyTree, ...]
 FusedStep: TypeAlias = Callable[[States, tuple[PyTree, ...]], tuple[States, tuple[PyTree, ...]]]
 """A train step for any number of jobs at once.
 
-It takes the states and the batches of all jobs, and returns their new states and their metrics.
+It takes the states and batches of all jobs, and returns their new states and metrics.
 """
 
 _END = object()
@@ -55,18 +54,18 @@ _LONGEST_NAME = 40  # characters that fit in a table
 
 @final
 class FusedJob:
-    """Several `Job` objects that `jaxcross.run` trains as one job. Created by `jaxcross.fuse`.
+    """Several `Job` objects that are trained as a single job. Created by `jaxcross.fuse`.
 
     After the run, each member has its own state, history and status, as if it had been trained
-    alone. A member leaves the fused job if its data has ended, if it stops early, or if its data
-    has raised an error. It leaves between the same two steps on all ranks, and the other members
-    continue. However, an error in a step or in an evaluation ends all members, because they share
-    the step.
+    alone. A member leaves the fused job when it runs out of data, stops early, or its data raises
+    an error. This happens between the same two steps on all ranks, and the other members carry on.
+    An error in a step or an evaluation, on the other hand, ends all members, because they share the
+    step.
 
     Attributes:
-        name: The name that reports show. It's made from the members' names.
+        name: The name shown in reports, derived from the members' names.
         members: The jobs.
-        errors: Errors of members that failed while the others continued. Complete after the run,
+        errors: Errors of members that failed while the others carried on. Complete after the run,
             and the same on every rank.
     """
 
@@ -98,7 +97,7 @@ class FusedJob:
         self._stand_ins = [member._fuse(self.name) for member in self.members]
 
     def _run(self, job: JobContext) -> States:
-        """Trains all members until each has ended. This is the function that the runner calls."""
+        """Trains all members to the end. This is the function that the runner calls."""
         self._live = [
             _Member(member, stand_in, job._engine)
             for member, stand_in in zip(self.members, self._stand_ins, strict=True)
@@ -127,7 +126,7 @@ class FusedJob:
         return tuple(member.state for member in self.members)
 
     def _train(self, job: JobContext) -> float:
-        """Trains one round: until at least one member leaves. Waits for all ranks.
+        """Trains one round, i.e. until at least one member leaves. Waits for all ranks.
 
         Returns:
             The number of examples per step in this round.
@@ -154,7 +153,7 @@ class FusedJob:
             stopped = {member.name for member in live if member.stops_early(job)}
             if stopped:
                 break
-        close_unread(loop)  # otherwise, after `break`, the loop's thread wouldn't end
+        close_unread(loop)  # after `break`, the loop's thread wouldn't end otherwise
         job._engine.left_over = False  # the next round uses the remaining batches
         self._live = self._staying(job, batches, stopped)
         return examples
@@ -165,7 +164,7 @@ class FusedJob:
         return None if None in counts else max(count for count in counts if count is not None)
 
     def _staying(self, job: JobContext, batches: FusedBatches, stopped: set[str]) -> list[_Member]:
-        """Returns the members of the next round, the same on every rank. Waits for all ranks."""
+        """Returns the next round's members, the same on every rank. Waits for all ranks."""
         live = self._live
         mine = batches.ends()
         ranks = job.run_on_all_ranks("jobs that leave", lambda control: gather(control, mine))
@@ -191,8 +190,7 @@ class FusedJob:
     def _finish(self, job: JobContext) -> None:
         """Sets each member's results after the run, no matter how the run ended."""
         state = job.state
-        # Only the members of the last round still need their state: those that left before have
-        # theirs.
+        # Members that left in earlier rounds already have their state.
         if self._live and isinstance(state, tuple) and len(state) == len(self._live):
             for member, own in zip(self._live, state, strict=True):
                 member.stand_in.state = own
@@ -219,12 +217,12 @@ class FusedJob:
 class Fusion(Sequence["Job | FusedJob"]):
     """The jobs to pass to `jaxcross.run`, some of them fused. The same on every rank.
 
-    `print` shows which jobs are fused, and why.
+    Print it to see which jobs are fused, and why.
 
     Attributes:
-        jobs: The jobs. A fused job is in the position of its first member.
-        reasons: One line for each set of jobs with the same step, which says why they're fused or
-            why not.
+        jobs: The jobs. A fused job takes the place of its first member.
+        reasons: One line for each set of jobs with the same step, explaining why they were or
+            weren't fused.
     """
 
     jobs: tuple[Job | FusedJob, ...]
@@ -271,7 +269,7 @@ class _Member:
         self._evaluations = Evaluations(job.name, rank=engine.world.rank, ranks=engine.world.size)
 
     def begin(self, state: PyTree) -> None:
-        """Sets the initial state. Waits for all ranks if the job evaluates."""
+        """Sets the initial state. Waits for all ranks if the job has evaluations."""
         self._set(state)
         for apply in self.job._settings:
             apply(self._evaluations)
@@ -312,14 +310,14 @@ class _Member:
 class MemberBatches:
     """One job's batches, on the device.
 
-    Batches may be taken by one thread at a time. Any thread may close the source.
+    Only one thread at a time may take batches, but the source can be closed from any thread.
 
     Args:
         data: The batches.
-        steps: The number of batches after which to end, if given.
+        steps: How many batches to deliver at most, if there's a limit.
 
     Attributes:
-        error: The error that `data` raised, if any. After an error, there are no more batches.
+        error: The error raised by `data`, if any. There are no more batches after an error.
     """
 
     def __init__(self, data: Iterable[Any], steps: int | None) -> None:
@@ -361,7 +359,7 @@ class MemberBatches:
         return batch
 
     def give_back(self, batch: Any) -> None:
-        """Puts `batch` back, so that it's the next one to be taken. A no-op for `_END`."""
+        """Puts `batch` back, making it the next batch to be taken. A no-op for `_END`."""
         if batch is not _END:
             self._given_back.appendleft(batch)
 
@@ -375,10 +373,10 @@ class MemberBatches:
     def close(self) -> None:
         """Closes the user's iterator, unless it's exhausted. Doesn't wait.
 
-        If a step fails, the prefetching thread may be reading the next batch at this moment, so the
-        user's iterator is running in that thread. If it's a generator, Python doesn't allow us to
-        close it while it's running. In this case, that thread closes the iterator itself as soon as
-        it has its batch.
+        When a step fails, the prefetching thread may be in the middle of reading the next batch
+        from the user's iterator. If that's a generator, we can't close it from here, since Python
+        doesn't allow closing a generator that's executing. In that case, the prefetching thread
+        closes it as soon as it has its batch.
         """
         self._closing = True
         self._close_unless_taking()
@@ -397,9 +395,9 @@ class MemberBatches:
 
 @final
 class FusedBatches(Iterator[tuple[Any, ...]]):
-    """Takes one batch from each source at a time, until one of them has none.
+    """Takes one batch from each source at a time, until one of them runs out.
 
-    The iterator to pass to `JobContext.batches`, which reads ahead in a separate thread.
+    Pass this iterator to `JobContext.batches`, which reads ahead in a separate thread.
     """
 
     def __init__(self, sources: Sequence[MemberBatches]) -> None:
@@ -408,8 +406,8 @@ class FusedBatches(Iterator[tuple[Any, ...]]):
         self._left = threading.Event()  # set once the prefetching thread has ended
 
     def __next__(self) -> tuple[Any, ...]:
-        # Take a batch of every fused job, even if the data of an earlier one in the list has ended.
-        # This way we notice all jobs whose data end at this step, so that they can leave together.
+        # Take a batch from every source, even after one of them has turned out to be empty. That
+        # way, we notice all jobs that run out of data at this step, and they can leave together.
         batches = tuple(source.take() for source in self._sources)
         if any(batch is _END for batch in batches):
             self._give_back(batches)
@@ -418,22 +416,21 @@ class FusedBatches(Iterator[tuple[Any, ...]]):
         return batches
 
     def delivered(self) -> None:
-        """Records that the loop has received the oldest batches that were read ahead."""
+        """Records that the oldest batches that were read ahead have reached the loop."""
         self._undelivered.popleft()
 
     def close(self) -> None:
-        """Records that the prefetching thread has taken its last batch. That thread calls this."""
+        """Called by the prefetching thread when it has taken its last batch."""
         self._left.set()
 
     def ends(self) -> list[str | None]:
-        """Returns, for each source, None if it has more batches, and otherwise how it ended.
+        """Returns how each source ended, or None for sources that have more batches.
 
-        A source delivers the batches of one fused job. If its data raised an error, the result is a
-        text that describes the error. If its data merely came to an end, the text is empty.
+        There's one source per fused job. If its data raised an error, the result is a description
+        of that error; if it just ran out, the result is an empty string.
 
-        Call this once, after the loop has ended. It waits until the prefetching thread has ended
-        too. That thread may have read batches ahead that the loop never received, and these are put
-        back into their sources.
+        Call this once, after the loop has ended. It waits for the prefetching thread to end too.
+        Any batches that thread has read ahead but the loop never received go back to their sources.
         """
         self._left.wait()
         while self._undelivered:

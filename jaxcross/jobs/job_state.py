@@ -1,11 +1,11 @@
-"""Tracks the latest state of a job, so that it's available however the job ends.
+"""Tracks a job's latest state, making it available no matter how the job ends.
 
 Suppose that a job is stopped right after `state, metrics = step(state, batch)`, before its function
-has assigned the new state to `job.state`. The state that we know is then one step old, and its
-arrays are probably gone, because the step has donated them. Only the step's results contain the new
-state. So we keep the results of the latest committed step as well. If the job's function doesn't
-get to set its state, we search these results for a part that has the structure, shapes and types of
-the state that it set last.
+could assign the new state to `job.state`. The state we know about is one step old, and most likely
+its arrays are gone, because they were donated to the step. The only place to find the new state is
+in the step's results. That's why we also hold on to the results of the latest committed step: if
+the function doesn't get around to setting its state, we search them for an element with the same
+structure, shapes and types as the last state that it did set.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _copy_array = jax.jit(jnp.copy)  # dispatches in 13 us per scalar; `jnp.copy` ta
 
 
 class JobState:
-    """The state that a job's function has last set, and the results of its latest committed step.
+    """The latest state that a job's function has set, and its latest committed step's results.
 
-    This object is changed only by the job's thread and, after that thread has ended, by the runner.
+    Only the job's thread makes changes to this object, and after that thread has ended, the runner.
     However, once a vote has ended the job, the exchange lane may call `newest` concurrently, to
-    find out how much memory the job still holds. Without a lock, the two are safe for two reasons:
-    the results are stored in a single attribute that `newest` reads only once, and `release` is
-    called only after the state has been set.
+    find out how much memory the job is still holding. This is safe without a lock, since the
+    results are stored in a single attribute that `newest` reads only once, and `release` is called
+    only after the state has been set.
 
-    We hold references to the step's results rather than copies, so once the next step donates one
-    of these arrays, we can no longer use it either.
+    We hold references to the step's results, not copies. If the next step donates one of these
+    arrays, we can't use it any more either.
 
-    The results are stored as a flat list of leaves rather than as a tree. Otherwise, we'd be
-    affected if the job's function modifies the dicts and NNX states in the tree.
+    The results are stored as a flat list of leaves, so it doesn't matter if the job's function
+    modifies the dicts and NNX states in the tree.
 
     Attributes:
         state: The state that the job restored, saved or returned.
-        is_guess: Whether `state` might be wrong. That's the case if it was taken from a step's
-            results, and we have seen that the job's function changes the results before it passes
-            them to the next step. It may have been about to change these results as well.
+        is_guess: Whether `state` might be wrong. That's the case if we took it from a step's
+            results, but have seen the job's function modify results before passing them to the next
+            step. It may have been about to do so again.
     """
 
     __slots__ = (
@@ -61,9 +61,9 @@ class JobState:
         self.state: PyTree = None
         self.is_guess = False
         self._changed = False  # whether the function changes results before it passes them on
-        # The structure of the results to which `_part` belongs.
+        # The structure of the results that `_part` refers to.
         self._kind = jax.tree.structure(None)
-        # Which leaves of the results are the state; None if unknown.
+        # Which leaves of the results make up the state; None if unknown.
         self._part: slice | None = None
         self._state_step = 0
         self._results = jax.tree.flatten(None)
@@ -85,7 +85,7 @@ class JobState:
         leaves, structure = self._results
         if self._changed or not leaves or self._state_step == self._results_step:
             return
-        # This runs before every step, so we search for the state only if the results have a new
+        # This runs before every step, so only search for the state if the results have a new
         # structure.
         if structure != self._kind:
             self._kind = structure
@@ -109,18 +109,17 @@ class JobState:
 
     def note_results(self, results: PyTree, step: int) -> None:
         """Records the results of a call that all ranks have committed, after `step` steps."""
-        # Usually, we keep only the results of the training step, because the results of other
-        # functions, e.g. one that evaluates, don't contain the state. It's different if the
-        # training step's results have been donated to the other function. Then only that function's
-        # results can contain the state.
+        # We usually keep only the results of the training step, because other functions (e.g. for
+        # evaluation) don't return the state. But if those results have since been donated to
+        # another function, the state can only be in that function's results.
         if step > self._results_step or has_deleted(self._results[0]):
             self._results = jax.tree.flatten(results)
             self._results_step = step
 
     def newest(self) -> tuple[PyTree, int]:
-        """Returns the newest state that hasn't been donated, and the number of steps it has.
+        """Returns the newest state that hasn't been donated, and the step it belongs to.
 
-        That's either `state` or the state in the latest committed step's results.
+        It comes from either `state` or the results of the latest committed step.
         """
         leaves, structure = self._results
         if leaves and (self._state_step < self._results_step or has_deleted(self.state)):
@@ -132,7 +131,7 @@ class JobState:
     def adopt_results(self) -> None:
         """Sets `state` to the state after the latest committed step.
 
-        Call this if the job's function may have ended before it set that state itself.
+        Call this if the job's function may have ended before setting that state itself.
         """
         state, step = self.newest()
         is_guess = self._changed and state is not self.state
@@ -147,9 +146,10 @@ class JobState:
 def select_state(state: PyTree, results: PyTree) -> PyTree:
     """Returns the part of a step's results that corresponds to `state`.
 
-    A step usually returns a tuple such as `(state, metrics)`. We recognise the state as the element
-    that has the same structure, shapes and element types as `state`. If no element matches or
-    several do, or if the results aren't such a tuple, we can't tell, and return all of `results`.
+    A step usually returns a tuple such as `(state, metrics)`, in which the state can be recognised
+    as the element with the same structure, shapes and element types as `state`. If the results
+    aren't such a tuple, or the number of matching elements isn't exactly one, we can't tell and
+    return all of `results`.
     """
     if (
         state is not None
@@ -162,9 +162,9 @@ def select_state(state: PyTree, results: PyTree) -> PyTree:
 
 
 def holds_state(state: PyTree, results: PyTree) -> bool:
-    """Whether the results contain all arrays of `state`, judging by shape and type, in any order.
+    """Whether the results contain all arrays of `state`, in any order, going by shape and type.
 
-    If so, the function is probably a training step, which returns the new state.
+    If so, the function is probably a training step that returns the new state.
     """
     wanted, found = (
         Counter(map(_shape_and_type, jax.tree.leaves(tree))) for tree in (state, results)
@@ -173,7 +173,7 @@ def holds_state(state: PyTree, results: PyTree) -> bool:
 
 
 def own_copy(state: T) -> T:
-    """Returns a copy of `state` that shares no arrays with it. Doesn't wait for the device."""
+    """Returns a copy of `state` that doesn't share arrays with it. Doesn't wait for the device."""
     return jax.tree.map(_copy, state)
 
 

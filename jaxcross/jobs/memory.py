@@ -1,4 +1,4 @@
-"""Computes how much memory several jobs need on a shared device, and how much a rank may use."""
+"""Computes how much memory jobs need on a shared device, and how much a rank may use."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _NO_LIMIT = 2**60  # without a limit, cgroups v1 reports a huge number
 
 
 PROCESS_BYTES = 32_000_000
-"""Our estimate of the memory that a rank on CPUs needs in addition to its arrays, in bytes: for
-MPI, threads, and the buffers of matrix products. We measured 23 to 36 MB when the largest matrix
-had 67 MB, and about 7 MB when it had 17 MB (`benchmarks/memory.py --booked`).
+"""Estimated memory, in bytes, that a rank on CPUs needs on top of its arrays: for MPI, threads, and
+the buffers of matrix products. We measured 23 to 36 MB when the largest matrix had 67 MB, and about
+7 MB when it had 17 MB (`benchmarks/memory.py --booked`).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMemory:
-    """The memory of one job on one rank.
+    """One job's memory on one rank.
 
     Attributes:
-        peak_bytes: The most bytes in use at any time in a step, including its arguments.
-        boundary_bytes: The most bytes that stay in use between two segments of a step, when a
-            segment of another job may run.
-        exchange_temporary_bytes: The most bytes that any of its exchange segments needs for
-            temporary arrays.
+        peak_bytes: The peak number of bytes in use during a step, including the step's arguments.
+        boundary_bytes: The most bytes that stay in use between two of a step's segments, where
+            segments of other jobs may run.
+        exchange_temporary_bytes: The most bytes of temporary arrays that any exchange segment
+            needs.
 
     Raises:
         ValueError: A number is negative, too large, or not a whole number.
@@ -55,7 +55,7 @@ class JobMemory:
 
     @classmethod
     def largest(cls, several: Sequence[JobMemory]) -> Self:
-        """Returns the maximum of each field, for a job that alternates between several programs."""
+        """Returns the maximum of each field, for a job that alternates between programs."""
         return cls(
             **{
                 field.name: max(getattr(each, field.name) for each in several)
@@ -64,14 +64,14 @@ class JobMemory:
         )
 
     def with_resting(self, nbytes: int) -> JobMemory:
-        """Returns the memory of the job if it also keeps another `nbytes` in use the whole time."""
+        """Returns the memory needed if the job also holds another `nbytes` all the time."""
         return replace(
             self, peak_bytes=self.peak_bytes + nbytes, boundary_bytes=self.boundary_bytes + nbytes
         )
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Creates a `JobMemory` from the dict that `dataclasses.asdict` returns for one.
+        """Creates a `JobMemory` from the result of `dataclasses.asdict`.
 
         Raises:
             ValueError: `data` isn't such a dict.
@@ -84,26 +84,26 @@ class JobMemory:
 
 
 def needed_bytes(jobs: Sequence[JobMemory]) -> int:
-    """Returns the bytes that these jobs need in total on one rank, or 0 if there are none."""
+    """Returns how many bytes these jobs need in total on one rank (0 if there are none)."""
     if not jobs:
         return 0
     return int(needed_by_groups(np.array([astuple(job) for job in jobs]).T))
 
 
 def needed_by_groups(memory: npt.NDArray[Any]) -> Any:
-    """Returns the bytes that each of several groups of jobs needs on a rank.
+    """Returns how many bytes each of several groups of jobs needs on a rank.
 
-    If we added up the jobs' peaks, we'd need far more memory than the jobs ever use at the same
-    time. The device computes one segment at a time, so only one job can be at its peak. All others
-    are between two segments, and only need the values that they keep there. In addition, the
-    exchange lane runs one exchange at the same time, which needs its temporary arrays. So the sum
-    of these three is enough, with the worst case for the job that is at its peak and for the
-    exchange.
+    Adding up the jobs' peaks would greatly overestimate the memory they need at any given time. The
+    device computes one segment at a time, so only one job can be at its peak. All the others are
+    between two segments and only hold on to the values they need there. On top of that, the
+    exchange lane may be running one exchange, which needs its temporary arrays. The result is the
+    sum of these three, assuming the worst case for which job is at its peak and which exchange is
+    running.
 
     Args:
-        memory: An array of shape (3, ..., jobs), whose first axis has the fields of `JobMemory` in
-            their order. The axes in between are the groups. If a group has fewer jobs than others,
-            fill it up with zeros.
+        memory: An array of shape (3, ..., jobs). The first axis corresponds to the fields of
+            `JobMemory`, in order; the axes in between are the groups. Pad smaller groups with
+            zeros.
     """
     peak, boundary, temporary = memory
     return (peak - boundary).max(-1) + boundary.sum(-1) + temporary.max(-1)
@@ -112,11 +112,11 @@ def needed_by_groups(memory: npt.NDArray[Any]) -> Any:
 def as_bytes(size: int | str) -> int:
     """Parses a size such as `80GB` or `512 MiB`, and returns it in bytes.
 
-    A number is returned unchanged.
+    Numbers are returned unchanged.
 
     Raises:
         TypeError: `size` is neither a string nor a whole number.
-        ValueError: The text isn't a size, or the size isn't above 0.
+        ValueError: The string isn't a size, or the size isn't positive.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(
@@ -141,7 +141,7 @@ def memory_limit(memory: int | str | None) -> int | None:
 
     Raises:
         TypeError: `memory` is neither a whole number nor a string.
-        ValueError: The string isn't a size, or the size isn't above 0.
+        ValueError: The string isn't a size, or the size isn't positive.
     """
     if memory is None:
         return None
@@ -154,9 +154,9 @@ def memory_limit(memory: int | str | None) -> int | None:
 def device_limit_bytes(device: Any, ranks: int) -> int | None:
     """Returns how many bytes of arrays a rank may hold; None if unknown. Doesn't communicate.
 
-    An accelerator reports its own limit. On CPUs, the ranks of a host share its memory, so each of
-    them may use an equal part of it. In a container, the process's control group may have a lower
-    limit than the machine; then the ranks share that amount instead.
+    Accelerators report their own limit. On CPUs, the ranks on a host get an equal share of its
+    memory. If the process's control group has a lower limit, as is common in containers, they share
+    that instead.
 
     Args:
         device: The rank's JAX device.
@@ -175,7 +175,7 @@ def device_limit_bytes(device: Any, ranks: int) -> int | None:
 def group_limits(groups: str, root: Path) -> list[int]:
     """Returns the memory limits of a process's control groups, including all parent groups.
 
-    Supports both version 1 and version 2 of control groups.
+    Supports control groups v1 and v2.
 
     Args:
         groups: The content of `/proc/self/cgroup`.
@@ -190,10 +190,10 @@ def group_limits(groups: str, root: Path) -> list[int]:
             (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         )
         folder = top / path.lstrip("/")
-        # We look for a limit in the group's own folder and in all parent folders. A missing folder
-        # isn't the end of the search: in a container, `/proc/self/cgroup` may contain a path of the
-        # host that doesn't exist inside of the container. The loop then still reaches the root of
-        # the mount, where it finds the container's limit.
+        # Look for limits in the group's own folder and in all of its parents, even if some of these
+        # don't exist. In a container, `/proc/self/cgroup` may contain a path that exists only on
+        # the host; by going all the way up to the root of the mount, we still find the container's
+        # limit.
         for place in (folder, *folder.parents):
             if place.is_relative_to(top):
                 with suppress(OSError, ValueError):  # there's no such file, or it says "max"

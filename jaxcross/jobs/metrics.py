@@ -1,10 +1,10 @@
 """Stores logged metrics. Logging doesn't wait for the device.
 
-When `log` is called, the metrics usually haven't been computed yet, because JAX runs computations
-asynchronously. If we read their values right away, every step would wait for the device. So `log`
-only makes a copy of the metrics on the device. A later call of `log`, or the end of the job, reads
-the values back once they have been computed. We need the copy because the next step may donate the
-logged arrays before that.
+JAX runs computations asynchronously, so by the time `log` is called, the metrics usually haven't
+been computed yet. Reading their values right away would make every step wait for the device.
+Instead, `log` just makes a copy on the device, which is read back once it's been computed: by a
+later call of `log`, or when the job ends. We need the copy because the next step may donate the
+logged arrays in the meantime.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's 
 
 
 BeginFiles: TypeAlias = Callable[..., list[dict[str, Any]]]
-"""On rank 0, `MetricFiles.begin` for one job. On other ranks, a function that returns no lines."""
+"""`MetricFiles.begin` for one job on rank 0; on other ranks, a function that returns no lines."""
 
 
 class MetricLog:
     """One job's metrics.
 
     Args:
-        listen: Called with the step and the metrics of each `log` call, once they have been read
-            back.
+        listen: Called with the step and metrics of each `log` call, once they've been read back.
         begin_files: Truncates the metrics files to the restored step. None if there are no files.
 
     Attributes:
-        observer: If the job is a trial of a sweep, the object that follows it for the sweep. It
-            receives the metrics when they're logged, before they're read back.
+        observer: If the job is a trial of a sweep, the object that follows it on behalf of the
+            sweep. It gets the metrics as soon as they're logged, i.e. before they're read back.
     """
 
     def __init__(
@@ -59,8 +58,9 @@ class MetricLog:
 
         Args:
             step: The last step of earlier runs.
-            run_on_all_ranks: Pass it if earlier runs made any steps. Rank 0 then sends the lines of
-                these runs to all ranks, which add them to `history`. This waits for all ranks.
+            run_on_all_ranks: Required if earlier runs made any steps. In that case, rank 0 sends
+                the lines of these runs to all ranks, which add them to `history`. This waits for
+                all ranks.
         """
         if self._begin_files is None:
             return
@@ -74,10 +74,9 @@ class MetricLog:
                 self.observer.restored(len(lines))
 
     def drop(self, step: int, evaluation: str) -> None:
-        """Removes the metrics of an evaluation at this step, because they will be logged again.
+        """Removes the metrics of an evaluation at this step, which is about to log them again.
 
-        If there are no metrics files, there's nothing to remove, because no metrics of earlier runs
-        exist.
+        Without metrics files, nothing is kept from earlier runs, so there's nothing to remove.
         """
         if self._begin_files is None:
             return
@@ -93,10 +92,10 @@ class MetricLog:
             self.observer.restored(more)
 
     def add(self, step: int, metrics: PyTree) -> None:
-        """Stores a copy, and reads back earlier metrics if they have been computed. Doesn't wait.
+        """Stores a copy, and reads back any earlier metrics that are ready. Doesn't wait.
 
         Raises:
-            TypeError: A leaf is a tracer, so the call is inside of `jax.jit` or a step.
+            TypeError: A leaf is a tracer, i.e. the call is inside `jax.jit` or a step.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metrics)):
             raise TypeError(

@@ -1,10 +1,10 @@
-"""The `run` function: runs jobs that are the plain loop `state, metrics = step(state, batch)`.
+"""The `run` function: runs plain loops of the form `state, metrics = step(state, batch)`.
 
-The user creates a `Job` object for each such loop before the run, and reads the results from it
-during and after the run. A `JobContext`, however, belongs to a single runner, so it exists only
-once the run has begun. Therefore a `Job` object stores no results itself. It delegates to another
-object: before the run, and if the job is fused with others, that's a `JobStandIn`; otherwise, it's
-the `JobContext` of the run.
+The user creates a `Job` object for each loop before the run, and reads results from it during and
+after the run. A `JobContext`, on the other hand, belongs to one particular runner and doesn't exist
+until the run has begun. A `Job` therefore doesn't store any results itself, but delegates to
+another object: a `JobStandIn` before the run or if the job is fused with others, and the run's
+`JobContext` otherwise.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
 
     Raises:
         TypeError: `jobs` isn't a list of `Job` objects, or another argument has the wrong type.
-        ValueError: Two jobs take their batches from the same iterator, or you passed `checkpoints`
-            together with fused jobs, which can't be saved.
-        Exception: Any other error that `Runner` or `Runner.run` raises.
+        ValueError: Two jobs take their batches from the same iterator, or `checkpoints` were
+            requested for fused jobs, which can't be saved.
+        Exception: Any other error raised by `Runner` or `Runner.run`.
 
     Example:
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
@@ -89,28 +89,28 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
 class Job:
     """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
 
-    A `Job` can be used like the `JobContext` of a training loop that you write yourself: its
-    attributes and methods have the same names and meanings. The methods that only a job's own
-    function can call are missing, i.e. `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and
-    `measure`. Where the documentation of `JobContext` says what the job's function does, the plain
-    loop does that.
+    You can use a `Job` like the `JobContext` of a hand-written training loop, since its attributes
+    and methods have the same names and meanings. It lacks the methods that only a job's own
+    function can call, i.e. `log`, `batches`, `restore`, `save`, `run_on_all_ranks` and `measure`.
+    Wherever the documentation of `JobContext` mentions the job's function, this means the plain
+    loop.
 
     Attributes:
         name: The job's name, unique among the jobs.
-        state: The latest state. Until the run has restored a state, this is the initial one. For
+        state: The latest state, or the initial state until the run has restored one. For
             data-parallel steps, it's identical on all ranks.
-        step: How many steps the job has made. As in `JobContext.step`, calls of a step that
-            exchanges nothing aren't counted.
-        history: A list of `(step, metrics)` pairs, one per step whose metrics have been read back.
-            It's complete after the run.
+        step: How many steps the job has made. As in `JobContext.step`, calls of a step without
+            exchanges don't count.
+        history: A list of `(step, metrics)` pairs, one for each step whose metrics have been read
+            back. Complete after the run.
         examples_per_step: How many examples all ranks together use per step.
-        unit: The word that reports use for an example.
-        nonfinite: What to do with a step whose exchanged values aren't all finite.
-        rank_local: Names of the leaves whose values differ between ranks on purpose.
-        status: How the job ended; None while it hasn't.
-        error: The reason, if the job failed or was ejected.
-        done: An event that's set once the job has ended and `state` and `history` are final:
-            `job.done.wait()`.
+        unit: What reports call an example.
+        nonfinite: What to do when a step's exchanged values aren't all finite.
+        rank_local: Names of the leaves that differ between ranks by design.
+        status: How the job ended, or None if it hasn't yet.
+        error: Why the job failed or was ejected, if it was.
+        done: An event that's set once the job has ended and `state` and `history` are final; wait
+            for it with `job.done.wait()`.
         skipped: How many of the job's steps were skipped, i.e. left the state unchanged.
         paused: Whether the job is paused on all ranks.
 
@@ -119,21 +119,21 @@ class Job:
         step: A `crossover` step that returns `(state, metrics)`.
         state: The initial state, identical on all ranks unless `mode` says otherwise.
         batches: This rank's batches.
-        steps: Ends the loop after this many steps, or earlier if a rank runs out of data. If None,
-            the loop ends when the first rank runs out of data.
-        nonfinite: What to do with a step whose exchanged values aren't all finite: `ignore`,
-            `raise`, `skip` or `eject`; see `JobContext.nonfinite`.
-        mode: With `check`, the ranks compare their initial states; with `broadcast`, all ranks use
+        steps: How many steps to make at most; None for no limit. Either way, the loop ends when the
+            first rank runs out of data.
+        nonfinite: What to do when a step's exchanged values aren't all finite: `ignore`, `raise`,
+            `skip` or `eject`; see `JobContext.nonfinite`.
+        mode: With `check`, the ranks compare their initial states; with `broadcast`, they all use
             rank 0's; with `local`, each rank keeps its own, e.g. for dropout keys. See
             `JobContext.restore`. The same on every rank.
-        rank_local: Names of leaves whose values differ between ranks on purpose, such as a data
-            mask; see `JobContext.restore`. The same on every rank.
+        rank_local: Names of the leaves that differ between ranks by design, such as a data mask;
+            see `JobContext.restore`. The same on every rank.
         check_replicas: Compare the ranks' copies of the state at this interval, in steps, and fail
             on every rank if they differ; see `JobContext.restore`. The same on every rank.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `name` is empty, `steps` is below 0, `nonfinite` or `mode` isn't one of the
+        ValueError: `name` is empty, `steps` is negative, `nonfinite` or `mode` isn't one of the
             values above, or `check_replicas` isn't a whole number of at least 1.
     """
 
@@ -177,13 +177,13 @@ class Job:
         self._check_replicas = checked_interval(f"`check_replicas` of job `{name}`", check_replicas)
         self._settings: list[Callable[[Evaluations], None]] = []
         self._shown: dict[str, Any] = {}  # `examples_per_step` and `unit`, if the user has set them
-        # The object that knows the job's status, error and settings, and that receives requests
-        # such as `stop`. Until just before the run, that's a stand-in (`JobStandIn`). After that,
-        # it's the object that represents the job in the run (`JobContext`).
+        # The object that we ask for the job's status, error and settings, and that receives
+        # requests such as `stop`. Just before the run, the initial `JobStandIn` is swapped for the
+        # job's `JobContext`.
         self._face: JobStandIn | JobContext = JobStandIn(name, state, nonfinite=nonfinite)
-        # The object that has the job's state, steps and history. It's replaced by the job's context
-        # a bit later than `_face`: when a run begins, the context has no state until the job has
-        # restored one. Until then, users should still see the initial state.
+        # The object that we ask for the job's state, steps and history. This is swapped a bit later
+        # than `_face`: at the start of a run, the context has no state until the job has restored
+        # one, and we want users to see the initial state until then.
         self._results: JobStandIn | JobContext = self._face
 
     def __repr__(self) -> str:
@@ -227,9 +227,9 @@ class Job:
 
     @property
     def nonfinite(self) -> NonFinite:
-        """What to do with a step whose exchanged values aren't all finite.
+        """What to do when a step's exchanged values aren't all finite.
 
-        See `JobContext.nonfinite`. Set it before the first step, to the same value on every rank.
+        See `JobContext.nonfinite`. Set this before the first step, to the same value on every rank.
         """
         return self._face.nonfinite
 
@@ -262,7 +262,7 @@ class Job:
     def every(
         self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval"
     ) -> None:
-        """Evaluates the job every `n` steps of the run. Call it before the run.
+        """Evaluates the job every `n` steps of the run. Call this before the run.
 
         See `JobContext.every` for the arguments.
 
@@ -284,7 +284,7 @@ class Job:
         patience_steps: int | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        """Ends the job once a metric of `every` stops improving. Call it before the run.
+        """Ends the job once a metric of `every` stops improving. Call this before the run.
 
         See `JobContext.stop_early` for the arguments.
 
@@ -344,7 +344,7 @@ class Job:
         return begun and not face.done.is_set()
 
     def _attach(self, job: JobContext) -> None:
-        """Delegates to `job`, the job that runs `_run`, from now on. Called just before the run."""
+        """Delegates to `job`, which runs `_run`, from now on. Called just before the run."""
         if self._in_run:
             raise JobError(
                 f"Job `{self.name}` is in a run already. Wait for its end (`job.done.wait()`), or "
@@ -375,7 +375,7 @@ class Job:
         return stand_in
 
     def _run(self, job: JobContext) -> Any:
-        """Trains the job to its end. This is the function that the runner calls."""
+        """Trains the job to the end. This is the function that the runner calls."""
         job.restore(
             self.state,
             mode=self._mode,
@@ -407,7 +407,7 @@ class Job:
 
 @final
 class JobStandIn:
-    """Replaces the `JobContext` of a `Job` before the run, and while a fused job trains it.
+    """Takes the place of a `Job`'s `JobContext` before the run and if a fused job trains it.
 
     Attributes:
         fused_into: The name of the fused job that trains this job; "" before the run.
@@ -443,7 +443,7 @@ class JobStandIn:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Raises the error for a request. If the job has ended already, ignores the request."""
+        """Raises the error for a request, or ignores the request if the job has ended."""
         if self.status is not None:
             return
         if self.fused_into:

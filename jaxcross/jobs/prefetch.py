@@ -1,14 +1,14 @@
 """Prepares a job's batches ahead of time, in a separate thread.
 
-The difficulty is that all ranks must end a loop at the same step: if one rank made another step, it
-would wait forever in an exchange that the other ranks never enter. But a rank only knows its own
-data. The data of another rank may be shorter, or may raise an error. So whenever a batch is ready,
-or the data has ended, the prefetcher reports this to the driver, and the ranks share these reports
-in their votes. A call of `next` waits until the ranks have agreed either that every rank has
-another batch, or that the loop ends.
+The tricky part is that all ranks have to end a loop at the same step. A rank that made an extra
+step would wait forever in an exchange that the others never enter. But a rank only knows about its
+own data, while another rank's data may be shorter or raise an error. The prefetcher therefore tells
+the driver about each batch that's ready and about the end of the data, and the ranks share this
+information in their votes. A call to `next` waits for the ranks to agree that either all of them
+have another batch, or the loop is over.
 
-The prefetcher also records the position in the data after each batch. Checkpoints contain this
-position, so that after a restart, a new iterator can continue with the batch that comes next.
+The prefetcher also keeps track of the position in the data after each batch. It's saved in
+checkpoints, so that a new iterator can pick up from there after a restart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger("jaxcross")
 
 @runtime_checkable
 class Positioned(Protocol):
-    """An iterator that can save and restore its position, e.g. one of Grain."""
+    """An iterator that can save and restore its position, such as Grain's."""
 
     def get_state(self) -> object: ...
     def set_state(self, state: object) -> None: ...
@@ -50,8 +50,8 @@ class DataPosition:
 
     Attributes:
         n_batches: The number of batches before this position, the same on every rank.
-        state: The iterator's own state as text. None if it has no state, or one that JSON can't
-            represent.
+        state: The iterator's own state as text. None if it doesn't have any, or if it can't be
+            represented in JSON.
     """
 
     n_batches: int = 0
@@ -62,7 +62,7 @@ START = DataPosition()
 
 
 def iterator_state(source: Iterator[object]) -> str | None:
-    """Returns the iterator's state as text, or None if it can't be converted to JSON and back."""
+    """Returns the iterator's state as text, or None if it doesn't survive a JSON round trip."""
     if not isinstance(source, Positioned):
         return None
     state = source.get_state()
@@ -78,19 +78,19 @@ def iterator_state(source: Iterator[object]) -> str | None:
 def seek(
     position: DataPosition, source: Iterator[object], on_drop: Callable[[], None] = lambda: None
 ) -> None:
-    """Brings a new iterator to `position`.
+    """Advances a new iterator to `position`.
 
-    If the iterator has a `set_state` method, this is fast. Otherwise, all batches before the
-    position are read and dropped.
+    This is fast if the iterator has a `set_state` method. Otherwise, it reads all batches before
+    the position and drops them.
 
     Args:
         position: The target position.
         source: A new iterator.
-        on_drop: Called after each batch that was dropped.
+        on_drop: Called after each dropped batch.
 
     Raises:
         ValueError: `position.state` wasn't written by `iterator_state`.
-        Exception: Any error that the iterator raises.
+        Exception: Any error raised by the iterator.
     """
     if position.state is None or not isinstance(source, Positioned):
         for _ in range(position.n_batches):
@@ -113,10 +113,10 @@ class Closable(Protocol):
 
 @runtime_checkable
 class Waiting(Protocol):
-    """An iterator that measures how long it waits for storage, e.g. that of `jaxcross.data`.
+    """An iterator that measures how long it waits for storage, such as that of `jaxcross.data`.
 
-    The method `waited_s` returns the total seconds so far for each level of storage, summed over
-    the iterator's threads.
+    `waited_s` returns the total seconds so far for each level of storage, summed over the
+    iterator's threads.
     """
 
     def waited_s(self) -> Mapping[str, float]: ...
@@ -124,7 +124,7 @@ class Waiting(Protocol):
 
 @final
 class _Storage:
-    """Finds out, for each batch, for which level of storage its iterator had to wait."""
+    """Determines, for each batch, which level of storage its iterator had to wait for."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source if isinstance(source, Waiting) else None
@@ -132,9 +132,9 @@ class _Storage:
         self._before_s = time.monotonic()
 
     def slowest(self) -> str:
-        """Returns the level with the longest wait since the last call.
+        """Returns the level of storage with the longest wait since the last call.
 
-        Returns "" if that wait took less than half of the time since then.
+        Returns "" if that wait accounts for less than half of the time since then.
         """
         if self._source is None:
             return ""
@@ -151,31 +151,31 @@ class _Storage:
 class Prefetcher(Iterator[Any]):
     """An iterator over `data` that ends after the same number of batches on all ranks.
 
-    A call of `next` returns a batch only once every rank has its next batch, or ends the loop on
-    all ranks if one rank has none. To find out, the ranks exchange messages. They do this while
-    earlier steps are still running, so `next` rarely blocks for long.
+    `next` only returns a batch if every rank has one; as soon as one rank has none, the loop ends
+    on all ranks. This requires the ranks to exchange messages, but they do so while earlier steps
+    are still running, so `next` rarely blocks for long.
 
     Args:
-        driver: Takes part in the votes with the other ranks.
+        driver: Takes part in votes with the other ranks.
         job: The job's record.
         stream: This iterator's number within the job. All ranks must open a job's iterators in the
-            same order, so that the numbers match up.
+            same order for the numbers to match up.
         open_streams: The numbers of the job's earlier iterators that are still open.
         data: This rank's batches.
-        steps: The number of batches after which to end; None if there's no such limit.
-        prepare: Called on each batch in the prefetcher's thread, e.g. to put it on the device.
-        buffer_size: The maximum number of batches that are read ahead.
-        start: The position at which to begin. `steps` includes the batches before it.
+        steps: How many batches to return at most; None for no limit.
+        prepare: Called on each batch in the prefetcher's thread, e.g. to transfer it to the device.
+        buffer_size: The maximum number of batches to read ahead.
+        start: The position to start from. The batches before it count towards `steps`.
         resumable: Whether to record the iterator's own state after each batch, for checkpoints.
 
     Attributes:
         stream: As above.
-        position: The position after the last batch that was returned. Batches that have been read
-            ahead don't count.
-        storage: The level of storage for which the last batch had to wait; "" if it didn't wait, or
+        position: The position after the last batch that was returned, not counting batches that
+            have been read ahead.
+        storage: The level of storage that the last batch had to wait for; "" if it didn't wait, or
             if that's unknown.
-        closed: Whether the iterator was closed, so that no more batches will be requested.
-        first_batch: The buffers of the first batch; empty until that batch has been read.
+        closed: Whether the iterator was closed, i.e. no more batches will be requested.
+        first_batch: The buffers of the first batch; empty until that's been read.
         left_over: Whether this rank still had a batch when the loop ended because another rank had
             none.
     """
@@ -205,11 +205,11 @@ class Prefetcher(Iterator[Any]):
         self._buffer_size = buffer_size
         self._batch_bytes = 0
         self.first_batch: frozenset[Hashable] = frozenset()
-        # If the user abandons a loop, Python's garbage collector finishes the loop's generator,
-        # which calls `close`. That can happen at any allocation in any thread, even while that
-        # thread holds our lock. So the lock must be reentrant, and instead of a semaphore, whose
-        # own lock isn't reentrant, we use a `SimpleQueue` with one token per free slot. Its `put`
-        # is safe to call from the garbage collector.
+        # If the user abandons a loop, Python's garbage collector finalizes the loop's generator,
+        # which calls `close`. That can happen at any allocation in any thread, even while the
+        # thread is holding our lock, so the lock must be reentrant. For the same reason, we can't
+        # use a semaphore, since its internal lock isn't reentrant. Use a `SimpleQueue` with one
+        # token per free slot instead, because its `put` is safe to call from the garbage collector.
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(buffer_size):
             self._free.put(None)
@@ -219,7 +219,7 @@ class Prefetcher(Iterator[Any]):
         self.left_over = False
         self._lock = threading.RLock()
         self._error: BaseException | None = None
-        self._waiting = False  # whether `next` waits for a batch, or is about to
+        self._waiting = False  # whether `next` is waiting for a batch, or about to
         self.closed = False
         self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # may be set only in the job's thread
         self._thread = threading.Thread(
@@ -230,12 +230,12 @@ class Prefetcher(Iterator[Any]):
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches remain until `steps`, including the latest one; None without `steps`."""
+        """How many batches remain until `steps`, including the latest; None if there's no limit."""
         return None if self._steps is None else self._steps - self._taken + (self._taken > 0)
 
     @property
     def ahead_bytes(self) -> int:
-        """The bytes of the batches that are read ahead, judging by the first one."""
+        """The total bytes of the batches that are read ahead, estimated from the first batch."""
         return 0 if self.closed else self._buffer_size * self._batch_bytes
 
     def __next__(self) -> Any:
@@ -257,7 +257,7 @@ class Prefetcher(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """Ends the thread. Doesn't wait for it, because it may be stuck in the user's iterator."""
+        """Ends the thread, without waiting for it: it may be stuck in the user's iterator."""
         with self._lock:
             self.closed = True
             batches = self._batches
@@ -311,16 +311,15 @@ class Prefetcher(Iterator[Any]):
             with self._lock:
                 self._error = error
                 waiting = self._waiting and not self._batches
-            # How the error is reported depends on whether the job is waiting for this batch at the
-            # moment. If it is, it waits inside of `next` for a vote, so only a vote can end the
-            # wait: we report the failure to the driver. Otherwise, the job still has earlier
+            # If the job is waiting for this very batch inside `next`, report the failure to the
+            # driver, because it takes a vote to end that wait. Otherwise, the job still has earlier
             # batches to train on, and `next` raises the error after those.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
 
 
 def close_unread(source: Iterator[Any]) -> None:
-    """Closes an iterator that isn't exhausted, so that it releases its files and threads."""
+    """Closes an iterator that isn't exhausted, to release its files and threads."""
     if isinstance(source, Closable):
         try:
             source.close()
@@ -331,7 +330,7 @@ def close_unread(source: Iterator[Any]) -> None:
 def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:
     """Returns the maximum number of batches in a loop, or None if it's unknown.
 
-    If another rank has less data, the loop ends earlier.
+    The loop ends earlier if another rank has less data.
     """
     length = None
     if isinstance(data, Sized):
@@ -341,7 +340,7 @@ def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:
 
 
 def to_device(batch: PyTree) -> PyTree:
-    """Puts a batch's NumPy arrays on the device. Later changes to the arrays don't affect them."""
+    """Transfers a batch's NumPy arrays to the device. It's safe to modify them afterwards."""
     return jax.tree.map(
         lambda x: jax.device_put(_own(x)) if isinstance(x, np.ndarray | np.generic) else x, batch
     )
@@ -350,14 +349,14 @@ def to_device(batch: PyTree) -> PyTree:
 def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
     """Returns a copy of `array`, or the array itself if it's read-only.
 
-    We need a copy because `device_put` may return before it has read the array. On CPUs, JAX may
-    even use the array's memory directly. If the user's iterator reuses its array for the next
-    batch, it would therefore overwrite a batch that's still in use.
+    `device_put` may return before it has read the array, and on CPUs, JAX may even use the array's
+    memory directly. Without a copy, an iterator that reuses its array for the next batch would
+    overwrite a batch that's still in use.
     """
     if not isinstance(array, np.ndarray) or array.dtype.hasobject or read_only(array):
         return array
-    # Align the copy. The CPU backend then uses its memory directly; it would copy unaligned memory
-    # a second time.
+    # Align the copy, which allows the CPU backend to use its memory directly instead of copying it
+    # once more.
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -366,7 +365,7 @@ def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
 
 
 def read_only(array: np.ndarray) -> bool:
-    """Whether neither `array` nor the memory that it views can be written to."""
+    """Whether both `array` and the memory that it views are read-only."""
     owner: object = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:

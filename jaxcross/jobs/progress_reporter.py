@@ -1,8 +1,8 @@
-"""Shows the progress of a run's jobs, as lines on standard error and as a file for other processes.
+"""Shows a run's progress, both as lines on standard error and as a file for other processes.
 
-A thread on rank 0 collects the progress of all jobs once per second. It only reads counters that
-the jobs and the flight recorder maintain anyway. So a training step doesn't have to report its
-progress, and showing progress doesn't make it slower.
+Once per second, a thread on rank 0 gathers the progress of all jobs. It only reads counters that
+the jobs and the flight recorder maintain anyway, so steps don't have to report anything, and
+training isn't slowed down.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxcross.report import (
 
 VARIABLE = "JAXCROSS_PROGRESS"
 FIRST_S = 3.0
-"""Seconds until the first lines of a run. A shorter run prints no progress."""
+"""Seconds until a run's first lines. Shorter runs don't print any progress."""
 
 _LEAST_S = 10.0
 _MOST_S = 60.0
@@ -40,7 +40,7 @@ _LOOK_S = 1.0
 
 
 def interval_of(progress: bool | float | None, environ: Mapping[str, str]) -> Interval:
-    """Returns when lines are due. The variable `JAXCROSS_PROGRESS` overrides the argument.
+    """Works out when lines are due. The variable `JAXCROSS_PROGRESS` overrides the argument.
 
     Raises:
         ValueError: The variable isn't a number of seconds.
@@ -67,8 +67,8 @@ class Interval:
     """Decides when the next lines are due.
 
     Args:
-        every_s: The seconds between lines. If None, it's 10 s at first, and grows to a minute in a
-            long run.
+        every_s: The seconds between lines. If None, the interval starts at 10 s and grows to a
+            minute in a long run.
         never: Whether to print no lines at all.
     """
 
@@ -80,7 +80,7 @@ class Interval:
     def due(self, run_s: float) -> bool:
         """Whether lines are due `run_s` seconds after the start of the run.
 
-        If it returns True, the next lines are due one interval later.
+        If so, the next lines are due one interval later.
         """
         if self.never or run_s < self._next_s:
             return False
@@ -91,12 +91,12 @@ class Interval:
 
 @final
 class ProgressReporter:
-    """A context in which rank 0 shows the jobs' progress. It does nothing on other ranks.
+    """A context in which rank 0 shows the jobs' progress. A no-op on other ranks.
 
     Args:
         jobs: Returns the jobs, including those that joined later.
-        flight: The flight recorder, which knows this rank's current activities and its event
-            folder.
+        flight: The flight recorder, which knows what this rank is currently doing and where its
+            event folder is.
         rank: This rank.
         ranks: The number of ranks.
         progress: See `Runner`.
@@ -137,8 +137,8 @@ class ProgressReporter:
         if self._rank != 0:
             return
         self._over.set()
-        # Don't wait longer than this: if standard error is a full pipe that nobody reads, the
-        # thread's write never returns.
+        # Don't wait any longer: if standard error is a full pipe that nobody reads, the thread's
+        # write will never return.
         self._thread.join(_LOOK_S)
         if not self._thread.is_alive():
             self.look(time.monotonic(), over=True)
@@ -162,7 +162,7 @@ class ProgressReporter:
         self._flight.replace_file(PROGRESS_FILE, run.to_json())
         if self._printed if over else self._interval.due(run.run_s):
             self._printed = True
-            # Training mustn't end just because standard error has been closed.
+            # A closed standard error is no reason to stop training.
             with suppress(OSError, ValueError, AttributeError):
                 print("\n".join(run_lines(run)), file=sys.stderr, flush=True)
 
@@ -181,7 +181,7 @@ class ProgressReporter:
         )
 
     def _metric_of(self, job: JobEngine) -> str:
-        """Returns the metric to show: the sweep's metric once it was logged, or else the loss."""
+        """Returns the metric to show: the sweep's once it's been logged, otherwise the loss."""
         chosen = ""
         observer = job.metrics.observer
         if observer is not None:

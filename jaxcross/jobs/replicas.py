@@ -1,16 +1,17 @@
-"""Checks that all ranks hold the same state of a job.
+"""Checks that all ranks have the same state.
 
-In data-parallel training, all ranks should have the same state, bit for bit. If they don't, e.g.
-because somebody forgot to average a gradient, each rank trains a different model, and no error
-tells you. So we compare the ranks' copies of the state ("replicas") at every checkpoint, at the end
-of each job and, if the user asks for it, every n steps. The `ReplicaChecks` class decides which
-leaves should be equal, when to compare them, and whether a difference is normal at this point. For
-example, it's normal between two exchanges of local SGD. It also warns if a job never exchanges
+In data-parallel training, the state should be the same on all ranks, bit for bit. If it isn't, e.g.
+because somebody forgot to average a gradient, each rank is training a different model without any
+error to tell you. That's why we compare the ranks' copies of the state ("replicas") at every
+checkpoint, at the end of each job and, if the user asks for it, every n steps. `ReplicaChecks`
+decides which leaves should be equal, when to compare them, and whether a difference is to be
+expected, as it would be between two exchanges of local SGD. It also warns if a job never exchanges
 anything.
 
-It would be slow to send whole states between ranks. So each rank computes a digest of each leaf of
-its state, and a single hash of all these digests. The ranks compare this hash in one small
-all-reduce. Only if it differs do they exchange the digests, to find out which leaf differs.
+Sending entire states between ranks would be slow. Instead, each rank computes a digest for each
+leaf, then hashes all of these into a single number, which takes only one small all-reduce to
+compare. The digests themselves are exchanged only if that number differs, to find out which leaf is
+to blame.
 """
 
 from __future__ import annotations
@@ -33,28 +34,27 @@ from jaxcross.program import hash_62
 from jaxcross.world import Control, RunOnAllRanks, gather
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
-"""The reason why replicas may differ. If they happen to be equal, they're still reported as
-equal."""
+"""A reason for replicas to differ. If they happen to be equal, they're still reported as equal."""
 
 UNCHANGED = "its state is the one that it began with"
-"""The reason why there's nothing to compare in a job that doesn't train. Reports don't show it."""
+"""The reason why there's nothing to compare in a job that doesn't train. Not shown in reports."""
 
 _log = logging.getLogger("jaxcross")
 
 
 class ReplicaChecks:
-    """The replica checks of one job on one rank.
+    """One job's replica checks on one rank.
 
-    Not thread-safe: it's used by the job's thread and, after that thread has ended, by the runner.
+    Not thread-safe: for use by the job's thread and, after that thread has ended, by the runner.
 
-    A comparison is a collective operation, so all ranks must make it at the same point. Whether one
-    is due therefore depends only on the number of steps or batches, which is the same on every
-    rank. It never depends on the state itself, which might differ.
+    Comparing replicas is a collective operation, which all ranks must perform at the same point. To
+    decide whether a comparison is due, we therefore look only at the number of steps or batches,
+    which is the same on every rank, and never at the state itself, which might not be.
 
     Args:
         job: The job's name.
         rank: This rank.
-        ranks: The number of ranks. If there's only one, nothing is compared.
+        ranks: The number of ranks. With a single rank, nothing is compared.
         latest: The job's state and the results of its latest step.
 
     Attributes:
@@ -95,12 +95,11 @@ class ReplicaChecks:
     ) -> None:
         """Determines which leaves of a restored state should stay equal on all ranks.
 
-        Unless the state is `local`, these are all leaves that training keeps equal (see
-        `common_leaves`). A local state may be a shard of a model, whose leaves differ between ranks
-        on purpose. In this case, we compare the ranks' initial values, and assume that leaves which
-        are equal at the start should stay equal. We ignore leaves whose elements all have the same
-        value, e.g. zeros or ones: even the shards of a model often start with such values, so the
-        fact that they're equal tells us nothing.
+        Normally, that's all leaves that training keeps equal (see `common_leaves`). A `local`
+        state, however, may be a shard of a model, whose leaves differ between ranks by design. In
+        that case, we compare the ranks' initial values and assume that leaves which start out equal
+        should stay equal. This doesn't apply to leaves filled with a single value, e.g. zeros or
+        ones: model shards are often initialized like that, so finding them equal tells us nothing.
 
         Waits for all ranks if the state is `local`.
 
@@ -108,12 +107,12 @@ class ReplicaChecks:
             state: The state.
             step: The number of steps the job has made so far.
             local: Whether each rank has restored its own state.
-            named: Paths of the leaves that the job names as rank-local. They aren't compared.
-            check_every: The interval between two comparisons, in steps. If given, the job fails if
-                replicas differ. If None, we compare only at checkpoints and at the end, and only
-                warn.
+            named: Paths of the leaves that the job declares as rank-local. They aren't compared.
+            check_every: The interval between comparisons, in steps. If given, the job fails if
+                replicas differ. If None, replicas are compared only at checkpoints and at the end,
+                and a difference merely causes a warning.
             resumed: Whether the state comes from a checkpoint.
-            run_on_all_ranks: Runs work that communicates.
+            run_on_all_ranks: Used to communicate.
         """
         if self._ranks == 1:
             return
@@ -148,7 +147,7 @@ class ReplicaChecks:
         Args:
             step: How many steps have been committed.
             local: Whether this step had no exchange, although other steps of this job do.
-            run_on_all_ranks: Runs work that communicates.
+            run_on_all_ranks: Used to communicate.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -160,12 +159,11 @@ class ReplicaChecks:
             self._compare(step, run_on_all_ranks)
 
     def next_batch(self, run_on_all_ranks: RunOnAllRanks) -> None:
-        """Warns if the job has used its first batch and hasn't exchanged anything. Warns only once.
+        """Warns, at most once, if the job has used its first batch without exchanging anything.
 
-        In a job that hasn't exchanged anything, we can't count steps, because only functions with
-        exchanges count as steps. So the interval of `check_replicas` is counted in batches instead.
-        If a comparison is due after this number of batches, this method makes it, and waits for all
-        ranks.
+        Only functions with exchanges count as steps, so as long as a job hasn't exchanged anything,
+        the interval of `check_replicas` is measured in batches. If a comparison is due after this
+        batch, we perform it here and wait for all ranks.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -181,7 +179,7 @@ class ReplicaChecks:
             self._compare(self.batches, run_on_all_ranks)
 
     def saved(self, step: int, every: list[dict[str, str]] | None) -> None:
-        """Compares replicas, given the digests that the ranks have gathered for a checkpoint.
+        """Compares replicas, given the digests that were gathered from all ranks for a checkpoint.
 
         Raises:
             ExchangeError: On every rank: replicas differ, and the job checks them.
@@ -199,8 +197,8 @@ class ReplicaChecks:
     def finish(self, how: str, step: int) -> None:
         """Sets `end` to a report on the last state of a job that has ended.
 
-        Also warns if the job has trained without ever exchanging anything. Waits until the state
-        has been computed, but doesn't communicate.
+        Also warns if the job has been training without ever exchanging anything. Waits for the
+        state to be computed, but doesn't communicate.
         """
         if self._ranks == 1:
             return
@@ -215,7 +213,7 @@ class ReplicaChecks:
         """Adds the comparison of the job's last state, given the reports of all ranks.
 
         Returns:
-            The error with which the job should fail, or None. The same on every rank.
+            The error that the job should fail with, or None. The same on every rank.
         """
         try:
             self._add(every)
@@ -247,9 +245,9 @@ class ReplicaChecks:
             self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
 
     def _report(self, count: int) -> RankReport:
-        """Returns this rank's report on the newest state whose leaves match the restored state's.
+        """Reports on the newest state whose leaves match those of the restored state.
 
-        Waits until that state has been computed.
+        Waits for that state to be computed.
         """
         why = self._unknown()
         if why:
@@ -276,7 +274,7 @@ class ReplicaChecks:
 
     @property
     def _uncertain(self) -> str:
-        """The reason why replicas may differ now, or "". The same on every rank."""
+        """The reason why replicas may differ right now, or "". The same on every rank."""
         return BETWEEN if self._between else ""
 
     def _unknown(self) -> str:
@@ -288,9 +286,9 @@ class ReplicaChecks:
     def _trains(self) -> bool | None:
         """Whether the job trains, i.e. changes its state. None if we can't tell.
 
-        To find out, we compare the restored state with the newest one. If the job never sets or
-        returns a new state, there's nothing to compare. Then we only know that it trains if the
-        restored state was donated to a step, and otherwise we can't tell.
+        We find out by comparing the restored state with the newest state. If the job never sets or
+        returns a new state, there's nothing to compare, and all we have to go by is whether the
+        restored state was donated: if it was, the job trains; otherwise, we can't tell.
         """
         state = self._latest.newest()[0]
         start = self._start
@@ -300,7 +298,7 @@ class ReplicaChecks:
             return True
         try:
             return None if state is start else not _same(start, state)
-        except Exception:  # we can't read the state, which `end` will report
+        except Exception:  # `end` will report that we can't read the state
             return None
 
     def _warn_of_no_exchange(self, when: str, trains: str) -> None:
@@ -328,9 +326,9 @@ class RankReport(NamedTuple):
 
     Attributes:
         step: The step at which the state was set.
-        why: The reason why there's nothing to compare; `BETWEEN` if a difference would be normal;
-            otherwise "".
-        digests: The digest of each leaf that should be compared, by path.
+        why: The reason why there's nothing to compare, `BETWEEN` if a difference is to be expected,
+            or "".
+        digests: The digests of the leaves to compare, by path.
     """
 
     step: int
@@ -338,7 +336,7 @@ class RankReport(NamedTuple):
     digests: dict[str, str]
 
     def number(self) -> int:
-        """Returns a hash of the report that's small enough for an all-reduce."""
+        """Hashes the report into a number that's small enough for an all-reduce."""
         return hash_62(self.text())
 
     def text(self) -> str:
@@ -352,7 +350,7 @@ def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankR
     All ranks must pass the same number of reports in the same order, e.g. one per job.
 
     Returns:
-        For each of the reports passed, the corresponding reports of all ranks, by rank.
+        For each report passed, the list of its counterparts on all ranks, by rank.
     """
     numbers = np.array([report.number() for report in reports], np.int64)
     low, high = np.split(control.allreduce_min(np.concatenate([numbers, -numbers])), 2)
@@ -365,7 +363,7 @@ def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankR
 
 
 class ReplicaDifference(NamedTuple):
-    """The first leaf that differs between ranks, and two ranks whose values differ."""
+    """The first leaf that differs between ranks, and two ranks where it differs."""
 
     path: str
     ranks: tuple[int, int]
@@ -393,10 +391,9 @@ class Findings:
 
     Attributes:
         text: The text for the report: `equal`, `differ ...`, `not compared: ...`, or "".
-        difference: The difference that the latest comparison found; None if there was none.
+        difference: The difference found by the latest comparison; None if there was none.
         unknown: Whether the latest comparison had nothing to compare.
-        unit: The unit in which `step` counts: `step`, or `batch` in a job that hasn't exchanged
-            anything.
+        unit: What `step` counts: `step`, or `batch` in a job that hasn't exchanged anything.
         held: The step at which replicas were last found equal, or None.
     """
 
@@ -438,7 +435,7 @@ class Findings:
         return self.difference
 
     def message(self) -> str:
-        """Returns the latest difference as a text for an error or a warning."""
+        """Describes the latest difference, for an error or a warning."""
         assert self.difference is not None
         path, (here, there) = self.difference
         held = "They were never found equal in this run"
@@ -460,7 +457,7 @@ class Findings:
 
 
 def _leaf(path: str) -> str:
-    """Returns a leaf's path for messages. If the state is a single array, its path is empty."""
+    """Returns how messages refer to a leaf. If the state is a single array, its path is empty."""
     return f"`{path}`" if path else "its only leaf"
 
 
@@ -469,7 +466,7 @@ def _paths(state: Any) -> list[str]:
 
 
 def _varied(leaf: Any) -> bool:
-    """Whether a leaf is a numeric array whose elements aren't all the same."""
+    """Whether a leaf is a numeric array with at least two different values."""
     if not isinstance(leaf, jax.Array | np.ndarray):
         return False
     array = on_host(leaf).reshape(-1)

@@ -1,14 +1,13 @@
-"""Connects a job to its checkpoints: determines what a checkpoint contains besides the state.
+"""Connects a job to its checkpoints, and determines what they contain besides the state.
 
-A checkpoint must contain the position in the data at which training should resume. If it didn't
-match the state, a restarted run would skip some batches or train on some of them twice. We can't
-use the current position of the job's iterator, because the job may already have taken batches on
-which it hasn't trained. So after each committed step, we record the positions of all open loops,
-and a checkpoint contains the latest of these.
+A checkpoint has to contain the position in the data from which to resume. If it doesn't match the
+state, a restarted run skips some batches or trains on them twice. The current position of the job's
+iterator won't do, because the job may have taken batches that it hasn't trained on yet. Instead, we
+record the positions of all open loops after each committed step, and save the latest of these.
 
-For some jobs, a restart couldn't find the right position. For example, if a job trains in several
-loops one after the other, we couldn't tell which of the loops it was in. When such a job tries to
-save, it gets an error, because a wrong position would change the results without anyone noticing.
+For some jobs, a restart couldn't find the right position. If a job trains in several loops in a
+row, for instance, there's no telling which of them it was in. Such a job gets an error when it
+tries to save, because a wrong position would silently change the results.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from jaxcross.world import RunOnAllRanks
 
 
 class Resumption:
-    """The checkpoints of one job on one rank.
+    """One job's checkpoints on one rank.
 
-    The job's thread uses this object and, after that thread has ended, the runner.
+    For use by the job's thread and, after that thread has ended, by the runner.
 
     Args:
         checkpointer: Reads and writes the checkpoints.
-        cuts: The cuts that `cut="auto"` has found. The same dict that the job uses.
-        every: The interval, in steps, at which a plain loop saves; None if there's no interval.
-        evaluations: The job's evaluations. Their results so far are saved.
-        skipped: The job's skipped steps. Their numbers are saved too.
+        cuts: The cuts found by `cut="auto"`. This dict is shared with the job.
+        every: The interval, in steps, at which a plain loop saves; None if it doesn't save at
+            intervals.
+        evaluations: The job's evaluations, whose results so far are saved.
+        skipped: Counts the job's skipped steps. The counts are saved as well.
 
     Attributes:
         first_step: How many steps were made by earlier runs.
@@ -57,10 +57,11 @@ class Resumption:
         self.first_step = 0
         self._next_positions: list[DataPosition] = []  # of loops that haven't begun yet
         self._positions: tuple[DataPosition, ...] = ()  # at the latest step
-        # The loops that were open at the latest step, each with its number of batches at that time.
+        # The loops that were open at the latest step, each with its number of batches at that
+        # point.
         self._trained: list[tuple[Prefetcher, int]] = []
         self._trains_in_several_loops = False
-        # The name of the function whose calls are counted as steps, and whether it returns a state.
+        # The name of the function whose calls count as steps, and whether it returns a state.
         self._step: tuple[str, bool] | None = None
         self._uncounted_reason = ""  # set if another function trains too
 
@@ -82,7 +83,7 @@ class Resumption:
         local: bool = False,
         named: Collection[str] = (),
     ) -> PyTree | None:
-        """Returns the state of the newest checkpoint, or None. Waits for all ranks.
+        """Returns the state from the newest checkpoint, or None. Waits for all ranks.
 
         See `JobCheckpointer.restore`.
         """
@@ -99,14 +100,14 @@ class Resumption:
         return state
 
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
-        """Returns whether an earlier run left the job stopped, and whether paused.
+        """Returns whether the job was stopped and whether it was paused in an earlier run.
 
         Waits for all ranks.
         """
         return self._checkpointer.markers(run_on_all_ranks)
 
     def mark_done(self, status: JobStatus) -> None:
-        """Records that the job has ended, unlike a job that merely ends with its run."""
+        """Marks the job as done, unlike a job that merely ends because the run does."""
         self._checkpointer.mark_done(status)
 
     def mark_paused(self, paused: bool) -> None:
@@ -114,7 +115,7 @@ class Resumption:
         self._checkpointer.mark_paused(paused)
 
     def next_position(self) -> DataPosition:
-        """Returns the position at which the job's next loop over batches should begin."""
+        """Returns the position where the job's next loop over batches should begin."""
         return self._next_positions.pop(0) if self._next_positions else START
 
     def note_loop(self, prefetcher: Prefetcher) -> None:
@@ -136,14 +137,14 @@ class Resumption:
         Args:
             name: The function's name.
             prefetchers: The job's loops over batches.
-            trains: Whether the call is a step of the job.
+            trains: Whether the call counts as a step of the job.
             state: A tree with the structure, shapes and types of the job's state.
             results: The function's results.
         """
         reading = [(each, each.position.n_batches) for each in prefetchers if not each.closed]
         if trains:
-            # Detect whether the job trains in several loops: if a loop in which it trained before
-            # has been closed, it now trains in another one. A restart couldn't tell which of them a
+            # Detect jobs that train in several loops: if a loop that was used for training has been
+            # closed, the job must now be in another loop. A restart couldn't tell which of them a
             # saved position belongs to.
             self._trains_in_several_loops |= any(each.closed for each, _ in self._trained)
             self._trained = reading
@@ -154,13 +155,13 @@ class Resumption:
         if trains:
             self._uncounted_reason = self._uncounted_reason if not counted_trains else ""
             return
-        # Only one function's calls are counted as steps, namely those of the first function with
-        # exchanges. Usually, all other functions only evaluate. If another one trains too, the
-        # recorded positions would be wrong, so we have to detect that.
+        # Steps are the calls of a single function, the first function with exchanges. All others
+        # usually just evaluate; if one of them trains too, the recorded positions are wrong, which
+        # we need to detect.
         #
-        # We assume that the other function trains if it returns something like the state, and if
-        # one of two things is true: it uses batches that the latest step didn't use, or the counted
-        # function doesn't return a state, so that it's the one that only evaluates.
+        # We assume that another function trains if it returns something that looks like the state,
+        # and also either uses batches that the latest step didn't use, or the counted function
+        # doesn't return a state (in which case that's the one that just evaluates).
         took_others = any(each.position.n_batches != n for each, n in self._trained) or (
             reading and not self._trained
         )
@@ -201,9 +202,9 @@ class Resumption:
 
         Waits for all ranks and their disks.
         """
-        # Saving is collective, so either all ranks must save or none. `begun` says whether the job
-        # has restored its state, which is the same on all ranks. We can't check instead whether the
-        # job has made a step: one rank may have made its first step when another one hasn't yet.
+        # Saving is collective, so either all ranks save or none of them do. `begun` (whether the
+        # job has restored its state) is the same on all ranks. We can't go by the number of steps,
+        # because one rank may have made its first step when another rank hasn't yet.
         if self._checkpointer.begun:
             self._checkpointer.save(
                 state,

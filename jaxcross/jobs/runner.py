@@ -1,29 +1,28 @@
 """`Runner`: several jobs, each an ordinary training loop, share this rank's device.
 
-A `Runner` calls each job's function in a separate thread, with a `JobContext` as its argument. It
-also owns everything that the jobs share: the driver, which runs their steps in an order that all
-ranks agree on, the memory bookings, the checkpoints, the metrics files, and the report. A runner
-can be used for one run only.
+A `Runner` calls each job's function in a separate thread, passing it a `JobContext`. It also owns
+everything that the jobs share: the driver, which runs their steps in an order agreed on by all
+ranks, the memory reservations, the checkpoints, the metrics files, and the report. A runner can
+only be used for a single run.
 
-**The problem** is that most of what a run does is collective, i.e. all ranks have to do it
-together. If one rank skipped a collective operation, e.g. because a disk failed there, the other
-ranks would wait for it forever. So apart from the jobs themselves, a run is a fixed sequence of
-collective operations. Every rank goes through all of them, even if some of its jobs have failed:
+**The problem** is that most of what happens in a run is collective. If one rank skipped a
+collective operation, e.g. because of a disk failure, the other ranks would wait for it forever.
+Apart from the jobs themselves, a run is therefore a fixed sequence of collective operations, which
+every rank goes through even if some of its jobs have failed:
 
-1. *Begin.* The ranks compare their jobs and settings, because with different jobs, their lanes
-   would never match up. Then they open the metrics files and the checkpoints. If one of these fails
-   on any rank, it raises on all of them.
+1. *Begin.* The ranks compare their jobs and settings, since their lanes could never match up if
+   they ran different jobs. Then they open the metrics files and the checkpoints. If any of this
+   fails on one rank, it raises an error on all of them.
 2. *Run.* The driver runs the jobs' threads until all jobs have ended or the run is stopped. All
-   communication happens on the exchange lane, in an order that is the same on all ranks.
-3. *End.* There's no lane any more, so the ranks communicate directly: they save the state of the
-   jobs that were stopped or have failed, compare the replicas, collect the errors that only some
-   ranks have, and build the report. The sequence of these operations may depend only on facts that
-   are the same on all ranks.
-4. *Exit.* If the run was stopped by a signal, the ranks agree on what to raise, and on when to
-   exit.
+   communication goes through the exchange lane, in an order that's the same on all ranks.
+3. *End.* The lanes are gone, so the ranks communicate directly: they save the state of jobs that
+   were stopped or failed, compare replicas, share errors that only occurred on some ranks, and
+   build the report. The sequence of these operations may only depend on facts that are the same on
+   all ranks.
+4. *Exit.* If the run was stopped by a signal, the ranks agree on what to raise and when to exit.
 
-A Ctrl-C during step 3 would break that sequence, so signals are deferred until the report and the
-files are complete.
+A Ctrl-C in the middle of step 3 would break that sequence, so signals are deferred until the report
+and the files are complete.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from jaxcross.runtime import Driver, FlightNotes, after_run, chaos_of, nobody_re
 from jaxcross.world import World, any_rank, current_world, gather
 
 MAX_ERRORS_SHOWN = 8
-"""The number of jobs whose errors `Runner.run` shows."""
+"""The maximum number of jobs whose errors `Runner.run` shows."""
 
 _log = logging.getLogger("jaxcross")
 
@@ -72,38 +71,38 @@ class Runner:
     """Runs several jobs that share this rank's device. Every rank runs the same jobs.
 
     Args:
-        world: What `jaxcross.initialize()` returned. If None, the world that was initialized.
-        policy: Decides in which order the jobs run. `RoundRobin()`, the default, interleaves all
-            jobs equally; `Weighted(shares)` gives each job its share of the device and the link;
-            `Sequential()` runs one job after the other. The same on every rank.
-        checkpoints: Where and how often to save the jobs' states. If there are checkpoints of an
-            earlier run, the jobs resume from them; see `Checkpoints`. The same on every rank,
-            except for the directory.
-        metrics: A folder in which rank 0 writes each job's metrics, as one JSONL file and one CSV
-            file per job. Pass it on every rank. If you restart a run from its `checkpoints`, each
-            step still appears only once in the files.
-        instruments: Receive spans and notes while the run is in progress.
+        world: The result of `jaxcross.initialize()`. If None, the world that was initialized.
+        policy: Decides the order in which jobs run. `RoundRobin()`, the default, interleaves all
+            jobs equally; `Weighted(shares)` gives each job its own share of the device and the
+            link; `Sequential()` runs one job after the other. The same on every rank.
+        checkpoints: Where and how often to save the jobs' states. Jobs resume from the checkpoints
+            of an earlier run if there are any; see `Checkpoints`. The same on every rank, except
+            for the directory.
+        metrics: A folder where rank 0 writes each job's metrics, as one JSONL file and one CSV file
+            per job. Pass it on every rank. Each step appears only once in these files, even if the
+            run is restarted from its `checkpoints`.
+        instruments: These receive spans and notes while the run is in progress.
         memory: How much memory this rank's arrays may use, as a number of bytes or a string such as
-            `80GB`. If a job's step doesn't fit into memory together with the other jobs, the job
-            fails on every rank before its first step, and the other jobs continue. If several jobs
-            pass the same array to their steps without donating it, e.g. the base model of several
-            adapters, it's counted once. If None, an accelerator reports its limit itself; on CPUs,
-            we use this rank's share of the memory of the machine or of its control group. May
-            differ between ranks.
-        events: A folder in which each rank records its activities, so that `jaxcross doctor
-            --post-mortem` can show them after a crash. If None, the environment variable
-            `JAXCROSS_EVENTS` decides.
-        progress: Whether to show the jobs' progress. By default, `jaxcross launch` draws a table if
-            it runs in a terminal. Otherwise, rank 0 prints one line per job to standard error,
-            first after 3 s, then every 10 s, and in a long run once per minute. Pass a number to
-            set the seconds between lines. The environment variable `JAXCROSS_PROGRESS` overrides
-            this argument.
+            `80GB`. If a job's step doesn't fit into memory alongside the other jobs, that job fails
+            on every rank before its first step, while the others carry on. Arrays that several jobs
+            pass to their steps without donating them, e.g. the shared base model of several
+            adapters, are counted once. If None, we use the limit reported by the accelerator or, on
+            CPUs, this rank's share of the memory of the machine or of its control group. May differ
+            between ranks.
+        events: A folder where each rank records what it's doing, so that `jaxcross doctor
+            --post-mortem` can show it after a crash. If None, it's taken from the environment
+            variable `JAXCROSS_EVENTS`.
+        progress: Whether to show the jobs' progress. By default, `jaxcross launch` draws a table
+            when it runs in a terminal; otherwise, rank 0 prints one line per job to standard error,
+            first after 3 s, then every 10 s, and eventually, in a long run, once per minute. Pass a
+            number to set the seconds between lines. The environment variable `JAXCROSS_PROGRESS`
+            overrides this argument.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `memory` isn't a number of bytes, `progress` is a number that isn't above 0,
+        ValueError: `memory` isn't a number of bytes, `progress` is a number that isn't positive,
             this rank can't write to the folder `events`, or the environment variable
-            `JAXCROSS_CHAOS`, which is for tests, isn't a seed.
+            `JAXCROSS_CHAOS` (for tests) isn't a seed.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -133,7 +132,7 @@ class Runner:
         arguments.check_checkpoints(checkpoints)
         arguments.check_progress(progress)
         self.world = world if world is not None else current_world()
-        # An estimate runs one job up to its first step and writes no files for the user.
+        # An estimate runs one job up to its first step, and doesn't write any files for the user.
         if self.world.estimate_request:
             listening = ()
             policy = None
@@ -180,14 +179,14 @@ class Runner:
     def jobs(self) -> list[JobContext]:
         """The jobs that were added.
 
-        After the run, they're sorted by the order in which they joined the run, which is the same
-        on every rank.
+        After the run, they're in the order in which they joined it, which is the same on every
+        rank.
         """
         return [engine.context for engine in self._engines]
 
     @property
     def booked_bytes(self) -> int:
-        """The most bytes that the jobs needed at the same time on this rank; see `memory`."""
+        """The peak number of bytes that the jobs needed on this rank; see `memory`."""
         return self._admission.most_booked_bytes
 
     def __enter__(self) -> Self:
@@ -202,23 +201,23 @@ class Runner:
         """Does nothing, because `run` ends its own threads."""
 
     def add(self, name: str, fn: Callable[..., Any], kwargs: Mapping[str, Any] = {}) -> JobContext:
-        """Adds a job: `fn(job, **kwargs)` will run in a thread of its own.
+        """Adds a job, which will call `fn(job, **kwargs)` in its own thread.
 
-        You can also add jobs during the run, from any thread. Every rank has to add the same jobs,
-        but not in the same order. A job starts as soon as every rank has added it, between two
-        steps of the other jobs. `add` itself doesn't wait for that.
+        You can also add jobs during the run, from any thread. All ranks have to add the same jobs,
+        but not in the same order. A job starts, between two steps of the other jobs, as soon as
+        every rank has added it; `add` itself doesn't wait for that.
 
-        If you restart a run from its checkpoints, jobs that were added during the earlier run are
-        part of the new run from its beginning. When your code then calls `add` for such a job
-        again, it just returns the job that already exists.
+        If you restart a run from its checkpoints, jobs that were added while the earlier run was in
+        progress take part from the start. When your code gets around to adding such a job again,
+        `add` just returns the existing job.
 
         Returns:
             The object that `fn` will receive as `job`.
 
         Raises:
             ValueError: The name is empty or already taken.
-            TypeError: `fn` can't be called as `fn(job, **kwargs)`, `fn` is a generator function or
-                a coroutine function, or `kwargs` isn't a mapping with string keys.
+            TypeError: `fn` can't be called as `fn(job, **kwargs)`, `fn` is a generator or coroutine
+                function, or `kwargs` isn't a mapping with string keys.
             JobError: The run has ended.
         """
         arguments.check_job(name, fn, kwargs)
@@ -232,10 +231,10 @@ class Runner:
             self._check_name(name)
             engine = self._make_engine(name, fn, kwargs)
             if self._used:
-                # There are two races here: the run may just be ending, and the job's thread may
-                # start as soon as the last rank has added the job. So the driver itself calls
-                # `attach`, which connects the job to the run, while it holds the lock, i.e. before
-                # it starts the thread. If the run has ended, it returns None.
+                # There are two races to consider: the run may be about to end, and the job's thread
+                # may start as soon as the last rank has added the job. That's why we let the driver
+                # call `attach`, which connects the job to the run, while it's holding the lock and
+                # before it starts the thread. If the run has ended, `join` returns None.
                 driver = self._driver
                 attach = partial(engine.attach, session=self._session)
                 record = None if driver is None else driver.join(name, engine.make_thread, attach)
@@ -264,9 +263,9 @@ class Runner:
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn` under a name, so that rank 0 can submit jobs that run it.
 
-        Use this for jobs that only rank 0 decides to start. During the run, rank 0 can call
-        `submit(name, job=..., kwargs={...})`, which adds a job that runs `fn` on all ranks. Every
-        rank must therefore know the function: call `register` with the same arguments on every
+        Use this if rank 0 alone decides which jobs to start. During the run, rank 0 can call
+        `submit(name, job=..., kwargs={...})` to add a job that runs `fn` on all ranks. For this to
+        work, every rank has to know the function: call `register` with the same arguments on every
         rank, before the job is submitted.
 
         Raises:
@@ -276,19 +275,19 @@ class Runner:
         self._functions.add(name, fn)
 
     def submit(self, function: str, *, job: str, kwargs: Mapping[str, Any] = {}) -> None:
-        """Adds a job on all ranks, although only rank 0 calls this.
+        """Adds a job on all ranks by a call on rank 0 alone.
 
         The job calls `fn(job, **kwargs)`, where `fn` is the function that every rank has registered
-        as `function`. You can submit jobs during the run from any thread, and this doesn't wait.
+        as `function`. You can submit jobs during the run from any thread. This doesn't wait.
 
-        No code is sent to the other ranks. They only receive the names of the function and the job,
-        and the arguments as JSON.
+        No code is sent to the other ranks, just the names of the function and the job, and the
+        arguments as JSON.
 
         Raises:
             ValueError: No function is registered as `function`, `job` is empty or already taken, or
                 the arguments are too long.
-            TypeError: `kwargs` isn't a mapping with string keys, or JSON can't represent its
-                values.
+            TypeError: `kwargs` isn't a mapping with string keys, or its values can't be represented
+                in JSON.
             JobError: The run hasn't begun or has ended, or this isn't rank 0.
         """
         if self.world.rank != 0:
@@ -312,10 +311,10 @@ class Runner:
                 self._session.added(job, text)
 
     def _added_before(self, name: str) -> JobContext | None:
-        # Suppose that in an earlier run, a job's function called `add` at its step 100, and was
-        # killed at step 120, after a checkpoint at step 90. The added job is in the checkpoints'
-        # list of jobs, so it's part of this run from the beginning. But the function resumes at
-        # step 90, and will call `add` at step 100 again.
+        # Say that in an earlier run, a job's function called `add` at step 100, then the run was
+        # killed at step 120, with its last checkpoint at step 90. The added job is in the
+        # checkpoints' list of jobs, so it's part of this run from the start. But the function
+        # resumes at step 90, and will call `add` again when it gets to step 100.
         if self._session is None or name not in self._session.added_before:
             return None
         return next((job for job in self.jobs if job.name == name), None)
@@ -332,9 +331,8 @@ class Runner:
     def _add_submitted(self, text: str) -> None:
         """Adds a submitted job. The driver calls this on every rank."""
         name, fn, arguments = self._functions.resolve(text, self.world.rank)
-        # If the user's code has meanwhile added a job of this name on this rank, adding the
-        # submitted one raises a ValueError. We ignore it, and then the user's job joins the run
-        # instead.
+        # If the user's code has since added a job with the same name on this rank, adding the
+        # submitted job raises a ValueError. Ignore it; the user's job joins the run instead.
         with (
             self._lock,
             suppress(ValueError),
@@ -343,25 +341,25 @@ class Runner:
             self._add(name, fn, {**arguments})
 
     def run(self) -> Report:
-        """Runs all jobs to their end. Waits for the jobs and for all ranks.
+        """Runs all jobs to the end. Waits for the jobs and for all ranks.
 
         Returns:
             The report, which is the same on every rank.
 
         Raises:
-            JobError: This runner was already used; another run is in progress, e.g. because a job
-                calls this; or another thread is currently in a step that doesn't belong to a run.
+            JobError: This runner was already used, another run is in progress (e.g. because a job
+                calls this), or another thread is currently in a step that doesn't belong to a run.
             JobError, ExchangeError: Jobs failed, or were added but never joined because some rank
-                didn't add them. After the other jobs have ended, every rank raises the first such
-                error, with notes about the others. The attribute `report` then has the report.
-            KeyboardInterrupt: A rank was interrupted, e.g. by Ctrl-C. The exception is raised on
-                every rank after all ranks have stopped at the same step. If all jobs had already
-                ended, it's raised only on the interrupted rank. Before that, rank 0 prints what was
-                saved for each job.
-            SystemExit: The same with exit code 143, after SIGTERM on any rank.
-            BaseException: The same applies if your own handler for another signal raises an
-                exception. The ranks on which it was raised get that exception, and the others get
-                `KeyboardInterrupt`.
+                didn't add them. Once the other jobs have ended, every rank raises the first such
+                error, with notes about the others. The report is available from the `report`
+                attribute.
+            KeyboardInterrupt: A rank was interrupted, e.g. by Ctrl-C. All ranks stop at the same
+                step, rank 0 prints what was saved for each job, and then every rank raises the
+                exception. If all jobs had already ended, only the interrupted rank raises it.
+            SystemExit: Likewise, with exit code 143, after SIGTERM on any rank.
+            BaseException: Likewise, if your own handler for another signal raises an exception.
+                That exception is raised on the ranks where it occurred, and `KeyboardInterrupt` on
+                the others.
             JobError: All remaining jobs are paused, and no thread or signal handler on any rank can
                 resume them.
             ValueError: There are no jobs, or `Weighted` doesn't have one share per job.
@@ -376,10 +374,11 @@ class Runner:
         link = current_link()
         driver = self._begin(link)
         start_ns = time.monotonic_ns()
-        # From here on, a signal such as Ctrl-C no longer raises its exception immediately. If it
-        # arrives while the jobs run, the driver stops them. If it arrives later, the run is about
-        # to end anyway. An exception would then keep this rank from taking part in the collective
-        # operations below, and the other ranks would wait for it. So we raise it at the end.
+        # From here on, signals such as Ctrl-C no longer raise an exception immediately. If a signal
+        # arrives while jobs are running, the driver stops them. If it arrives later, the run is
+        # about to end anyway, and raising an exception would keep this rank from taking part in the
+        # collective operations below, leaving the other ranks hanging. Hold it back until the end
+        # instead.
         with (
             self._progress,
             defer_signals() as held,
@@ -390,16 +389,16 @@ class Runner:
                 self._close_after_failure()
                 raise
             end_ns = time.monotonic_ns()
-            # Another thread may be adding a job right now, while it holds this lock. Wait until
-            # that job is in the list, so that we close it too.
+            # Another thread may be in the middle of adding a job, with this lock held. Wait for
+            # that job to be in the list, so that it gets closed too.
             with self._lock:
                 for engine in self._engines:
                     engine.close()
                 if self._metric_files is not None:
                     self._metric_files.close()
-                # Other ranks may have added the jobs in a different order, so sort them. Don't sort
-                # the list in place by `list.sort`: CPython empties a list while it's being sorted,
-                # so if another thread reads `jobs` at that moment, it would find no jobs.
+                # Other ranks may have added the jobs in a different order, so sort them. Don't use
+                # `list.sort`: CPython empties a list while sorting it, and a thread that reads
+                # `jobs` at that moment would find it empty.
                 self._engines = sorted(self._engines, key=lambda engine: engine.order)
             jobs = tuple(self._engines)
             if self._session is not None:
@@ -433,14 +432,14 @@ class Runner:
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
-            # If the signal arrived after all jobs had ended, the other ranks haven't been informed
-            # of it and continue normally. So we can't agree with them on what to raise, and only
-            # this rank raises.
+            # If the signal arrived after all jobs had ended, the other ranks don't know about it
+            # and carry on normally. There's nothing to agree on in that case; only this rank
+            # raises.
             own = driver.interrupt or (held[0] if held else None)
             ending = (
                 _agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
             )
-        # A signal may still have arrived after the check above, while the handlers were being
+        # A signal may still have come in after the check above, while the handlers were being
         # restored.
         if ending is None and held:
             ending = held[0]
@@ -451,8 +450,7 @@ class Runner:
 
     def _begin(self, link: Link | None) -> Driver:
         """Compares the jobs between ranks, and creates the driver. Waits for all ranks."""
-        # If another thread adds a job now, it has to wait until there's a driver that its job can
-        # join.
+        # A thread that tries to add a job now has to wait until there's a driver for it to join.
         with self._lock:
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
@@ -490,8 +488,7 @@ class Runner:
     def _agree(self, engines: Sequence[JobEngine], link: Link | None) -> None:
         """Compares jobs and settings between ranks. Waits for all ranks.
 
-        If the ranks had different jobs or policies, their lanes would run different exchanges, and
-        the run would hang.
+        With different jobs or policies, the ranks' lanes would run different exchanges and hang.
 
         Raises:
             JobError: On every rank: the settings differ.
@@ -525,8 +522,7 @@ class Runner:
     def _close_after_failure(self) -> None:
         """Closes the jobs and files after a lane has failed. Waits until everything is written.
 
-        If a job's thread is still alive, that thread closes the job itself. All other jobs are
-        closed here.
+        Jobs whose thread is still alive are left to that thread. All others are closed here.
         """
         with self._lock:
             for engine in self._engines:
@@ -538,9 +534,9 @@ class Runner:
 
 
 def _first_of(engines: Sequence[JobEngine], world: World) -> list[JobEngine]:
-    """Returns a list of only the first job, which is the one that `jaxcross estimate` measures.
+    """Returns just the first job, which is the one that `jaxcross estimate` measures.
 
-    If there are several jobs, rank 0 logs that the others are left out.
+    If that leaves out any jobs, rank 0 logs it.
     """
     if len(engines) > 1 and world.rank == 0:
         _log.warning(
@@ -554,8 +550,8 @@ def _first_of(engines: Sequence[JobEngine], world: World) -> list[JobEngine]:
 def _text_of(policy: Policy) -> str:
     """Returns a text for a policy, which is the same on every rank if the policies are.
 
-    We can't always use `repr`: if a user's class doesn't define it, the default one contains the
-    object's address.
+    We can't always rely on `repr`, because a user's class may not define it, and the default
+    contains the object's address.
     """
     cls = type(policy)
     if cls.__repr__ is object.__repr__:
@@ -564,7 +560,7 @@ def _text_of(policy: Policy) -> str:
 
 
 def _claim_metrics(world: World, files: MetricFiles | None) -> None:
-    """Reserves the metrics folder for this run on rank 0, which writes it. Waits for all ranks.
+    """Claims the metrics folder for this run on rank 0, which writes to it. Waits for all ranks.
 
     Raises:
         ValueError: On every rank: the folder is in use or can't be written.
@@ -594,16 +590,16 @@ def _resubmitted_jobs(
 ) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     """Yields the jobs that were submitted in an earlier run and haven't ended.
 
-    For a submitted job, the checkpoints contain the function's name and the arguments, so we can
-    create it again: each item is the job's name, its function and the arguments, the same on all
-    ranks. For a job that was added by `add`, we don't have its function. If this run hasn't added
-    that job again, rank 0 logs a warning.
+    A job that was submitted can be recreated, because the checkpoints contain the function's name
+    and the arguments. Each item consists of such a job's name, function and arguments, and is the
+    same on all ranks. For a job that was added by `add`, we don't have the function; if this run
+    hasn't added it again, rank 0 logs a warning.
     """
     for listed, text in session.resubmit.items():
         try:
             name, fn, arguments = functions.resolve(text, rank)
-            # The job's folder was looked up by the listed name, so the submission must have the
-            # same name.
+            # The job's folder was looked up by its listed name, so the submission has to agree on
+            # the name.
             if name != listed:
                 raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
             check_name(name)
@@ -625,13 +621,13 @@ def _resubmitted_jobs(
 def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
     """Compares the final states of all jobs between ranks. Waits for all ranks.
 
-    One small all-reduce compares a hash of every job's state. In most runs, all hashes are equal,
-    and nothing else is sent. If the states of a job with `check_replicas` differ, the job gets an
-    error on every rank. For other jobs, a difference only causes a warning.
+    We compare a hash of every job's state in one small all-reduce. In most runs, all hashes are
+    equal and nothing else is sent. If a job's states differ, the job gets an error on every rank if
+    it uses `check_replicas`; otherwise, there's just a warning.
     """
     joined = [job for job in jobs if job.status != JobStatus.LEFT_OUT] if world.size > 1 else []
-    # Every rank must pass the same number of reports, so a job that has nothing to compare passes
-    # an empty one.
+    # Every rank must pass the same number of reports, so jobs with nothing to compare pass an empty
+    # report.
     found = (
         exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined])
         if joined
@@ -645,9 +641,9 @@ def _compare_replicas(world: World, jobs: Sequence[JobEngine]) -> None:
 def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> JobError | None:
     """Returns the error for jobs that never joined the run, or None. Waits for all ranks.
 
-    A job joins the run only once every rank has added it. In `names`, pass the jobs that this rank
-    has added and that never joined. The ranks exchange these names, so the result is the same on
-    every rank.
+    A job only joins the run once every rank has added it. `names` contains the jobs that were added
+    on this rank but never joined. Ranks exchange these names, so the result is the same on every
+    rank.
     """
     ranks: dict[str, list[str]] = {}
     for rank, theirs in enumerate(gather(world.control, names)):
@@ -670,7 +666,7 @@ def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> 
 
 
 def _share_unread_errors(world: World, jobs: Sequence[JobEngine]) -> None:
-    """Sets a job's error on every rank if some rank couldn't read back the job's metrics.
+    """If some rank couldn't read back a job's metrics, sets the job's error on every rank.
 
     Waits for all ranks.
     """
@@ -700,7 +696,7 @@ def _report_of(
     end_ns: int,
     watch: AbstractContextManager[Any],
 ) -> Report:
-    """Builds the report, the same on every rank. Waits for all ranks inside of `watch`."""
+    """Builds the report, the same on every rank. Waits for all ranks inside `watch`."""
     devices = jax.local_devices()
     over = "" if world.over == "mpi4jax" else f", exchanges over {world.over}"
     return Report.build(
@@ -754,21 +750,21 @@ def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -> BaseException:
-    """Returns the exception that this rank should raise after the run was stopped.
+    """Returns the exception for this rank to raise after the run was stopped.
 
-    Waits for all ranks, so that no rank exits while another one is still saving.
+    Waits for all ranks, to make sure that no rank exits while another rank is still saving.
 
     Args:
         world: All ranks.
         terminated: Whether this rank received SIGTERM.
-        own: The exception that a signal handler has raised on this rank, if any.
+        own: The exception raised by a signal handler on this rank, if any.
     """
     with after_run(world, "end of the run"):
         some = any_rank(world.control, terminated)
         kind = ExitKind.TERMINATED if some else ExitKind.INTERRUPTED
         world.flight.record_exit(kind, "SIGTERM" if some else "Ctrl-C")
-        # As soon as one rank exits with a nonzero code, all other ranks are terminated, even if
-        # they're still writing their output. So wait here until all of them have finished writing.
+        # As soon as one rank exits with a nonzero code, the others are terminated, even if they're
+        # still writing their output. Wait here until everyone is done writing.
         world.control.allreduce_min(np.zeros(1, np.int64))
     if own is not None and not isinstance(own, KeyboardInterrupt):
         return own  # raised by the user's own handler, so on purpose
@@ -777,9 +773,9 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
 
 def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
     """Raises the first failed job's error, or else `missing`, with notes about the other errors."""
-    # Leave out the errors of ejected jobs, because by `nonfinite="eject"` the user has asked us
-    # only to report them. Also leave out the errors of jobs that some rank never added: they all
-    # have the same error, which we get as `missing`.
+    # Leave out the errors of ejected jobs, since `nonfinite="eject"` means that they should merely
+    # be reported. Also leave out jobs that some rank never added: they all share the same error,
+    # which is passed as `missing`.
     errors = [
         job.error
         for job in jobs
@@ -789,10 +785,10 @@ def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:
 
 
 def raise_first(errors: Sequence[Exception]) -> None:
-    """Raises the first error, if there is one, with notes about the others.
+    """Raises the first error, if any, with notes about the others.
 
-    Don't rename this function: `jaxcross.health.tracebacks.ends_run` looks for its name in an
-    error's traceback.
+    Don't rename this function: `jaxcross.health.tracebacks.ends_run` searches tracebacks for its
+    name.
     """
     if not errors:
         return

@@ -1,12 +1,12 @@
-"""Counts a job's skipped steps, and detects a job that would skip all further steps.
+"""Counts skipped steps, and detects jobs that would never stop skipping.
 
-With `nonfinite="skip"`, we check only the values that are exchanged. If they aren't finite, the
-step is skipped, i.e. the state stays as it was before. This fails if a nonfinite value is already
-in the state. For example, with gradient accumulation, a local step may add a NaN to the accumulated
-gradient. It isn't skipped, because it doesn't exchange anything. The next exchange then sends the
-NaN, so that step is skipped, and since skipping doesn't change the state, the NaN stays there and
-all further steps are skipped too. So if too many steps in a row are skipped, we check whether the
-state is finite.
+With `nonfinite="skip"`, we only check the values that are exchanged. If they aren't finite, the
+step is skipped, which means that the state stays as it was. This breaks down once the state itself
+contains a nonfinite value. With gradient accumulation, for example, a local step may add a NaN to
+the accumulated gradient without being skipped, as it doesn't exchange anything. The next exchange
+then sends the NaN, so its step is skipped. But skipping leaves the state unchanged, NaN included,
+so the same happens to all further steps. To detect this, we check whether the state is finite
+whenever too many steps in a row have been skipped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxcross.jobs.job_state import JobState, form_of
 from jaxcross.program import is_finite
 
 MOST_IN_A_ROW = 10
-"""We check the state whenever this many steps in a row have been skipped."""
+"""The state is checked whenever this many steps in a row have been skipped."""
 
 _NOTE = "skipped"  # the number of skipped steps in total, and in a row
 
 
 @final
 class SkippedSteps:
-    """The skipped steps of a job on one rank, including those of earlier runs.
+    """A job's skipped steps on one rank, including those of earlier runs.
 
     Args:
         job: The job's name.
@@ -56,7 +56,7 @@ class SkippedSteps:
         self._in_a_row = int(in_a_row)
 
     def to_notes(self) -> dict[str, str]:
-        """Returns the numbers as notes for a checkpoint."""
+        """Returns the counts as notes for a checkpoint."""
         return {_NOTE: f"{self.total} {self._in_a_row}"} if self.total else {}
 
     def count(self, *, skipped: bool) -> None:
@@ -64,9 +64,9 @@ class SkippedSteps:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
 
     def check(self) -> None:
-        """Checks the state if `MOST_IN_A_ROW` steps in a row, or a multiple of it, were skipped.
+        """Checks the state after every `MOST_IN_A_ROW` steps skipped in a row.
 
-        If it checks the state, waits until the state has been computed.
+        Waits for the state to be computed if it checks it.
 
         Raises:
             JobError: This rank's state contains a nonfinite value.
@@ -88,7 +88,7 @@ class SkippedSteps:
 
 def _first_nonfinite(state: PyTree) -> str | None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        # Scalars may be infinite on purpose, such as the best value so far.
+        # Scalars may be infinite on purpose, e.g. the best value so far.
         if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim and not is_finite(leaf):
             return jax.tree_util.keystr(path) or "state"
     return None

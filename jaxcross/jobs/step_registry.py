@@ -1,12 +1,11 @@
 """Keeps track of the functions with exchanges that a job calls, and of their step graphs.
 
-Whenever a job calls such a function, three questions have to be answered. Have the ranks already
-agreed on this program? Has its memory already been booked? Does the call count as a step of the
-job? An agreement and a booking are collective, so if the ranks answered differently, they would
-deadlock. One might compare the compiled program with the earlier ones, but that doesn't work: if
-the last batch is smaller on a single rank, only this rank compiles another program. So the answers
-depend only on facts that are the same on every rank: names, branches, exchanges, and the order of
-the calls.
+Whenever a job calls such a function, we have to answer three questions. Have the ranks already
+agreed on this program? Has its memory been booked? Does the call count as a step of the job? Since
+agreements and bookings are collective, ranks would deadlock if they came up with different answers.
+It's tempting to just compare the compiled program with earlier ones, but if the last batch is
+smaller on a single rank, only that rank compiles another program. We therefore only look at things
+that are the same on every rank: names, branches, exchanges, and the order of calls.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def step_graph_of(program: Program, function: str = "") -> StepGraph:
 
 
 def memory_of(compiled: Compiled) -> JobMemory:
-    """Returns the memory that a job needs to run these executables, according to XLA."""
+    """Returns how much memory a job needs to run these executables, according to XLA."""
     return JobMemory(
         peak_bytes=compiled.peak_live_bytes(),
         boundary_bytes=compiled.boundary_live_bytes(),
@@ -71,8 +70,8 @@ class StepRegistry:
     """The functions with exchanges that one job calls on one rank. Used by the job's thread.
 
     Attributes:
-        training: The name of the function whose calls count as the job's steps. That's the first
-            function with exchanges that the job has called; None before that.
+        training: The name of the function whose calls count as the job's steps, i.e. the first
+            function with exchanges that the job called; None before that.
     """
 
     __slots__ = ("_agreed", "_booked", "_graphs", "_numbers", "_programs", "_records", "training")
@@ -84,7 +83,7 @@ class StepRegistry:
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
         self._booked: set[tuple[object, ...]] = set()
         self._records: dict[int, ProgramRecord] = {}
-        # The number of each function with exchanges, in the order of their first calls.
+        # Numbers the functions with exchanges, in the order of their first calls.
         self._numbers: dict[int, tuple[int, object]] = {}
 
     @property
@@ -95,13 +94,13 @@ class StepRegistry:
     def first_use(self, program: Program, step: object) -> bool:
         """Whether this is the job's first program of this step with these branches and exchanges.
 
-        Before a job runs a new program, all ranks check together that their exchanges match. So all
-        ranks must agree on whether a program is new. Otherwise, some of them would wait for a check
-        that the others skip.
+        Before a job runs a new program, all ranks check that their exchanges match. This only works
+        if they agree on which programs are new; otherwise, some of them would wait for a check that
+        the others skip.
 
-        Programs that differ only in their shapes count as the same program. For example, the last
-        batch may be smaller on a single rank. Only this rank then compiles another program, and if
-        that counted as new, it would wait for the other ranks forever.
+        For this purpose, programs that differ only in their shapes are the same. The last batch,
+        for example, may be smaller on a single rank, which then has to compile another program. If
+        that counted as new, the rank would wait for the others forever.
 
         Args:
             program: The program.
@@ -118,12 +117,12 @@ class StepRegistry:
     def first_run(self, compiled: Compiled) -> bool:
         """Whether the job runs a program with this name and these exchanges for the first time.
 
-        If so, its memory has to be booked, which is collective. So, as in `first_use`, programs
-        count as equal if they have the same name, branches and exchanges, and the result is the
-        same on every rank. For programs on which the ranks haven't agreed, we return False, because
-        there's no common moment for a booking. There are two kinds of them: programs without
-        exchanges, which each rank may run at a different time, and programs that call mpi4jax
-        themselves.
+        If so, its memory has to be booked, which is collective. As in `first_use`, programs are
+        therefore considered equal if they have the same name, branches and exchanges, which makes
+        the result the same on every rank. The result is always False for programs that the ranks
+        haven't agreed on, because there's no common point in time for a booking. That's the case
+        for programs without exchanges, which each rank can run at a different time, and for
+        programs that call mpi4jax themselves.
         """
         if id(compiled) in self._graphs or not self._agreed:  # the fast path of every call
             return False
@@ -136,13 +135,13 @@ class StepRegistry:
         return True
 
     def graph(self, compiled: Compiled, step: object) -> StepGraph:
-        """Returns the step graph of a step's executables, including the step's number in the job.
+        """Returns the step graph for a step's executables, including the step's number in the job.
 
-        A job may use several functions with exchanges, e.g. to train and to evaluate, and two of
-        them may have the same name. To tell them apart, we number them in the order of their first
-        calls. The number is the same on every rank as long as the ranks call their functions in the
-        same order. If they don't, the vote detects it: before a call is admitted, the ranks compare
-        its name and number.
+        A job may use several functions with exchanges, e.g. for training and for evaluation, and
+        their names needn't be unique. To tell them apart, we number them in the order of their
+        first calls. As long as all ranks call their functions in the same order, they end up with
+        the same numbers. If they don't, the vote will notice, because ranks compare names and
+        numbers before a call is admitted.
 
         Args:
             compiled: The executables.
@@ -161,7 +160,7 @@ class StepRegistry:
         return known[1]
 
     def trains(self, compiled: Compiled) -> bool:
-        """Whether a committed call counts as a step of the job. Counts it for `most_run`."""
+        """Whether a committed call counts as a step of the job. Also counts it for `most_run`."""
         leads = self.leads(compiled)
         if leads and self.training is None:
             self.training = compiled.program.name
@@ -177,7 +176,7 @@ class StepRegistry:
     def most_run(self) -> dict[str, Any] | None:
         """Returns the record of the program that ran in most of the job's steps, or None.
 
-        The record is plain data, so that it can be written as JSON.
+        It consists of plain data that can be written as JSON.
         """
         most = max(self._records.values(), key=lambda record: record.steps, default=None)
         if most is None:
@@ -196,7 +195,7 @@ class StepRegistry:
         )
 
     def forget(self) -> None:
-        """Drops all programs, to free their constants. Keeps the name of the training function."""
+        """Drops all programs to free their constants. Keeps the training function's name."""
         self._graphs = {}
         self._programs = {}
         self._agreed = {}

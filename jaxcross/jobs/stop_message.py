@@ -1,4 +1,4 @@
-"""The message that a stopped run prints: what has been saved, and how to resume. Pure."""
+"""The message printed by a stopped run: what has been saved, and how to resume. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StoppedJob:
         name: The job's name.
         status: How the job ended; None if it never joined the run.
         step: How many steps the job has made.
-        begun: Whether the job has restored its state. Otherwise, there's nothing to save.
+        begun: Whether the job has restored its state. If not, there's nothing to save.
         saved: The step of the job's newest checkpoint that's complete on all ranks, or None.
     """
 
@@ -30,14 +30,14 @@ class StoppedJob:
 
 
 def stop_message(jobs: Sequence[StoppedJob], folder: str | None) -> str:
-    """Returns the lines that a stopped run prints.
+    """Returns the lines to print when a run was stopped.
 
     Args:
         jobs: The jobs of the run.
         folder: The folder of the run's checkpoints; None if there are none.
     """
-    # We show only the first few jobs. In a sweep, most jobs may be trials that have already ended,
-    # which aren't of interest here. So sort the jobs that will resume to the front.
+    # Only the first few jobs are shown. In a sweep, most of them may be trials that have long
+    # ended, which are of no interest here, so move the jobs that will resume to the front.
     jobs = sorted(jobs, key=_is_over)
     shown = jobs[:MAX_JOBS_SHOWN]
     more = len(jobs[MAX_JOBS_SHOWN:])

@@ -1,10 +1,10 @@
 """Jobs that rank 0 submits to all ranks.
 
-A submission consists of a function's name and its arguments. Every rank has registered a function
-under this name before, so no code has to be sent. The arguments are sent as JSON. A rank that can't
-parse them would break the run for all ranks, so rank 0 checks the submission before it sends it:
-the arguments must be unchanged after a conversion to JSON and back, and mustn't be too long or too
-deeply nested.
+A submission consists of a function's name and its arguments. There's no need to send any code,
+because every rank has registered a function under that name. The arguments are sent as JSON. A rank
+that failed to parse them would bring down the run for everyone, so rank 0 checks submissions before
+sending them: the arguments have to survive a round trip through JSON unchanged, and mustn't be too
+long or too deeply nested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEEPEST = 50  # levels, so that every rank can parse it, however deep its stack
 def _depth(value: Any) -> int:
     """Returns how deeply lists and dicts are nested.
 
-    We don't use recursion, because the nesting may be too deep for the stack.
+    This avoids recursion, because the nesting may be too deep for the stack.
     """
     levels = [(value, 0)]
     deepest = 0
@@ -37,7 +37,7 @@ def _depth(value: Any) -> int:
 
 
 class RegisteredFunctions:
-    """The functions that one rank has registered, by name."""
+    """The functions registered on one rank, by name."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -104,9 +104,9 @@ class RegisteredFunctions:
     def resolve(self, text: str, rank: int) -> tuple[str, Callable[..., Any], dict[str, Any]]:
         """Returns the name, the function and the arguments of a submitted job.
 
-        If this rank hasn't registered the function, we can't raise an error here, because the other
-        ranks will add the job anyway and would wait for this rank. So we return a function that
-        raises the error when the job runs it. The job then fails on all ranks.
+        If this rank hasn't registered the function, we can't just raise an error: the other ranks
+        will add the job anyway, and would wait for this rank. We return a function that raises the
+        error when the job runs it instead, which makes the job fail on all ranks.
         """
         asked = json.loads(text)
         name = asked["function"]

@@ -1,9 +1,9 @@
 """Sweeps: train a function with many different parameters, each trial as a job of a `Runner`.
 
 run_sweep       the `sweep` function: checks, runs and resumes a whole sweep
-search          the searches that a user can choose: `Grid`, `Choices`, `Draws`, `Optuna`
+search          the searches to choose from: `Grid`, `Choices`, `Draws`, `Optuna`
 study           asks Optuna for trials
-schedule        in which order a search receives results, and when each trial begins. Pure
+schedule        the order in which a search receives results, and when each trial begins. Pure
 coordinator     rank 0's side: asks the search, reports results, prunes, and logs for a restart
 trial           each rank's side: the function of a trial's job, and the clean-up after it
 log             the log of the trials on disk

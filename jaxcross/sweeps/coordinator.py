@@ -1,18 +1,18 @@
 """The `Coordinator` class: rank 0's side of a sweep.
 
-**One rank decides.** All ranks must train the same trials with the same parameters. If each rank
-had a search of its own, these searches would have to give the same answers all the time. So only
-rank 0 has a search: it asks for new trials, reports their results, prunes trials, and logs
-everything that a restart needs. The other ranks find out about new trials because rank 0 submits
-them as jobs. They find out whether a trial is pruned by a collective call in that trial's job.
+**One rank decides.** All ranks must train the same trials with the same parameters. If every rank
+had its own search, they'd all have to give the same answers all the time. Instead, there's a single
+search on rank 0, which asks it for new trials, reports their results, prunes trials, and logs
+whatever a restart needs. The other ranks learn about new trials when rank 0 submits them as jobs,
+and about pruning through a collective call in the trial's own job.
 
-**Restarts.** Optuna's samplers and pruners have internal state, which we don't save. Instead, the
-log contains everything that the search has proposed and received, and a restart replays this log
-into a new search, in the same order as before. If the search is deterministic, it then has the same
-state as before the restart. If it isn't, e.g. because the sampler has no seed, there are two cases.
-If it proposes different parameters for a trial than before, we log a warning, and replay the log
-into another new search to which we dictate the parameters. If the pruner would now continue a trial
-that it pruned before, the sweep ends with an error.
+**Restarts.** Optuna's samplers and pruners have internal state, which we don't save. Instead, we
+log everything that the search has proposed and received, and a restart replays this log, in the
+original order, into a new search. If the search is deterministic, this puts it back into the state
+it was in. If it isn't, e.g. because the sampler has no seed, there are two ways in which the replay
+may diverge. When the search proposes different parameters for a trial, we log a warning and replay
+the log into yet another search, this time dictating the parameters. When the pruner would now spare
+a trial that it pruned before, the sweep ends with an error.
 """
 
 from __future__ import annotations
@@ -39,24 +39,23 @@ class _DiffersError(Exception):
 
 @final
 class Coordinator:
-    """Decides about all trials of a sweep. Its methods are called by the trials' threads on rank 0.
+    """Makes the decisions about all trials of a sweep. Called by the trials' threads on rank 0.
 
-    The constructor replays the log of earlier starts, so the search has the same state as before
-    the restart.
+    The constructor replays the log of earlier starts to restore the search to its previous state.
 
     Args:
-        make: Creates a new search. If you pass it parameters for some trials by number, the search
-            must propose exactly these parameters for these trials.
+        make: Creates a new search. Takes a dict of parameters by trial number, which the search
+            must propose as they are for these trials.
         log: The log of the trials.
-        concurrent: The number of trials that run at the same time.
+        concurrent: How many trials run at the same time.
 
     Attributes:
         search: The search in use.
-        submit: A function that starts a trial's job on all ranks. Each run of the sweep sets its
+        submit: A function that starts a trial's job on all ranks. Each of the sweep's runs sets its
             own. It may raise a JobError if the run has ended.
 
     Raises:
-        Exception: Any error that the search raises for its first trials.
+        Exception: Any error that the search raises for the first trials.
         JobError: The pruner decides differently than before a restart.
     """
 
@@ -84,14 +83,14 @@ class Coordinator:
         schedule = Schedule(
             self.search, concurrent=self._concurrent, known_until=self._log.known_until
         )
-        # First, repeat what the search was informed of before the restart, i.e. reports and ends of
-        # trials, one event after the other. Each event may begin another trial. What the log
-        # contains about that trial has to be reported before the next event.
+        # First, go through everything that the search was told before the restart (reports and ends
+        # of trials), event by event. Any event may cause another trial to begin; in that case,
+        # report what the log contains about that trial before moving on to the next event.
         new = self._replay_trials(schedule, schedule.begin(), strict=strict)
         while (decisions := schedule.repeat()) is not None:
             new += self._replay_trials(schedule, decisions, strict=strict)
-        # Then pass on the rest of the log. These are events that the search hadn't received yet
-        # when the sweep was stopped, because they had to wait for other trials.
+        # Then pass on the rest of the log: events that hadn't reached the search by the time the
+        # sweep was stopped, because they were waiting for other trials.
         while decisions := schedule.settle():
             new += self._replay_trials(schedule, decisions, strict=strict)
         if schedule.error is not None:
@@ -117,12 +116,12 @@ class Coordinator:
             if strict and known.parameters != decision.parameters:
                 was = f"trial {known.number} had the parameters {known.parameters}"
                 raise _DiffersError(f"{was}, and now it would have {decision.parameters}")
-            # Only a pruner needs the values before the end of a trial.
+            # Only a pruner needs values before the end of a trial.
             for step, values in sorted(known.values.items()) if self.search.prunes else ():
                 new += schedule.report(known.number, step, values[0])
-            # If the pruner has ended a trial, don't replay that end. The pruner receives the same
-            # values as before the restart, so it should decide again to end the trial.
-            # `_check_pruned` checks afterwards that it has done so.
+            # Don't replay the end of trials that were pruned. The pruner gets the same values as
+            # before the restart, so it should come to the same conclusion, which is what
+            # `_check_pruned` checks afterwards.
             if known.returned or known.status in ("finished", "failed", "stopped"):
                 status = "finished" if known.returned else known.status or "finished"
                 new += schedule.end(known.number, known.step, status, known.value)
@@ -143,7 +142,7 @@ class Coordinator:
 
     @property
     def error(self) -> Exception | None:
-        """The error of the search or of the disk, if any. After an error, no more trials begin."""
+        """The error raised by the search or the disk, if any. No trials begin after an error."""
         return self._schedule.error or self._log.error
 
     @property
@@ -156,8 +155,8 @@ class Coordinator:
     def running(self) -> list[TrialRecord]:
         """The trials that have to run: those that have begun and have no final status in the log.
 
-        A trial whose function has returned counts as running until its last state has been saved.
-        So if the sweep was killed before that, the trial runs again after a restart.
+        Even if a trial's function has returned, the trial counts as running until its last state
+        has been saved. If the sweep is killed before that, the trial runs again after a restart.
         """
         with self._changed:
             return [
@@ -167,14 +166,14 @@ class Coordinator:
             ]
 
     def is_due(self, number: int) -> bool:
-        """Whether we know already if the trial should run or has ended.
+        """Whether it's already known if the trial should run or has ended.
 
-        After a restart, there are two reasons why we may not know it yet. Either the search hasn't
-        been asked for this trial yet, because it's waiting for results of others. Or the trial
-        logged a value just before the sweep was stopped, and the pruner hasn't decided about this
-        value yet. In the second case, the trial mustn't continue before the decision. Its
-        checkpoint was written after this value, so the trial won't log the value again, and would
-        never find out that it has been pruned.
+        After a restart, there are two reasons why it might not be. The search may not have been
+        asked for this trial yet, because it's waiting for the results of others. Or the trial may
+        have logged a value just before the sweep was stopped, and the pruner hasn't decided on that
+        yet. In the latter case, we have to hold the trial until the decision is made: since its
+        checkpoint was written after that value, the trial won't log it again, and would never find
+        out that it's been pruned.
         """
         with self._changed:
             return self._schedule.has_begun(number) and not self._schedule.waits(number)
@@ -194,10 +193,9 @@ class Coordinator:
     def advanced(self, number: int, step: int) -> None:
         """Records how many steps a trial has made.
 
-        Now that this trial has come further, it may be possible to pass results of other trials to
-        the search algorithm. We hold back each result until no trial can report an earlier one any
-        more. So the algorithm always receives them in the same order, no matter which trial is
-        faster.
+        This trial's progress may clear the way for other trials' results. We hold back each result
+        until no trial can report an earlier one any more, so that the search always receives them
+        in the same order, no matter which trial is faster.
         """
         with self._changed:
             self._follow(lambda: self._schedule.advance(number, step))
@@ -205,16 +203,16 @@ class Coordinator:
     def value(self, number: int, step: int, nth: int, value: float) -> None:
         """Writes the `nth` value that a trial has logged at a step to the log.
 
-        After a restart, a trial repeats the steps since its last checkpoint, and logs their values
-        again. They should be the same as before. If a value differs, we log a warning and keep the
-        earlier one, because the search may already have based decisions on it.
+        After a restart, a trial repeats the steps since its last checkpoint, logging their values
+        again. These should be the same as before. If they aren't, we log a warning and stick with
+        the earlier values, which decisions may already have been based on.
 
         Raises:
             JobError: The disk failed.
         """
         with self._changed:
             known = self._log.trials[number].values.get(step, [])[nth : nth + 1]
-            # NaN is the only value that differs from itself. Two NaNs count as the same value.
+            # NaN is the only value that isn't equal to itself. Treat NaNs as equal.
             if known and known[0] != value and not (known[0] != known[0] and value != value):
                 text = (
                     "Trial `%s` logged %r after step %d, but %r before a restart, so it is not "
@@ -253,11 +251,11 @@ class Coordinator:
             return self._log.trials[number].value
 
     def prunes(self, number: int, step: int, stopping: Callable[[], bool]) -> bool:
-        """Returns whether the trial is pruned at this step. Its value must already be in the log.
+        """Returns whether to prune the trial at this step. Its value must already be in the log.
 
-        The pruner compares this trial with the others at the same step, so this waits until they
-        have made as many steps, or until the run is stopping. If the trial has logged several
-        values at this step, the pruner receives the first one.
+        The pruner compares trials at the same step, so this waits until the others have made as
+        many steps or the run is stopping. If the trial has logged several values at this step, the
+        pruner gets the first.
         """
         with self._changed:
             value = self._log.trials[number].values[step][0]
@@ -278,22 +276,21 @@ class Coordinator:
     def over(
         self, number: int, step: int, status: Status, *, digest: str = "", error: str = ""
     ) -> None:
-        """Records that a trial's job has ended on all ranks and that its results are saved."""
+        """Records that a trial's job has ended on all ranks and its results have been saved."""
         with self._changed:
             value = self._log.trials[number].value
             self._log.end(number, status, step, value, digest=digest, error=error)
-            # The schedule, which decides when trials begin, also has to know when they end. Report
-            # that here only for trials that failed or were stopped. If the trial has finished,
-            # `trial_ended` has already reported it; if it was pruned, that was the schedule's own
-            # decision.
+            # The schedule decides when trials begin, so it also needs to know when they end. Only
+            # tell it about trials that failed or were stopped here. Those that finished have been
+            # reported by `trial_ended`, and pruning was the schedule's own decision.
             if status in ("failed", "stopped"):
                 self._follow(lambda: self._schedule.end(number, step, status, value))
 
     def _follow(self, change: Callable[[], list[Decision]]) -> None:
-        """Makes a change, and carries out the resulting decisions. Call it with the lock held."""
+        """Makes a change and acts on the resulting decisions. Call this with the lock held."""
         # Write all decisions (which trials begin or are pruned) to the log before acting on any of
-        # them. If the process is killed in between, the restart finds them in the log and acts on
-        # them.
+        # them. That way, if the process is killed in between, a restart will find them in the log
+        # and act on them.
         decisions = change()
         for decision in decisions:
             self._write(decision)
@@ -303,7 +300,7 @@ class Coordinator:
                     self.submit(decision, self._log.trials[decision.number].name)
                 except JobError:
                     # The run has ended in the meantime. The trial is in the log, so the next run
-                    # begins with it.
+                    # will begin with it.
                     _log.debug("trial %d begins in the next run", decision.number)
         self._changed.notify_all()
 

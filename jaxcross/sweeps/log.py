@@ -1,16 +1,16 @@
 """The log of a sweep: what happened to its trials, on disk. Written by rank 0.
 
-In a sweep's folder, the log is the file `trials.jsonl`. It has one line for each trial that begins,
-each value of the metric, and each end of a trial. The file `sweep.json` is a summary of the sweep
-and its trials so far, for people and for other programs. The folder `metrics` has a JSONL and a CSV
-file per trial, and the folder `checkpoints` has the trials' states.
+The log itself is the file `trials.jsonl` in the sweep's folder, with one line for each trial that
+begins, each value of the metric, and each trial that ends. There's also a summary of the sweep and
+its trials so far, for people and other programs (`sweep.json`), a JSONL and a CSV file per trial
+(in the folder `metrics`), and the trials' states (in the folder `checkpoints`).
 
-A restart must find everything on which an earlier decision was based. So each line is written to
-the file before we act on it: if the process is killed after that, the kernel still has the line. A
-power failure is worse, because the kernel's buffers are lost. So we also flush the file to disk (by
-`fsync`), but not for every value, because that would be slow. It's enough to flush it when a trial
-begins, returns, is pruned or ends, and before each checkpoint. If values after the last checkpoint
-are lost, the restarted trial logs them again.
+A restart has to find everything that earlier decisions were based on. We therefore write each line
+to the file before acting on it; even if the process is killed right after that, the line is safe
+with the kernel. That's not true in a power failure, when the kernel's buffers are lost, so we also
+flush the file to disk with `fsync`. Doing so for every value would be slow, though, and it's enough
+to do it when a trial begins, returns, is pruned or ends, and before each checkpoint. If values
+after the last checkpoint are lost, the restarted trial just logs them again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ FILES = {"sweep.json", "sweep.json.new", "trials.jsonl", "sweep.png", "metrics",
 
 @dataclass(slots=True, kw_only=True)
 class TrialRecord:
-    """Everything that we know about a trial.
+    """Everything we know about a trial.
 
     Attributes:
-        number: The trial's number, from 0, in the order in which the search proposed the trials.
+        number: The trial's number, counting from 0 in the order in which trials were proposed.
         name: The name of the trial's job.
-        parameters: The parameters that the training function receives.
-        after: The number of the trial after whose end this trial began; None if it was among the
-            first ones.
+        parameters: The parameters passed to the training function.
+        after: The number of the trial that had to end for this trial to begin; None for the first
+            few trials.
         returned: Whether the training function has returned on all ranks. The state may not be
             saved yet.
-        values: For each step at which the metric was logged, all values of that step, in order.
-        latest: The latest of these steps; -1 if no value was logged.
-        status: How the trial ended; None while it hasn't.
+        values: The values of the metric, by the step at which they were logged. Each step has a
+            list, in order.
+        latest: The latest step with a value; -1 if there isn't any.
+        status: How the trial ended, or None if it hasn't yet.
         step: The latest step.
         value: The value that was logged last.
         digest: A digest of the final state on all ranks.
@@ -74,10 +75,10 @@ class TrialLog:
 
     Attributes:
         trials: The trials by number.
-        known_until: The latest event on which a decision was based: its time on the schedule's
+        known_until: The latest event that a decision was based on: its time on the schedule's
             clock, and the number of its trial.
-        error: The first error of the disk, if any. After it, nothing more is written, so the file
-            looks as if the process had been killed at this moment.
+        error: The first disk error, if any. Nothing is written after that, which leaves the file as
+            if the process had been killed at this point.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -92,7 +93,7 @@ class TrialLog:
         """Locks the folder, and reads the log if there is one.
 
         Returns:
-            The settings with which the sweep began: those in the folder or, if it's a new sweep,
+            The settings that the sweep began with, either from the folder or, for a new sweep,
             `settings`.
 
         Raises:
@@ -138,7 +139,7 @@ class TrialLog:
         return earlier
 
     def keep(self, settings: Mapping[str, Any]) -> None:
-        """Stores the settings, some of which a restart may change."""
+        """Stores the settings, some of which may change in a restart."""
         self._settings = settings
         self.write()
 
@@ -228,7 +229,7 @@ class TrialLog:
             self.sync()
 
     def _read(self) -> bool:
-        """Reads the file, and removes an incomplete last line. Returns whether it has any lines."""
+        """Reads the file and drops an incomplete last line. Returns whether there are any lines."""
         self._file.seek(0)
         text = self._file.read()
         whole = text.rpartition("\n")[0]

@@ -1,9 +1,9 @@
 """The `sweep` function: checks, runs and resumes a whole sweep.
 
-A sweep normally consists of a single run, in which each trial is a job. When a trial ends, rank 0
-submits the next one to the same run. If the last trials of a run fail, the run may end before the
-next trials have joined it. In that case, another run follows. After a restart, the first run begins
-with all trials that hadn't ended.
+A sweep normally consists of a single run with one job per trial. When a trial ends, rank 0 submits
+the next trial to the same run. If a run's last trials fail, however, the run may be over before the
+next trials have joined it, in which case they get another run. After a restart, the first run
+begins with all unfinished trials.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from jaxcross.world import World, current_world, gather
 
 _log = logging.getLogger("jaxcross")
 _FAILED = (JobStatus.FAILED, JobStatus.EJECTED)
-_TRIAL = "trial"  # the function's name under which rank 0 submits trials
+_TRIAL = "trial"  # the name under which rank 0 submits trials
 
 
 def sweep(
@@ -68,61 +68,61 @@ def sweep(
 ) -> SweepResult:
     """Trains with many different parameters, a few trials at a time, and returns the best trial.
 
-    Each trial is a job that calls `train(job, **parameters)`, and `concurrent` of them run at the
-    same time. When a trial ends, fails or is pruned, i.e. ended early because it does worse than
-    others, the next one begins while the others continue.
+    Each trial is a job that calls `train(job, **parameters)`, with `concurrent` of them running at
+    the same time. When a trial ends, fails or is pruned (ended early for doing worse than others),
+    the next trial takes its place while the others carry on.
 
-    If you pass a folder, a sweep that was interrupted can be continued: make the same call again.
-    Waits for all ranks.
+    If you pass a folder, an interrupted sweep can be continued simply by making the same call
+    again. Waits for all ranks.
 
-    **Sweeps are repeatable.** The trials and their parameters, the steps at which trials are
-    pruned, and the trials' states, bit for bit, depend only on the arguments. They're the same
-    whenever you run the sweep, no matter how often it's killed and restarted. For that, your
-    `train` function must be repeatable itself, and if you use an Optuna study, its sampler needs a
-    seed. If a trial logs a different value after a restart than before, there's a warning with the
-    trial's name.
+    **Sweeps are repeatable.** The arguments fully determine the trials and their parameters, the
+    steps at which trials are pruned, and the trials' states, down to the last bit. You get the same
+    results in every run of the sweep, no matter how often it's killed and restarted. This requires
+    that your `train` function is itself repeatable and, if you use an Optuna study, that its
+    sampler has a seed. If a trial logs a different value after a restart than it did before, you'll
+    get a warning that mentions the trial's name.
 
     **The cost is waiting.** If Optuna received results as soon as they're available, its answers
-    would depend on which trial happens to be faster. So we pass results on in the order of steps,
-    as if each step of every trial took equally long. Therefore, if the search has a pruner, a trial
-    that logs the metric waits until the other trials have made as many steps, so a trial that takes
-    long to compile delays the others. And if you use an Optuna study, then after the end of a
-    trial, the next one begins only when the others have made as many steps. `Grid`, `Choices` and
-    `Draws` never wait if they have no pruner.
+    would depend on which trial happens to be faster. Instead, we pass on results in the order of
+    steps, as if every step of every trial took the same time. As a consequence, if the search has a
+    pruner, a trial that logs the metric has to wait until the other trials have made as many steps,
+    which means that a trial with a long compile time holds up the others. With an Optuna study,
+    whenever a trial ends, the next trial can't begin until the others have made as many steps.
+    Without a pruner, `Grid`, `Choices` and `Draws` never wait.
 
     Args:
         train: The training function, which is called as `train(job, **parameters)`, as in
-            `Runner.add`. It must log the metric with `job.log`, in the same way on every rank.
-            Trials are compared by the last value that rank 0 has logged; a pruner receives the
-            first value of each step. If you pass a folder, the function should call `job.restore`
-            at the beginning and `job.save` from time to time, because a restart repeats all steps
-            since the last checkpoint.
+            `Runner.add`. It must log the metric with `job.log`, in the same way on every rank. What
+            counts for comparing trials is the last value logged on rank 0; a pruner gets the first
+            value of each step. If you pass a folder, the function should call `job.restore` at the
+            beginning and `job.save` every now and then, because a restart repeats all steps since
+            the last checkpoint.
         search: Proposes the trials' parameters: `jaxcross.Grid(values)`, `jaxcross.Choices(dicts)`,
-            `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. If it has a `pruner`, the
-            pruner may end trials early.
+            `jaxcross.Draws(space)` or `jaxcross.Optuna(study, space)`. If it has a `pruner`, trials
+            may be ended early.
         metric: The name under which trials log the metric, e.g. `eval/accuracy` if it's in a dict.
-            To detect a misspelled name early, the sweep ends with an error in two cases, unless
-            some trial has already logged the metric: if a trial ends without having logged it, or
-            if an evaluation of `job.every` that should provide it returns something else the first
-            time.
+            To catch typos in the name early, the sweep ends with an error if a trial ends without
+            having logged the metric, or if the `job.every` evaluation that should provide it
+            returns something else the first time. Neither happens if some trial has already logged
+            the metric.
         mode: Whether larger (`max`) or smaller (`min`) values of the metric are better. Required
             unless `search` is an `Optuna`, whose study has a direction.
-        trials: The number of trials. Required for `Draws` and `Optuna`, and you can increase it
-            when you restart a sweep. The other searches have a fixed number of trials.
-        concurrent: The number of trials that run at the same time. Their states must fit into
-            memory together.
-        folder: The folder in which to keep the sweep: the file `sweep.json`, metrics and
-            checkpoints. If None, nothing is kept, so if the sweep is killed, it's lost.
-        keep: How many of the best finished trials keep their checkpoints. The checkpoints of all
-            other trials are deleted once the trial has ended, unless it failed. If None, all
-            checkpoints are kept.
+        trials: The number of trials. Required for `Draws` and `Optuna`, where you can increase it
+            when restarting a sweep. For the other searches, the number of trials is fixed.
+        concurrent: How many trials run at the same time. Their states must fit into memory
+            together.
+        folder: Where to keep the sweep: the file `sweep.json`, metrics and checkpoints. If None,
+            nothing is kept, and the sweep is lost if it's killed.
+        keep: How many of the best finished trials keep their checkpoints. All other checkpoints are
+            deleted as soon as the trial has ended, unless it failed. If None, all checkpoints are
+            kept.
         **options: Options of the runs, as for `Runner`: `world`, `policy`, `instruments`, `memory`,
-            `events` and `progress`. You can't use the policy `Weighted`, because it has a fixed
-            share for each job, while trials begin and end all the time. You can't use `Sequential`
-            together with a pruner either, unless `concurrent` is 1.
+            `events` and `progress`. The policy can't be `Weighted`, because that has a fixed share
+            for each job, whereas trials come and go all the time. It can't be `Sequential` either
+            if there's a pruner, unless `concurrent` is 1.
 
     Returns:
-        The trials with their values, identical across ranks. If you print it, you get a table.
+        The trials with their values, identical on all ranks. It prints as a table.
 
     Raises:
         TypeError: Before the first step, on every rank: an argument has the wrong type, or `train`
@@ -130,9 +130,9 @@ def sweep(
         ValueError: Before the first step, on every rank: an argument is out of range, or the folder
             contains something other than a sweep.
         JobError: All trials have failed, no trial has logged `metric`, or the arguments don't match
-            the sweep that you're restarting. If only some of the trials fail, the result contains
-            their errors.
-        KeyboardInterrupt: A rank was interrupted. The same call resumes the sweep.
+            the sweep that you're restarting. If only some of the trials fail, their errors are in
+            the result.
+        KeyboardInterrupt: A rank was interrupted. Make the same call again to resume the sweep.
 
     Example:
         >>> search = jaxcross.Grid({"lr": [0.1, 0.4]})
@@ -148,8 +148,8 @@ def sweep(
     def check() -> tuple[SweepSettings, list[Parameters]]:
         check_options("sweep", options, SharedOptions)
         # `Runner` would check these values too, but on each rank separately. If a value was wrong
-        # on just one rank, only that rank would raise, and the others would wait for it forever. So
-        # we check the values here, where all ranks raise together.
+        # on just one rank, only that rank would raise, leaving the others to wait for it forever.
+        # Here, all ranks raise together.
         check_values(options)
         arguments.check_folder("`folder`", folder)
         checks.check_numbers(concurrent=concurrent, trials=trials, keep=keep)
@@ -220,7 +220,7 @@ def _open(
     train: Any,
     world: World,
 ) -> Coordinator | None:
-    """Opens the folder and replays the log in it. Returns None on ranks other than 0."""
+    """Opens the folder and replays its log. Returns None on ranks other than 0."""
     if world.rank != 0:
         return None
     mine = {**settings.facts(), "sweep": secrets.token_hex(8)}
@@ -272,7 +272,7 @@ def _run(
 ) -> SweepResult:
     """Runs all trials.
 
-    Usually, this takes a single run. There's another one if the last trials of a run failed.
+    This usually takes a single run, plus another if a run's last trials failed.
     """
     reports: list[Report] = []
     wrong: Exception | None = None
@@ -302,7 +302,7 @@ def _run(
                     raise
                 if coordinator is not None and coordinator.error is None:
                     _log.warning("A trial failed, the others continue: %s", error)
-            # A job may also have an error if it has ended normally, e.g. if its replicas differ at
+            # A job that has ended normally may also have an error, e.g. if its replicas differ at
             # the end.
             wrong = wrong or next(
                 (job.error for job in runner.jobs if job.error and job.status not in _FAILED), None
@@ -325,7 +325,7 @@ def _submit(runner: Runner, started: Started, name: str) -> None:
 
 
 def _agenda(trials: Trials, world: World, coordinator: Coordinator | None) -> list[dict[str, Any]]:
-    """Returns the trials with which the next run begins, identical across ranks.
+    """Returns the trials that the next run begins with, identical on all ranks.
 
     Waits for all ranks.
     """
@@ -374,10 +374,10 @@ def _result(
     coordinator: Coordinator | None,
     reports: Sequence[Report],
 ) -> SweepResult:
-    """Returns the result of the sweep, identical across ranks. Waits for all ranks.
+    """Returns the result of the sweep, identical on all ranks. Waits for all ranks.
 
     Raises:
-        Exception: On every rank: the error that the search raised.
+        Exception: On every rank: the error raised by the search.
         JobError: On every rank: all trials failed.
     """
 

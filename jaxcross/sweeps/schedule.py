@@ -1,29 +1,28 @@
-"""Decides in which order a search receives results, and when each trial begins. Pure.
+"""Decides the order in which a search receives results, and when each trial begins. Pure.
 
-**The problem.** An Optuna sampler proposes parameters based on the results that it has received so
-far, and a pruner compares a trial with the values that others have reported so far. So both depend
-on the order in which results arrive. On a real machine, that's the order in which trials happen to
-finish, which depends on the load, and differs each time. Then a sweep couldn't be repeated. It also
-couldn't be restarted: after a kill, we replay the logged results into a new search (see
-`coordinator`), and that only leads to the same state if we know the order.
+**The problem.** Optuna's samplers propose parameters based on the results received so far, and its
+pruners compare a trial with the values reported by others so far. Either way, the order in which
+results arrive matters. On a real machine, that's the order in which trials happen to get there,
+which depends on the load and is different every time. As a result, sweeps wouldn't be repeatable.
+They couldn't be restarted either: after a kill, we replay the logged results into a new search (see
+`coordinator`), which only takes us back to the same state if we know their order.
 
-**The idea.** Results are passed to the search in an order that doesn't depend on real time. The
-schedule has its own clock, which counts steps: if a trial began at time t, its step n happens at
-time t + n, as if every step of every trial took equally long. Each report and each end of a trial
-is an event with a time on this clock. The search receives events sorted by time, and events at the
-same time by the trial's number. If a trial ends at time t, the next one begins at time t.
+**The idea.** Results are passed to the search in an order that's independent of real time. The
+schedule has its own clock, which counts steps: for a trial that began at time t, step n happens at
+time t + n, as if every step of every trial took the same time. Reports and ends of trials are
+events with a time on this clock. The search receives events in order of time, with ties broken by
+the trial's number. When a trial ends at time t, the next trial begins at time t.
 
-**The price** is waiting. When a trial reports a value at time t, we can't pass it on immediately,
-because a slower trial may still report one with an earlier time. So the event stays in a queue
-until every running trial has reached time t. That's why trials also tell us about steps without a
-report (`advance`). If the search prunes, the reporting trial has to wait for the answer. As the
-trials run in crossover, they make steps at about the same rate, so this usually takes a step or
-two. A search that ignores results, e.g. a grid without a pruner, isn't `ordered`, and then nothing
-waits.
+**The price** is waiting. When a trial reports a value at time t, we can't pass it on right away,
+because a slower trial may yet report a value with an earlier time. We put the event into a queue
+until every running trial has reached time t, which is why trials also tell us about steps without a
+report (`advance`). If the search prunes, the trial that reports has to wait for the answer. In
+practice, that's a step or two, since trials running in crossover make steps at about the same rate.
+A search that ignores results, such as a grid without a pruner, isn't `ordered`, and nothing waits.
 
-**Result.** What the search proposes and prunes depends only on the values that each trial has
-reported at each of its steps. It doesn't depend on how fast the trials happen to run. And if the
-events in the log are replayed after a restart, they lead to the same decisions as before.
+**The result** is that the search's proposals and pruning decisions depend only on the values that
+each trial has reported at each of its steps, regardless of how fast trials happen to run. Replaying
+the logged events after a restart leads to the same decisions as before.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ T = TypeVar("T")
 
 
 class Search(Protocol):
-    """Proposes trials. Its methods are called in the same order in every run of a sweep.
+    """Proposes trials. In every run of a sweep, its methods are called in the same order.
 
     Attributes:
-        ordered: Whether its answers depend on results, so that the order of the results matters.
+        ordered: Whether its answers depend on results, which means that their order matters.
         prunes: Whether it may end trials early.
     """
 
@@ -51,13 +50,11 @@ class Search(Protocol):
     @property
     def prunes(self) -> bool: ...
     def ask(self, number: int) -> Parameters | None:
-        """Returns the parameters of the next trial, or None if there are no more trials."""
+        """Returns the next trial's parameters, or None if there are no more trials."""
         ...
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Receives a value that a running trial has reported. Returns whether to prune the
-        trial.
-        """
+        """Receives a value reported by a running trial. Returns whether to prune the trial."""
         ...
 
     def tell(self, number: int, status: Status, value: float | None) -> None:
@@ -67,7 +64,7 @@ class Search(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A trial begins. If it does so because an earlier trial has ended, that's `after`."""
+    """A trial begins. If an earlier trial had to end for that, it's `after`."""
 
     number: int
     parameters: Parameters
@@ -90,9 +87,7 @@ Decision: TypeAlias = Started | Pruned
 
 @dataclass(slots=True)
 class _Running:
-    """A trial that hasn't ended: when it began, and how many steps it has made as far as we
-    know.
-    """
+    """A trial that hasn't ended: when it began, and how many steps we know it has made."""
 
     begin: int
     step: int = 0
@@ -112,24 +107,24 @@ class _Event:
 
 @final
 class Schedule:
-    """Passes results to a search in an order that doesn't depend on real time.
+    """Passes results to a search in an order that's independent of real time.
 
-    Call `begin` once. After that, call the other methods whenever something happens in a trial: it
-    has made a step, reported a value, or ended. The calls about one trial must be in the order of
-    its steps, but calls about different trials may come in any order.
+    Call `begin` once. From then on, call the other methods whenever a trial has made a step,
+    reported a value, or ended. Calls for the same trial must be made in step order; calls for
+    different trials can be interleaved arbitrarily.
 
     Args:
         search: Proposes the trials, and receives the results.
-        concurrent: The number of trials that run at the same time.
+        concurrent: How many trials run at the same time.
         known_until: After a restart, the time and the trial of the latest event that the search is
-            known to have received before. For the events up to this one, we don't have to wait for
-            other trials, because all events before it are in the log. They're passed on by
-            `repeat`, which you call after you have reported everything that the log contains about
-            the trials begun so far.
+            known to have received before. Events up to this one don't have to wait for other
+            trials, because all preceding events are in the log. They're passed on by `repeat`,
+            which you call after reporting everything that the log contains about the trials begun
+            so far.
 
     Attributes:
-        error: The error that the search has raised, if any. After an error, we don't call the
-            search any more, so no trials begin or are pruned.
+        error: The error raised by the search, if any. After an error, the search isn't called any
+            more, which means that no trials begin or are pruned.
     """
 
     def __init__(
@@ -153,7 +148,7 @@ class Schedule:
         return sorted(self._running)
 
     def waits(self, number: int) -> bool:
-        """Whether a report of the trial hasn't been passed to the search yet."""
+        """Whether the search has yet to receive a report from the trial."""
         return any(each.number == number and not each.is_end for each in self._queue)
 
     def has_begun(self, number: int) -> bool:
@@ -167,27 +162,25 @@ class Schedule:
         return False if (number, step) in self._decided else None
 
     def begin(self) -> list[Decision]:
-        """Asks for the first trials, as many as may run at the same time."""
+        """Asks for the first trials, as many as can run at the same time."""
         found: list[Decision] = []
         for _ in range(self._concurrent):
             found += self._ask(0, None)
         return found
 
     def advance(self, number: int, step: int) -> list[Decision]:
-        """Records that a trial has made `step` steps, so it can't cause any earlier events."""
+        """Records that a trial has made `step` steps, and won't cause any events before that."""
         trial = self._running.get(number)
         if trial is not None:
             trial.step = max(trial.step, step)
         return self.settle() if self._queue else []
 
     def report(self, number: int, step: int, value: float) -> list[Decision]:
-        """Records a reported value. Ignores a step that was reported before, e.g. before a
-        restart.
-        """
+        """Records a reported value. A no-op if the step was already reported."""
         trial = self._running.get(number)
-        # Ignore reports of trials that have been pruned or have ended. Also ignore a step that was
-        # already reported: after a restart, a trial repeats the steps since its last checkpoint,
-        # and reports their values again.
+        # Ignore reports from trials that have been pruned or have ended. Also ignore steps that
+        # were already reported: after a restart, a trial repeats the steps since its last
+        # checkpoint, reporting their values again.
         if trial is None or trial.ending or step <= trial.reported:
             return []
         trial.reported = trial.step = max(trial.step, step)
@@ -216,11 +209,11 @@ class Schedule:
         return None
 
     def settle(self) -> list[Decision]:
-        """Passes on all events that can't be preceded by another one any more."""
+        """Passes on all events that nothing can get ahead of any more."""
         found: list[Decision] = []
-        # After a restart, the events of the earlier run have to be repeated first. While that's in
-        # progress, don't pass any other event to the search, because an event that should come
-        # first may not have been reported yet.
+        # After a restart, the events of the earlier run have to be repeated first. Until that's
+        # done, don't pass on anything else, because an event that should come first may not have
+        # been reported yet.
         while not self._repeating and self._queue and self._is_next(self._queue[0]):
             found += self._hand_on(heapq.heappop(self._queue))
         return found
@@ -241,10 +234,9 @@ class Schedule:
 
     def _is_next(self, event: _Event) -> bool:
         here = (event.time, event.number)
-        # We can pass this event to the search if no other trial can still cause an earlier one.
-        # Each of the others can report at the step that it has reached, or later. So compare the
-        # time of that step with the event's time. If the times are equal, the trial with the lower
-        # number comes first.
+        # The event can be passed on if no other trial can still cause an earlier one. The next
+        # report of a trial comes from its current step at the earliest, so compare that step's time
+        # with the event's. In a tie, the lower trial number goes first.
         return not self._search.ordered or all(
             (trial.begin + trial.step, number) > here
             for number, trial in self._running.items()
@@ -254,8 +246,8 @@ class Schedule:
     def _close(self, event: _Event, status: Status) -> list[Decision]:
         del self._running[event.number]
         self._call(lambda: self._search.tell(event.number, status, event.value))
-        # The next trial begins at the time of this event, no matter how long it really takes until
-        # its job runs.
+        # The next trial begins at the time of this event, no matter how long it really takes for
+        # its job to run.
         return self._ask(event.time, event.number)
 
     def _ask(self, time: int, after: int | None) -> list[Decision]:
@@ -274,9 +266,9 @@ class Schedule:
     def _call(self, call: Callable[[], T]) -> T | None:
         """Calls the search, unless it has raised an error before.
 
-        If the search raises an error, we store it in `error` rather than raise it here. Any trial's
-        thread may happen to make this call, so raising the error would make a trial fail that has
-        nothing to do with it.
+        An error from the search is stored in `error` instead of raised here. Any trial's thread may
+        happen to make this call, so raising the error could fail a trial that has nothing to do
+        with it.
         """
         if self.error is not None:
             return None

@@ -1,6 +1,6 @@
-"""The searches that a user can choose: `Grid`, `Choices`, `Draws` and `Optuna`.
+"""The searches that users can choose from: `Grid`, `Choices`, `Draws` and `Optuna`.
 
-Importing this module imports neither JAX nor Optuna.
+Importing this module doesn't import JAX or Optuna.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Grid:
 
     Args:
         values: The values of each parameter, e.g. `{"lr": [0.1, 0.2], "width": [32, 64]}`.
-        pruner: An Optuna pruner, which ends trials that do worse than others. If None, every trial
-            runs to its end.
+        pruner: An Optuna pruner, which ends trials that do worse than others. If None, all trials
+            run to the end.
 
     Raises:
         TypeError: `values` isn't a mapping of names to iterables, a value can't be written as JSON,
@@ -57,14 +57,14 @@ class Choices:
     """Tries a list of parameters, one trial after the other.
 
     Args:
-        choices: The parameters of each trial, e.g. `[{"lr": 0.1}, {"lr": 0.2, "width": 64}]`. The
-            trials begin in this order.
-        pruner: An Optuna pruner, which ends trials that do worse than others. If None, every trial
-            runs to its end.
+        choices: The parameters of each trial, e.g. `[{"lr": 0.1}, {"lr": 0.2, "width": 64}]`.
+            Trials begin in this order.
+        pruner: An Optuna pruner, which ends trials that do worse than others. If None, all trials
+            run to the end.
 
     Raises:
-        TypeError: `choices` isn't an iterable of dicts with strings as keys, a value can't be
-            written as JSON, or `pruner` isn't an Optuna pruner.
+        TypeError: `choices` isn't an iterable of dicts with string keys, a value can't be written
+            as JSON, or `pruner` isn't an Optuna pruner.
         ValueError: `choices` is empty, or contains the same parameters twice.
         MissingExtraError: You passed a `pruner`, but Optuna isn't installed. The extra `sweep`
             installs it.
@@ -93,24 +93,23 @@ class Choices:
 @final
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Draws parameters at random. You have to pass the number of draws as `trials=` to `sweep`.
+    """Draws parameters at random. Pass the number of draws to `sweep` as `trials=`.
 
-    You can extend a finished sweep: if you restart it with more `trials`, the trials that it
-    already has keep their parameters, and the new ones are added after them. That's possible
-    because the parameters of a trial depend only on `space`, `seed` and the trial's number.
+    A finished sweep can be extended by restarting it with more `trials`: existing trials keep their
+    parameters, and new trials are added at the end. This works because a trial's parameters depend
+    only on `space`, `seed` and the trial's number.
 
     Args:
         space: Either a function that takes a NumPy generator and returns a dict of parameters, or
-            the values of each parameter as in `Grid`. In the second case, no combination is drawn
-            twice.
+            the values of each parameter, as in `Grid`, in which case no combination is drawn twice.
         seed: The seed for the random numbers, the same on every rank.
-        pruner: An Optuna pruner, which ends trials that do worse than others. If None, every trial
-            runs to its end.
+        pruner: An Optuna pruner, which ends trials that do worse than others. If None, all trials
+            run to the end.
 
     Raises:
         TypeError: `space` is neither a function nor a mapping of names to iterables, a value can't
             be written as JSON, `seed` isn't a whole number, or `pruner` isn't an Optuna pruner.
-        ValueError: There are no values, a value occurs twice, or `seed` is below 0.
+        ValueError: There are no values, a value occurs twice, or `seed` is negative.
         MissingExtraError: You passed a `pruner`, but Optuna isn't installed. The extra `sweep`
             installs it.
 
@@ -141,23 +140,23 @@ class Draws:
 class Optuna:
     """Uses an Optuna study, whose sampler proposes parameters based on the results so far.
 
-    You have to pass the number of trials as `trials=` to `sweep`. The sweep maximizes or minimizes
-    the metric according to the study's direction. Your study isn't used directly during the sweep:
-    rank 0 works with copies of the sampler and the pruner, and adds all trials to your study when
-    the sweep ends. To make the sweep repeatable, give the sampler a seed.
+    Pass the number of trials to `sweep` as `trials=`. The study's direction decides whether the
+    sweep maximizes or minimizes the metric. The study itself isn't touched while the sweep is in
+    progress: rank 0 works with copies of its sampler and pruner, and adds all trials to the study
+    when the sweep ends. Give the sampler a seed to make the sweep repeatable.
 
     Args:
         study: The study, which must have a single objective. If it already has trials, the sampler
-            takes these into account.
-        space: Either a dict that maps names to Optuna distributions or to lists of values; or a
-            function that receives an Optuna trial, calls its `suggest_...` methods, and returns the
+            takes them into account.
+        space: Either a dict that maps names to Optuna distributions or lists of values, or a
+            function that takes an Optuna trial, calls its `suggest_...` methods, and returns the
             parameters as a dict.
         pruner: An Optuna pruner, which ends trials that do worse than others. If None, the study's
             pruner is used.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The study has several objectives.
+        ValueError: The study has more than one objective.
         MissingExtraError: Optuna isn't installed. The extra `sweep` installs it.
     """
 
@@ -187,7 +186,7 @@ class Optuna:
 
     @property
     def mode(self) -> Literal["max", "min"]:
-        """Whether larger (`max`) or smaller (`min`) values are better: the study's direction."""
+        """Whether larger (`max`) or smaller (`min`) values are better, as given by the study."""
         return "max" if self.study.direction.name == "MAXIMIZE" else "min"
 
 
@@ -196,7 +195,7 @@ AnySearch: TypeAlias = Grid | Choices | Draws | Optuna
 
 @final
 class Listed:
-    """A list of trials that's known before the first one runs. Implements `Search`."""
+    """A list of trials that's known up front. Implements `Search`."""
 
     ordered = prunes = False
 
@@ -210,25 +209,25 @@ class Listed:
         return False
 
     def tell(self, number: int, status: Status, value: float | None) -> None:
-        """Does nothing, because the trials don't depend on results."""
+        """A no-op, because the trials don't depend on results."""
 
 
 def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
-    """Returns the parameters of all trials, if they're known before the first trial runs.
+    """Returns the parameters of all trials if they're known up front.
 
-    Returns an empty list for `Optuna`, because the study proposes the parameters while the sweep is
-    running. The result is identical across ranks, unless a user's function for `Draws` returns
-    something different on each rank.
+    Returns an empty list for `Optuna`, whose study proposes parameters on the fly. The result is
+    identical on all ranks, unless the user's function for `Draws` returns something different on
+    each of them.
 
     Args:
         search: The search.
-        trials: The number of trials, which is required for `Draws` and `Optuna`.
+        trials: The number of trials, required for `Draws` and `Optuna`.
 
     Raises:
         TypeError: `search` has the wrong type, or the function of a `Draws` returned something
             other than a dict of parameters.
-        ValueError: `trials` is missing; or it was passed for a search that always runs all of its
-            trials; or it exceeds the number of combinations.
+        ValueError: `trials` is missing, was passed for a search that always runs all of its trials,
+            or exceeds the number of combinations.
     """
     match search:
         case Grid():
@@ -250,7 +249,7 @@ def known_trials(search: AnySearch, trials: int | None) -> list[Parameters]:
 
 
 def pruner_of(search: AnySearch) -> BasePruner | None:
-    """Returns the search's pruner, or else the pruner of its study, if it has one."""
+    """Returns the search's pruner, or that of its study, if there is one."""
     if search.pruner is None and isinstance(search, Optuna):
         return search.study.pruner
     return search.pruner
@@ -276,7 +275,7 @@ def _needed(kind: str, trials: int | None) -> int:
 def _drawn(search: Draws, trials: int) -> list[Parameters]:
     if callable(search.space):
         # Use a separate random generator for each trial. With a shared generator, a trial's
-        # parameters would depend on how many random numbers the earlier trials have drawn.
+        # parameters would depend on how many random numbers earlier trials have drawn.
         return [
             checked(search.space(np.random.default_rng([search.seed, number])), number)
             for number in range(trials)
@@ -287,8 +286,8 @@ def _drawn(search: Draws, trials: int) -> list[Parameters]:
             f"`trials` is {trials}, but the number of combinations in `space` of `Draws` is "
             f"{len(found)}, and none is drawn twice."
         )
-    # Shuffle all combinations and take the first ones, so that the order doesn't depend on
-    # `trials`. If a sweep is restarted with more trials, it begins with the same ones as before.
+    # Shuffle all combinations before taking the first few, so that the order doesn't depend on
+    # `trials`. A sweep that's restarted with more trials then begins with the same ones.
     order = np.random.default_rng(search.seed).permutation(len(found))
     return [found[n] for n in order[:trials]]
 
@@ -312,8 +311,8 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
         )
     found: dict[str, tuple[Any, ...]] = {}
     for name, each in values.items():
-        # Don't accept sets. Each Python process iterates over a set of strings in its own order, so
-        # the ranks would try the values in different orders, and train different trials.
+        # Reject sets. Each Python process iterates over a set of strings in its own order, so ranks
+        # would try the values in different orders and train different trials.
         if isinstance(each, str | Mapping | AbstractSet) or not isinstance(each, Iterable):
             raise TypeError(
                 f"{what} must have a list of values for `{name}`, got {shortened(repr(each), 100)}."
@@ -329,7 +328,7 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _twice(values: Iterable[Any]) -> str | None:
-    """Returns a value that occurs twice, as JSON, or None if there's no such value."""
+    """Returns a value that occurs twice, as JSON, or None if there isn't any."""
     seen: set[str] = set()
     for value in values:
         text = json.dumps(value, sort_keys=True)
@@ -354,7 +353,7 @@ def _check_pruner(kind: str, pruner: Any) -> None:
 
 
 def _distributions(space: Any) -> dict[str, BaseDistribution]:
-    """Returns the distributions of a space. Turns lists into categorical distributions."""
+    """Returns the distributions of a space, turning lists into categorical distributions."""
     from optuna.distributions import BaseDistribution, CategoricalDistribution
 
     if not isinstance(space, Mapping) or not space:
@@ -378,10 +377,10 @@ def _distributions(space: Any) -> dict[str, BaseDistribution]:
 
 
 def checked(parameters: Any, number: int) -> Parameters:
-    """Returns a trial's parameters as plain data, which can be sent to other ranks and saved.
+    """Returns a trial's parameters as plain data that can be sent to other ranks and saved.
 
     Raises:
-        TypeError: The parameters aren't a dict with strings as keys, or a value isn't plain data.
+        TypeError: The parameters aren't a dict with string keys, or a value isn't plain data.
     """
     if not isinstance(parameters, Mapping) or not all(isinstance(name, str) for name in parameters):
         raise TypeError(

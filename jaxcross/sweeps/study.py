@@ -11,13 +11,10 @@ from typing import Any, final
 from jaxcross.sweeps.schedule import Parameters, Status
 from jaxcross.sweeps.search import AnySearch, Optuna, checked, name_of, pruner_of
 
-MARK = (
-    "jaxcross_sweep"  # an attribute that marks trials which a sweep has added to the user's study
-)
-# The name of our Optuna study. It has to be the same after a restart, because the Hyperband pruner
-# decides by a hash of this name and the trial's number with which other trials it compares a trial.
-# If we didn't set a name, Optuna would create a random one, and a restart would prune other trials
-# than before.
+MARK = "jaxcross_sweep"  # an attribute marking trials that a sweep has added to the user's study
+# The name of our Optuna study. It has to survive a restart, because the Hyperband pruner hashes
+# this name and the trial's number to decide which bracket the trial belongs to. Without a name,
+# Optuna would make one up at random, and a restart would prune different trials.
 _NAME = "sweep"
 
 
@@ -25,19 +22,19 @@ _NAME = "sweep"
 class StudySearch:
     """Asks an in-memory study that uses the user's sampler and pruner. Implements `Search`.
 
-    The user's own study isn't changed during the sweep. At the end, `add_to` adds the trials to it.
+    The user's study isn't touched during the sweep. At the end, `add_to` adds the trials to it.
 
     Args:
         search: The user's search. If it has a study, the sampler takes that study's trials into
             account.
-        known: The parameters of all trials; empty if the study should propose them.
+        known: The parameters of all trials, or empty to let the study propose them.
         mode: Whether larger (`max`) or smaller (`min`) values of the metric are better.
         trials: The number of trials.
-        sweep: A text that identifies the sweep. With it, we recognise the trials in the user's
-            study that were added by this sweep itself, e.g. before a restart.
+        sweep: Identifies the sweep. This lets us recognise trials in the user's study that were
+            added by this very sweep, e.g. before a restart.
         fixed: The parameters that trials had before a restart, by the trial's number.
-        check: Called with the name and the parameters of each trial. Must raise an error if the
-            trial can't run.
+        check: Called with the name and parameters of each trial. Must raise an error if the trial
+            can't run.
     """
 
     ordered = True
@@ -56,7 +53,7 @@ class StudySearch:
         import optuna
 
         study = search.study if isinstance(search, Optuna) else None
-        # If the user's space contains lists, `Optuna.__post_init__` has replaced them by
+        # If the user's space contains lists, `Optuna.__post_init__` has replaced them with
         # distributions.
         space: Any = search.space if isinstance(search, Optuna) else None
         self._space: Callable[[Any], Mapping[str, Any]] | dict[str, Any] | None = space
@@ -120,20 +117,20 @@ class StudySearch:
             self._study.tell(trial, state=self._states.FAIL)
 
     def add_to(self, study: Any) -> None:
-        """Adds this sweep's trials to the user's study, except for those that it already has."""
+        """Adds this sweep's trials to the user's study, except for those that are already there."""
         own = [trial for trial in self._study.trials if trial.user_attrs.get(MARK) == self._sweep]
         there = sum(trial.user_attrs.get(MARK) == self._sweep for trial in study.trials)
         study.add_trials(own[there:])
 
 
 def earlier_trials(study: Any, sweep: str) -> list[Any]:
-    """Returns the trials of a study that weren't added by this sweep."""
+    """Returns a study's trials, except for those added by this sweep."""
     return [trial for trial in study.trials if trial.user_attrs.get(MARK) != sweep]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences Optuna, which would log that a study was created, although the user created none."""
+    """Keeps Optuna from logging the creation of a study that the user knows nothing about."""
     import optuna
 
     level = optuna.logging.get_verbosity()

@@ -15,7 +15,7 @@ from jaxcross.world import World, current_world, initialize
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the sweep that the command line describes, and returns 0. Waits for all ranks."""
+    """Runs the sweep described by the command line, and returns 0. Waits for all ranks."""
     from jaxcross.sweeps.run_sweep import sweep
 
     script = Path(arguments[0])
@@ -23,9 +23,9 @@ def main(arguments: list[str]) -> int:
     search = search_of(task)
     sys.argv = [str(script)]
     sys.path.insert(0, str(script.absolute().parent))
-    # Run the script under another name than `__main__`. We only need its `train` function, so the
-    # code below `if __name__ == "__main__":`, which is meant for starting the script directly,
-    # shouldn't run.
+    # Run the script under a name other than `__main__`. All we need is its `train` function, so
+    # don't execute the code below `if __name__ == "__main__":`, which is for starting the script
+    # directly.
     train = runpy.run_path(str(script), run_name=script.stem).get("train")
     if train is None:
         raise ValueError(f"`{script}` has no function `train(job, ...)`.")
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def search_of(task: Mapping[str, Any]) -> Grid | Draws:
-    """Returns the search that the command line describes: a whole grid, or random draws from it."""
+    """Returns the search described by the command line: a whole grid, or random draws from it."""
     pruner = None if task["prune"] is None else _pruner(task["prune"])
     if task["trials"] is None:
         return Grid(task["grid"], pruner=pruner)
@@ -55,7 +55,7 @@ def search_of(task: Mapping[str, Any]) -> Grid | Draws:
 
 
 def _world() -> World:
-    """Returns the world. If the script hasn't called `initialize`, calls it."""
+    """Returns the world. Calls `initialize` if the script hasn't."""
     try:
         return current_world()
     except RuntimeError:

@@ -18,17 +18,17 @@ _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
-    """The settings of a sweep. Identical across ranks, except for the folder.
+    """The settings of a sweep. Identical on all ranks, except for the folder.
 
     Attributes:
-        metric: The name of the metric by which trials are compared.
+        metric: The name of the metric that trials are compared by.
         mode: Whether larger (`max`) or smaller (`min`) values are better.
-        concurrent: The number of trials that run at the same time.
+        concurrent: How many trials run at the same time.
         trials: The number of trials.
         seed: The seed of `Draws`; 0 for other searches.
-        kind: `study` if an Optuna study proposes the parameters, otherwise `list`.
+        kind: `study` if an Optuna study proposes the parameters, `list` otherwise.
         pruner: The name of the pruner's class; empty if there's no pruner.
-        keep: The number of trials whose checkpoints are kept; None to keep all.
+        keep: How many trials keep their checkpoints; None for all of them.
         folder: The sweep's folder; None to keep nothing on disk.
     """
 
@@ -48,20 +48,20 @@ class SweepSettings:
         return None if self.folder is None else self.folder / "checkpoints"
 
     def facts(self) -> dict[str, Any]:
-        """Returns the settings that the ranks compare and that are written to disk."""
+        """Returns the settings that ranks compare and that are written to disk."""
         return {
             name: getattr(self, name)
             for name in ("metric", "mode", "concurrent", "trials", "seed", "kind", "pruner", "keep")
         }
 
     def check_restart(self, earlier: Mapping[str, Any], *, ordered: bool) -> None:
-        """Checks that a sweep that was begun with the settings `earlier` can continue with these.
+        """Checks that a sweep begun with the settings `earlier` can be continued with these.
 
-        Only `keep`, the number of trials and, unless the search is `ordered`, `concurrent` may
-        change.
+        The only settings that may change are `keep`, the number of trials and, unless the search is
+        `ordered`, `concurrent`.
 
         Raises:
-            ValueError: Another setting differs, or there are fewer trials than before.
+            ValueError: Another setting differs, or the number of trials was reduced.
         """
         free = {"keep", "trials"} | (set() if ordered else {"concurrent"})
         mine = self.facts()
@@ -92,7 +92,7 @@ def check_numbers(*, concurrent: Any, trials: Any, keep: Any) -> None:
 
 
 def check_metric(metric: Any, mode: Any) -> None:
-    """Checks the arguments by which trials are compared.
+    """Checks the arguments that determine how trials are compared.
 
     Raises:
         TypeError: `metric` isn't a string.
@@ -112,9 +112,9 @@ def on_every_rank(world: World, what: str, work: Callable[[], T]) -> T:
     """Runs `work` on every rank. If it raises on any rank, every rank raises. Waits for all ranks.
 
     Raises:
-        Exception: This rank's own error, if `work` raised here. Otherwise an error with the text of
-            the first rank on which it raised. It has the same type if that's TypeError or
-            ValueError; otherwise it's a JobError.
+        Exception: This rank's own error, if `work` raised here. Otherwise, an error with the text
+            of the first rank on which it raised, of the same type if that's TypeError or
+            ValueError, or else a JobError.
     """
     error: Exception | None = None
     result: T | None = None

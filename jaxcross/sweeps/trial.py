@@ -1,12 +1,12 @@
 """Each rank's side of a trial: the function that the trial's job runs, and the clean-up after it.
 
-A trial must end on all ranks at the same step, but only rank 0 knows the log of the sweep and
-decides whether the trial is pruned, i.e. ended early. So for each such decision, there's a
-collective call in which rank 0 sends its answer to all ranks (`TrialObserver.answer`).
+A trial must end at the same step on all ranks, but only rank 0 has the sweep's log and decides
+whether to prune the trial, i.e. end it early. For each of these decisions, a collective call sends
+rank 0's answer to all ranks (`TrialObserver.answer`).
 
-The second concern is restarts. A restart resumes each trial from its checkpoint and continues the
-log of the sweep, but the two are written separately. Since it doesn't repeat the steps before the
-checkpoint, the metric's values of these steps must be in the log before the checkpoint is written
+The other concern is restarts. A restart resumes each trial from its checkpoint and continues the
+sweep's log, but the two are written independently. Steps before the checkpoint won't be repeated,
+so the log must contain their values of the metric before the checkpoint is written
 (`TrialObserver.saving`).
 """
 
@@ -38,9 +38,7 @@ _log = logging.getLogger("jaxcross")
 
 
 class TrialPruned(BaseException):
-    """Raised in the training function of a pruned trial, to end it on all ranks at the same
-    step.
-    """
+    """Raised in a pruned trial's training function to end it on all ranks at the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """The state that all trials of this rank share.
+    """The state shared by all trials on this rank.
 
     Once the trials' jobs have ended, `finished` is the same on every rank.
     """
@@ -70,7 +68,7 @@ class _Shared:
 
 @final
 class Trials:
-    """The trials of one sweep on one rank, over all runs. Their jobs call the method `run`.
+    """The trials of one sweep on one rank, across all runs. Their jobs call `run`.
 
     Args:
         train: The user's training function.
@@ -79,7 +77,7 @@ class Trials:
         coordinator: The coordinator on rank 0; None on other ranks.
 
     Attributes:
-        prunes: Whether the search may end trials early. Identical across ranks.
+        prunes: Whether the search may end trials early. Identical on all ranks.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class Trials:
         begins: Sequence[int],
         prunes: bool,
     ) -> None:
-        """Records which trials have ended, and with which trials the next run begins."""
+        """Records which trials have ended, and which trials the next run begins with."""
         self.prunes = prunes
         with self._shared.lock:
             self._shared.finished |= finished
@@ -125,9 +123,8 @@ class Trials:
         observer = TrialObserver(self, job, engine, number)
         engine.metrics.observer = observer
         if before is not None:
-            # This trial takes the place of one that has ended. On this rank, that one may still be
-            # about to end, so wait until it has freed its memory here. There may not be enough for
-            # both.
+            # This trial takes the place of another trial, which may not have ended on this rank
+            # yet. Wait for it to free its memory here, since there may not be enough for both.
             with job.measure("host", "waits for a place"):
                 before.wait()
         begins = observer.answer("start of the trial", lambda: self._begins(engine, number))
@@ -160,7 +157,7 @@ class Trials:
     def give_up(self, observer: TrialObserver, error: JobError) -> None:
         """Ends the sweep, including its other trials, unless some trial has logged the metric.
 
-        Only rank 0 does anything here. Doesn't wait.
+        This is a no-op on ranks other than 0. Doesn't wait.
         """
         if (
             self.coordinator is None
@@ -174,9 +171,7 @@ class Trials:
             job.stop()
 
     def best(self) -> int | None:
-        """Returns the number of the best finished trial, or the lowest number if several are
-        best.
-        """
+        """Returns the best finished trial's number. In a tie, the lowest number wins."""
         ranked = self._ranked(1)
         return ranked[0] if ranked else None
 
@@ -199,7 +194,7 @@ class Trials:
         ]
 
     def over(self, observer: TrialObserver, *, asked: bool) -> None:
-        """Records that a trial's job has ended, and frees the states that we don't need any more.
+        """Records that a trial's job has ended, and frees states that are no longer needed.
 
         Called once on every rank.
         """
@@ -234,7 +229,7 @@ class Trials:
             shared.closed[number].set()
 
     def clean(self) -> None:
-        """Deletes this rank's checkpoints of the trials that we don't keep. Waits for the disk."""
+        """Deletes this rank's checkpoints of trials that we don't keep. Waits for the disk."""
         folder = self.settings.checkpoint_folder
         keep = self.settings.keep
         shared = self._shared
@@ -256,18 +251,18 @@ class Trials:
 
 @final
 class TrialObserver:
-    """Follows one trial's job on one rank, and passes its progress and its metric to the sweep.
+    """Follows one trial's job on one rank, and tells the sweep about its progress and metric.
 
-    The job's thread calls these methods, at the same step on every rank, so they may communicate.
-    If `logged` or `saving` raises an error, the job ends in the same way as if the user's training
-    function had raised it.
+    The job's thread calls these methods, at the same step on every rank, so they're free to
+    communicate. An error raised by `logged` or `saving` ends the job just like an error raised by
+    the user's training function.
 
     Attributes:
         job: The job.
         number: The trial's number.
         finished: The result; None until the function has returned on all ranks.
         pruned: Whether the trial was pruned.
-        metric: The name of the metric by which trials are compared.
+        metric: The name of the metric that trials are compared by.
     """
 
     def __init__(self, trials: Trials, job: JobContext, engine: JobEngine, number: int) -> None:
@@ -294,9 +289,9 @@ class TrialObserver:
         return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
 
     def restored(self, entries: int) -> None:
-        """Called when the metrics of earlier runs have been added to the job's history.
+        """Called when metrics of earlier runs have been added to the job's history.
 
-        If they have been removed again, `entries` is negative.
+        A negative number of `entries` means that they've been removed again.
         """
         self._seen += entries  # they're in the log already, from the earlier run
         known = self.job.history[: self._seen]
@@ -313,8 +308,8 @@ class TrialObserver:
         """Called with the metrics that the job logs, before they're read back. May wait."""
         if self.pruned:
             return  # from an evaluation at the job's end, which is too late
-        # Look only at the metrics' names. Their values may not have been computed yet, and training
-        # would be slow if we waited for them in every step.
+        # Only look at the names of the metrics. Their values may not have been computed yet, and
+        # waiting for them in every step would slow down training.
         names = dict(flatten_metrics(jax.tree.map(lambda _: 0.0, metrics)))
         if self.metric not in names:
             self._check_evaluation(list(names))
@@ -341,8 +336,8 @@ class TrialObserver:
         The decision is the same on every rank.
 
         Raises:
-            JobError: The evaluation has returned something else. Unless some trial has logged the
-                metric, this ends the whole sweep.
+            JobError: The evaluation has returned something else. This ends the whole sweep unless
+                some trial has logged the metric.
         """
         evaluation = self.metric.partition("/")[0]
         returned = {name.partition("/")[0] for name in names} == {evaluation}
@@ -361,12 +356,11 @@ class TrialObserver:
     def _check_order(self, step: int) -> None:
         """Checks that the metric of a step is logged before the state of that step is saved.
 
-        Suppose that the function saves the state of a step, and then logs the metric of this step.
-        If the process is killed in between, the restarted trial continues after the step and never
-        logs the metric, so the sweep would have other results than without the kill. After a
-        trial's last step, the order doesn't matter. We don't know which step is the last one, so we
-        raise the error only when the trial logs the metric at a later step. The decision is the
-        same on every rank.
+        If it's the other way round, and the process is killed in between, the restarted trial
+        carries on after that step and never logs the metric, so the kill would change the outcome
+        of the sweep. After a trial's last step, the order doesn't matter. Since we can't know which
+        step is the last, we don't raise the error until the trial logs the metric again, at a later
+        step. The decision is the same on every rank.
 
         Raises:
             JobError: At an earlier step, the metric was logged after the state had been saved.
@@ -388,7 +382,7 @@ class TrialObserver:
             self._coordinator.sync()
 
     def _write_values(self) -> None:
-        """Writes the metric's values to the log that have been read back since the last call."""
+        """Adds values of the metric that have been read back since the last call to the log."""
         new = self.job.history[self._seen :]
         self._seen += len(new)
         if self._coordinator is None:
@@ -441,7 +435,7 @@ class TrialObserver:
         """Called once the job has ended on all ranks and its results are final.
 
         Args:
-            asked: Whether the user has stopped this job in particular.
+            asked: Whether the user has stopped this particular job.
 
         Returns:
             Whether the run should save the job's state, because the trial will continue after a
@@ -449,8 +443,8 @@ class TrialObserver:
         """
         stopped = self.job.status == JobStatus.STOPPED
         # The run was stopped, and is about to save this job's state. A restart will resume from
-        # that state, so it won't repeat the steps since the last `job.save`. So write the values
-        # that were logged in these steps to the sweep's log now.
+        # there without repeating the steps since the last `job.save`, so any values logged in these
+        # steps have to go into the sweep's log now.
         if stopped:
             try:
                 self._write_values()
@@ -463,7 +457,7 @@ class TrialObserver:
 
 
 def _digest(state: PyTree) -> str:
-    """Returns a digest of a state; empty if there's no state or if a leaf isn't numeric."""
+    """Returns a digest of a state, or "" if there's no state or a leaf isn't numeric."""
     try:
         leaves = snapshot(state)
     except TypeError:
