@@ -247,7 +247,7 @@ class Fragments:
         """Returns the pieces of a tree's fragment in their shapes, all cast to the vectors' type.
 
         Prefer this over `take` for anything that can be done piece by piece. `take` has to copy all
-        pieces into one vector, i.e. it reads and writes their memory once more.
+        pieces into one vector, at the cost of reading and writing their memory once more.
 
         A piece that covers a whole leaf keeps the leaf's shape, because XLA can only write a leaf
         in place if its shape never changes along the way.

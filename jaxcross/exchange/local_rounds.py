@@ -101,7 +101,7 @@ def local_rounds(
         updates, inner = optimizer.update(updates, state.inner, params, **extra)
         if this_round.taking_part is not None:
             # In federated averaging, some ranks sit out a round. All ranks run the same program, so
-            # these compute the local step as well, and we throw away the result here.
+            # those ranks compute the local step too, and we throw away the result here.
             paused = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner = jax.tree.map(
                 partial(jnp.where, this_round.taking_part), (updates, inner), paused
@@ -203,9 +203,9 @@ def copied(params: optax.Params) -> optax.Params:
 def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     """Returns the model that all ranks agree on, once a job has ended, stopped or been pruned.
 
-    `diloco`, `streaming_diloco` and `sparse_loco` keep a shared copy of the parameters, the anchor,
-    and that's the model. If the job ended between two exchanges, the anchor doesn't include the
-    steps since the last exchange, so these are lost, and so are any incomplete exchanges.
+    For `diloco`, `streaming_diloco` and `sparse_loco`, the model is the anchor, a copy of the
+    parameters that all ranks share. If the job ended between two exchanges, any steps since the
+    last exchange are lost, and so are any incomplete exchanges.
 
     For all other optimizers, the model is simply the parameters. With `delayed_mean`, the last
     step's gradient hasn't been applied to them yet, so it's lost.

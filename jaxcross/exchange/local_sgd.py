@@ -32,8 +32,7 @@ class LocalSGDState(NamedTuple):
 def local_sgd(
     optimizer: optax.GradientTransformation, axes: Axes, *, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the *parameters* over `axes` on every `every`-th step, and never exchanges anything
-    else.
+    """Averages the *parameters* over `axes` on every `every`-th step, and exchanges nothing else.
 
     If `x` are a rank's parameters after its local step: `x <- mean_over_ranks(x)`.
 

@@ -39,7 +39,7 @@ def scale_by_trust_ratio(
     some other exchange that makes updates and parameters identical on all ranks. If they aren't,
     each rank silently scales its own updates by ratios computed from other ranks' updates.
 
-    With P ranks, each one gets out of reading (P-1)/P of the updates and parameters, but has to
+    With P ranks, each rank is spared from reading (P-1)/P of the updates and parameters, but has to
     wait for one more exchange. On two ranks, the gain was within the noise for both a Transformer
     and ResNet-50 (benchmarks/results/exchanges.md). This is meant for large models on many ranks.
 

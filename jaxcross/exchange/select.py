@@ -113,7 +113,7 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     size = x.size
     # A representative sample contains `expected` of the vector's k largest keys. Pick a threshold
     # that a few more sampled keys reach (four standard deviations of that count), which makes it
-    # unlikely that fewer than k elements of the whole vector do.
+    # unlikely that fewer than k elements of the whole vector reach it.
     sample = _keys(x[:: sample_stride(size)])
     expected = sample.size * k / size
     rank = min(sample.size, math.ceil(expected + 4 * math.sqrt(expected) + 1))

@@ -32,9 +32,9 @@ def sharded_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages and steps only this rank's part of each leaf, then gathers the updates.
 
-    Up to rounding, this trains in the same synchronous way as `mean` in front of `optimizer`, with
-    1/P of the optimizer's state and work per rank. Every leaf is cut into P equal, zero-padded
-    parts. Updates are bitwise identical on every rank. Deterministic.
+    Up to rounding, this is equivalent to synchronous training with `mean` in front of `optimizer`,
+    but takes only 1/P of the optimizer's state and work per rank. Every leaf is cut into P equal,
+    zero-padded parts. Updates are bitwise identical on every rank. Deterministic.
 
     Each rank only holds the state of its own part, wrapped in a `PerRankState`. Save it per rank,
     and never load it on a different number of ranks.

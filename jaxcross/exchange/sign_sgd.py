@@ -15,8 +15,8 @@ from jaxcross.exchange.validation import check_real
 def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
     """Replaces each element by its majority sign over ranks, +1 or -1, identical on every rank.
 
-    Zero counts as a vote for +1, and so does a tie. A leaf that's all zeros on all ranks stays
-    zero. If a leaf contains NaN or infinity on any rank, it becomes NaN on every rank. The
+    Zero counts as a vote for +1, and ties go to +1 as well. A leaf that's all zeros on all ranks
+    stays zero. If a leaf contains NaN or infinity on any rank, it becomes NaN on every rank. The
     magnitude of the gradients is lost, so use a small learning rate. Stateless and deterministic.
 
     Each rank tallies the votes for 1/P of all elements and sends the results to the others. Bytes

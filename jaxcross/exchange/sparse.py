@@ -40,8 +40,8 @@ def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
     """Whether a leaf is small and sensitive enough to be exchanged uncompressed.
 
     This applies to all scalars and vectors, as well as to biases and the scales of normalisation
-    layers. The latter aren't always vectors: attention adds a dimension for the heads, and
-    `nn.scan` one for the layers. We recognise them by name, i.e. by a path that ends in `bias` or
+    layers, which aren't always vectors: attention adds a dimension for the heads, and `nn.scan`
+    adds one for the layers. We recognise them by name, i.e. by a path that ends in `bias` or
     `scale`.
     """
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
@@ -104,8 +104,8 @@ def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
     """Warns if `what` compresses nothing because all parameters are vectors, biases or scales.
 
     This happens, for example, if `optax.flatten` has joined all leaves into one vector. We don't
-    warn if users have passed their own `skip`, since it's then their choice. We also don't warn
-    while `init` is being traced, since that may only be done to find out shapes.
+    warn users who pass their own `skip`, since that's their choice, nor while `init` is being
+    traced, since that may only be done to find out shapes.
     """
     found = jax.tree.leaves_with_path(params)
     if (

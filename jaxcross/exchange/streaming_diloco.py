@@ -18,8 +18,8 @@ the difference between anchor and parameters and stores it in the state (`pendin
 is only taken `delay` steps later, and in the meantime the pseudo-gradient is exchanged.
 
 The paper sends it as a single message that's in flight for several steps. We can't do that, because
-a job mustn't have any exchange in flight between two steps. Instead, we cut the pseudo-gradient
-into `delay` slices and exchange one of them on each of the following steps.
+exchanges aren't allowed to be in flight between two steps of a job. Instead, we cut the
+pseudo-gradient into `delay` slices and exchange one of them on each of the following steps.
 
 A slice depends only on the state and not on the step's gradient, so its exchange is in flight while
 the step computes (a carried exchange). With the largest possible `delay` of `every / fragments`,
@@ -213,8 +213,9 @@ def streaming_diloco(
     something depends on `every`, `fragments` and `delay`. All ranks must call it on the same step.
 
     Source: Douillard et al., arXiv 2501.18512, algorithm 2. Ours differs in three ways: fragments
-    are equal parts of the model and not layers, we send a slice on each of several steps instead of
-    one message that's in flight all along, and we round to integers instead of 4-bit floats.
+    are equal parts of the model instead of layers, we spread slices over several steps instead of
+    keeping a single message in flight the whole time, and we round to integers instead of 4-bit
+    floats.
     """
     turns = FragmentTurns.checked(every, fragments, delay, _WHAT)
     own_part = _part(mix, turns.delay)
@@ -255,10 +256,10 @@ def streaming_diloco(
         params = require_params(params, _WHAT)
         _check(work, state, jax.eval_shape(init, params), params)
         updates, inner_state = inner_optimizer.update(updates, state.inner, params, **extra)
-        # The inner optimizer runs on every step, so do that ahead of the switch. Its branches only
-        # contain what differs between steps: which slices are exchanged, and what is applied or
-        # captured. Which branch to take depends solely on the clock, which the host knows, so the
-        # program it runs contains just that branch.
+        # The inner optimizer runs on every step, so that part comes ahead of the switch. The
+        # switch's branches only contain what differs between steps: which slices are exchanged, and
+        # what is applied or captured. Which branch to take depends solely on the clock, which the
+        # host knows, so the program it runs contains just that branch.
         moving = _Moving(updates, state.anchor, state.outer, state.pending, state.arrived)
         branches = [_branch(work, turn, params, moving) for turn in turns.kinds()]
         moving: _Moving = (
@@ -424,7 +425,7 @@ class _Work:
         # step would have to cut out its slice first, which isn't one of the operations allowed
         # between the state and a carried exchange, so the exchange wouldn't be carried.
         #
-        # Pack each slice separately, too. When we packed whole fragments (ResNet-50 in four of them,
+        # Pack each slice separately, too. When we packed whole fragments (ResNet-50, four of them,
         # at 8 bits), a fragment's last step took 38 ms of computation instead of 31.
         parts = vector.reshape(slices, vector.size // slices)
         return tuple(

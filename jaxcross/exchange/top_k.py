@@ -19,8 +19,8 @@ to 2(P-1)/P for a dense mean. If the number of ranks is a power of two, `gtop_k`
 `bucket` option, we select from all leaves at once, which can be cheaper, but layers with small
 gradients then hardly ever get to send anything.
 
-**Nodes.** If several ranks share a node, the node's link to the others would have to carry every
-one's pairs. With `pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within
+**Nodes.** If several ranks share a node, the node's link to the outside would have to carry all of
+their pairs. With `pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within
 the node, which leaves each of its L ranks with 1/L of the node's sum. Only then do the ranks select
 their elements and exchange pairs with other nodes.
 

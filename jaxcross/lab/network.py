@@ -5,8 +5,8 @@ This lets you run MPI over real TCP without a cluster.
 Each host is a network namespace with its own hostname, connected to a switch (a bridge) by a link
 that's shaped in both directions.
 
-It all lives inside a private set of namespaces, so the machine itself is left untouched and you can
-run several labs side by side. You don't even need root, as long as the kernel lets users create
+Everything lives inside a private set of namespaces, so the machine itself is left untouched and you
+can run several labs side by side. You don't even need root, as long as the kernel lets users create
 namespaces.
 
 The namespaces belong to a separate process, the holder, which only runs while this process keeps a
