@@ -1,14 +1,12 @@
 """`jaxcross contention FILE -n 2 --hosts a,b`: measures how much computations and exchanges slow
-each other down on a machine.
+each other down on a given machine.
 
-Starts ranks like `jaxcross launch`. For about a minute, all ranks time a step of a small network
-and an all-reduce, first each of them alone and then both at the same time. How many times longer
-they take together than alone is written to the file, together with the rate of the link, for
-`jaxcross plan --contention FILE`.
+Starts ranks like `jaxcross launch` and spends about a minute timing a step of a small network and
+an all-reduce, first each by itself and then both at once. The resulting slowdown factors are
+written to the file along with the rate of the link, for use by `jaxcross plan --contention FILE`.
 
-If the file already exists, it keeps its earlier measurements, and this one is added as that of
-another link rate. So use a separate file for each machine and each MPI, and measure while nothing
-else runs.
+If the file already exists, the new measurement is added to it as another link rate. So use one file
+per machine and MPI, and don't run anything else during the measurement.
 """
 
 from __future__ import annotations
@@ -72,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"jaxcross contention: {error}", file=sys.stderr)
         return 2
-    # Rank 0 may be on another host, but we have to read its file here. The other host can't see a
-    # temporary folder in this machine's /tmp, so we create one in the working directory: if the
-    # hosts share any folder with this machine, it's that one.
+    # Rank 0 may run on a different host, but we need to read its file here. Other hosts can't see a
+    # temporary folder in this machine's /tmp, so put it in the working directory: if the hosts
+    # share any folder with this machine, it's that one.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-contention-", dir=where) as folder:
         written = Path(folder, "measured.json")
@@ -87,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> MachineContention | None:
-    """Checks the options. Returns the content of the file, or None if there's no such file yet.
+    """Checks the options. Returns the contents of the file, or None if it doesn't exist yet.
 
     Raises:
-        ValueError: An option is wrong, the file can't be written, or it has other content.
+        ValueError: An option is wrong, the file can't be written, or it contains something else.
     """
     from jaxcross.plan import MachineContention
 
@@ -129,7 +127,7 @@ def _finish(
     ranks = found["ranks"]
     received_mbit = (
         8 * found["megabytes"] * 2**20 / 1e6 * 2 * (ranks - 1) / ranks
-    )  # each rank receives this much in an all-reduce
+    )  # what each rank receives in an all-reduce
     reached = received_mbit / median(row["exchange_s"] for row in rounds)
     rate = args.mbps or float(f"{reached:.3g}")
     there = Contention(compute=_factor(ratios["compute"]), exchange=_factor(ratios["exchange"]))

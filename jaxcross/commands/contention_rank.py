@@ -23,23 +23,23 @@ from jaxcross.errors import ExchangeError
 from jaxcross.world import World, gather
 
 ROUNDS = 5
-# The requested seconds are divided into this many windows: 3 to 4 per round, and the warm-up.
+# We split the requested seconds into this many windows: 3 or 4 per round, plus the warm-up.
 _PARTS = 20
 _MB = 2**20
 _MOST_MB = 100
 _SIDES = (4, 32)  # side of the smallest and of the largest image, in pixels
 _LEAST_STEPS = (
-    4  # computation steps alongside exchanges; the last one ends alone, so it doesn't count
+    4  # computation steps alongside exchanges; the last outlasts them, so it doesn't count
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRound:
-    """The times measured in one round, in seconds on the slowest rank.
+    """Times measured in one round, in seconds on the slowest rank.
 
     Attributes:
-        compute_s: A compute step while nothing else runs.
-        exchange_s: An exchange while nothing else runs.
+        compute_s: A compute step with nothing else running.
+        exchange_s: An exchange with nothing else running.
         compute_beside_s: A compute step while exchanges run.
         exchange_beside_s: An exchange while the ranks compute.
     """
@@ -52,15 +52,15 @@ class MeasuredRound:
 
 @final
 class Measurement:
-    """Measures how much a compute step and an exchange slow each other down.
+    """Measures how much compute steps and exchanges slow each other down.
 
     All ranks must construct this object and call `round` together. Each of these calls waits for
     all ranks.
 
     Args:
         world: All ranks.
-        window_s: About how many seconds each part of a round takes. We choose the sizes of the
-            computation and of the exchange such that they fit into this time.
+        window_s: Approximate duration of each part of a round, in seconds. We size the computation
+            and the exchange to fit into it.
     """
 
     def __init__(self, world: World, window_s: float) -> None:
@@ -94,7 +94,7 @@ class Measurement:
         return MeasuredRound(**dict(zip(MeasuredRound.__dataclass_fields__, slowest, strict=True)))
 
     def _compute_of(self, side: int) -> float:
-        """Sets up a computation of this size. Returns the seconds per step on the slowest rank."""
+        """Sets up a computation of this size. Returns its seconds per step on the slowest rank."""
         self._step, self._state = _training_step(self._world.rank, side)
         return self._slowest(_seconds(lambda: self._compute(1), 4))
 
@@ -108,10 +108,10 @@ class Measurement:
         return (time.perf_counter() - begin_s) / steps
 
     def _start_exchanges(self) -> Future[float]:
-        """Starts the exchanges of one part of a round. Its result is the seconds per exchange.
+        """Kicks off a window's worth of exchanges. The future returns the seconds per exchange.
 
-        As in a real run, exchanges run on a thread of their own, so that the calling thread can
-        compute at the same time.
+        As in a real run, they get their own thread, which leaves the calling thread free to compute
+        in the meantime.
         """
 
         def make() -> float:
@@ -123,10 +123,10 @@ class Measurement:
         return self._world.exchanger.submit(make)
 
     def _exchange_of(self, megabytes: int) -> None:
-        """Sets up an exchange of this size, and runs it once so that its memory is allocated.
+        """Sets up an exchange of this size and runs it once, to get its memory allocated.
 
-        The operand (the array that is exchanged) is on the host's CPU device, even on a machine
-        with an accelerator. In a real run, exchanges go through host memory as well.
+        We put the operand (the array to exchange) on the host's CPU device even if the machine has
+        an accelerator, since exchanges go through host memory in a real run as well.
         """
         import jax
         from jax import lax
@@ -163,25 +163,25 @@ class Measurement:
 
 
 def image_side(window_s: float, least_s: float) -> int:
-    """Returns an image size such that about four steps fit into a window.
+    """Returns an image size at which about four steps fit into a window.
 
-    A window is one part of the measurement. With the default length, there's usually enough time
-    for the largest images. But on a very slow machine, or if the user requested a short
-    measurement, we need smaller images, because several steps have to fit into each window.
+    A window is one part of the measurement. At the default length there's usually enough time for
+    the largest images, but a very slow machine or a short measurement calls for smaller ones,
+    because each window has to fit several steps.
 
     Args:
-        window_s: Seconds of a window.
-        least_s: Seconds per step with the smallest images. We assume that the time of a step is
-            proportional to the area of an image.
+        window_s: Duration of a window, in seconds.
+        least_s: Seconds per step with the smallest images. We assume that step time is proportional
+            to image area.
     """
     least, most = _SIDES
     return max(least, min(most, int(least * math.sqrt(window_s / 4 / least_s))))
 
 
 def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
-    """Returns the compiled training step of a small convolutional network, and its state.
+    """Returns a compiled training step for a small convolutional network, and its initial state.
 
-    The step has no exchanges.
+    The step doesn't exchange anything.
     """
     import jax
     from jax import lax
@@ -206,7 +206,7 @@ def _training_step(seed: int, side: int) -> tuple[Callable[[Any], Any], Any]:
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
-    """Makes `repeats` calls and returns the seconds of the fastest one."""
+    """Makes `repeats` calls and returns the duration of the fastest."""
     found = []
     for _ in range(repeats):
         begin_s = time.perf_counter()
@@ -216,7 +216,7 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def main(seconds: float, file: Path) -> None:
-    """Runs the measurement. Rank 0 prints the progress and writes the result.
+    """Runs the measurement. Rank 0 prints progress and writes the result.
 
     Raises:
         ExchangeError: There is only one rank.

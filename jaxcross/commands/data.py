@@ -99,7 +99,7 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
 
 
 def _info(args: argparse.Namespace, console: Console) -> None:
-    # Import this first: if an extra isn't installed, its error says which one.
+    # Import this first, since its error says which extra is missing.
     from jaxcross.data import find_folder, is_cache, open_records
 
     import tensorflow_datasets as tfds  # isort: skip

@@ -77,10 +77,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes a data set, trains on it, and shows the comparison.
+    """Writes a data set, trains on it and shows the comparison.
 
-    Starts several processes and waits for them. No process outlives this call. If the demo fails or
-    you press Ctrl-C, it removes the output folder, provided that this call has created the folder.
+    Starts several processes and waits for them; none of them outlives this call. If the demo fails
+    or you press Ctrl-C, the output folder is removed again, unless it existed before.
     """
     made = not args.output.exists()
     try:
@@ -101,13 +101,13 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksCommand:
-    """How to start the ranks.
+    """The command that starts the ranks.
 
     Attributes:
         line: The command to execute.
-        shown: The same command, as a user would type it.
-        environ: The environment of the command.
-        link: A description of the link between the ranks. All output shows it.
+        shown: The same command, the way a user would type it.
+        environ: The command's environment.
+        link: A description of the link between the ranks, included in all output.
     """
 
     line: Sequence[str]
@@ -120,7 +120,7 @@ def _demo(args: argparse.Namespace) -> int:
     from jaxcross._link import Link
     from jaxcross.commands.launch import find_mpirun
 
-    # Check all arguments first, so that nothing is written if one of them is wrong.
+    # Check all arguments up front, to avoid writing anything if one of them is wrong.
     try:
         require_extra(
             "all",
@@ -171,7 +171,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def find_example() -> Path:
-    """Returns the training script. It's beside the package in a checkout, and inside it in a wheel.
+    """Returns the training script: next to the package in a checkout, inside it in a wheel.
 
     Raises:
         DemoError: There is no script in either place.
@@ -206,12 +206,12 @@ def _write_data(args: argparse.Namespace) -> Path:
 
 
 def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
-    """Returns a lab with a real link, or None and the reason if the machine doesn't allow one."""
+    """Returns a lab with a real link, or None and the reason why the machine can't run one."""
     from jaxcross.lab import Lab
 
     try:
         return stack.enter_context(Lab(hosts=args.ranks, rate=args.link)), ""
-    except (OSError, ValueError) as error:  # not permitted, or more hosts than a lab can have
+    except (OSError, ValueError) as error:  # not permitted, or too many hosts for a lab
         return None, str(error)
 
 
@@ -235,13 +235,13 @@ def _launch(
         ranks=args.ranks,
         program=python_program([str(example), *_options(args, data, emulate=slow and lab is None)]),
         root=os.geteuid() == 0,
-        # In the lab, the cores are divided among the hosts, so a rank only has a part of them.
+        # The lab splits the cores between its hosts, so a rank only gets a share of them.
         cores=max(1, cores // args.ranks) if lab is not None and args.ranks <= cores else cores,
         environ=os.environ,
     )
     if Path("/dev/nvidiactl").exists() and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
-        # By default, every JAX process allocates three quarters of the GPU's memory when it starts.
-        # If several ranks share the GPU, that leaves too little memory for the second one.
+        # By default, every JAX process grabs three quarters of the GPU's memory on startup. When
+        # ranks share a GPU, that wouldn't leave enough for the second.
         extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environ = {**os.environ, **extra}
     if lab is None:
@@ -291,15 +291,14 @@ def _options(args: argparse.Namespace, data: Path, *, emulate: bool) -> list[str
 
 
 def _train(launch: RanksCommand) -> None:
-    """Runs the ranks, with their output on this terminal. Waits for their end even after Ctrl-C."""
+    """Runs the ranks with their output on this terminal, and waits for them even after Ctrl-C."""
     process = subprocess.Popen(launch.line, env=launch.environ)
     try:
         status = process.wait()
     except BaseException as error:
-        # If the user has pressed Ctrl-C, the terminal has sent the signal to mpirun as well, and
-        # mpirun is already terminating its ranks. Any other signal (e.g. SIGTERM) has only reached
-        # this process, so pass it on. In either case, wait a while for mpirun to end before we
-        # terminate it, and finally kill it.
+        # On Ctrl-C, the terminal has signalled mpirun as well, which is already shutting down its
+        # ranks. Any other signal (e.g. SIGTERM) only reached us, so pass it on. Either way, give
+        # mpirun some time to exit before terminating it and, as a last resort, killing it.
         if not isinstance(error, KeyboardInterrupt):
             process.terminate()
         for stronger in (process.terminate, process.kill):
@@ -342,7 +341,7 @@ def _finish(args: argparse.Namespace, launch: RanksCommand) -> int:
 
 
 def _reports(folder: Path, way: str, turns: int) -> list[Report]:
-    """Returns the reports of one way's runs, in order. Ignores files left by an earlier demo."""
+    """Returns the reports of one policy's runs, in order. Ignores files left by an earlier demo."""
     from jaxcross.report import Report
 
     paths = [folder / f"{way}.json", *([folder / f"{way}-2.json"] if turns > 1 else [])]
@@ -350,12 +349,12 @@ def _reports(folder: Path, way: str, turns: int) -> list[Report]:
 
 
 def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
-    """Returns the content of the `--json` file.
+    """Returns the contents of the `--json` file.
 
     All times are in seconds per job-step, measured in steady state. `jobs` describes the jobs of
-    the crossover runs. `ratio` is how many times faster crossover was, as measured. If the two ways
-    can't be compared fairly, `speedup` is null, and `reason` says why; otherwise `speedup` is that
-    ratio.
+    the crossover runs. `ratio` is the raw ratio between the two times, i.e. how many times faster
+    crossover was. `speedup` is the same number if the comparison is fair; otherwise it's null and
+    `reason` says why.
     """
     alone = comparison.first
     rounds = comparison.second
@@ -388,7 +387,7 @@ def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> d
 
 
 def _finite(value: float | None) -> float | None:
-    """Returns None for NaN and infinity, which JSON can't represent."""
+    """Replaces NaN and infinity with None, because JSON can't represent them."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -28,11 +28,9 @@ class Check:
     Attributes:
         name: What was checked.
         found: What was found.
-        remedy: What to do about it. Empty if there's no problem, or if another check has the
-            remedy.
-        fatal: Whether training can't work until this is fixed.
-        cause: Name of another check that has to be fixed before this one can be judged; empty if
-            there's none.
+        remedy: What to do about it. Empty if nothing is wrong, or if another check has the remedy.
+        fatal: Whether training is impossible until this is fixed.
+        cause: Name of another check that has to be fixed before this one can be judged, if any.
     """
 
     name: str
@@ -48,13 +46,14 @@ class MachineFacts:
 
     Attributes:
         probe: The JSON output of `jaxcross.world.probe`.
-        exchange: The JSON output of its all-reduce with two ranks, or `{"error": ...}`.
-        versions: Versions of jax, jaxlib and mpi4jax. Packages that aren't installed are left out.
-        mpirun: Path and vendor of the launcher; None if there's no launcher.
-        libraries: The folder of the MPI library that belongs to `mpirun`; None if it wasn't found.
-        cores: Number of cores that this process may use.
-        machine_cores: Number of cores that the machine has.
-        pool: Number of threads that XLA's CPU pool will have in a rank.
+        exchange: The JSON output of its two-rank all-reduce, or `{"error": ...}`.
+        versions: Versions of jax, jaxlib and mpi4jax; anything that isn't installed is left out.
+        mpirun: Path and vendor of the launcher; None if there isn't one.
+        libraries: The folder with the MPI library that belongs to `mpirun`; None if we didn't find
+            it.
+        cores: Number of cores this process may use.
+        machine_cores: Number of cores in the machine.
+        pool: Number of threads that XLA's CPU pool will have on each rank.
         no_namespaces: Why `jaxcross.lab` can't set up two hosts on this machine; None if it can.
     """
 
@@ -94,8 +93,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Examines the machine, prints a table, and returns 1 if training can't work.
 
-    Starts processes and takes about ten seconds. With `--post-mortem`, it only reads event files.
-    With `--hosts`, it checks other machines.
+    Starts subprocesses and takes about ten seconds. With `--post-mortem`, it only reads event
+    files; with `--hosts`, it checks other machines.
     """
     if args.post_mortem is not None:
         from jaxcross.commands import post_mortem_table
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(title: str, checks: Sequence[Check]) -> None:
-    """Prints a table of the checks, followed by the remedies."""
+    """Prints the checks as a table, followed by the remedies."""
     from rich.console import Console
     from rich.table import Table
 
@@ -144,7 +143,9 @@ def exit_code(checks: Sequence[Check]) -> int:
 
 
 def look() -> MachineFacts:
-    """Examines the machine. Whatever might hang or crash runs in its own process, with a limit."""
+    """Examines the machine. Anything that might hang or crash gets its own process and a time
+    limit.
+    """
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.lab import available as no_lab
     from jaxcross.world import xla_pool
@@ -190,7 +191,7 @@ def libraries_of(mpirun: str) -> str | None:
 
 
 def judge(found: MachineFacts) -> list[Check]:
-    """Judges the findings. If one problem explains others, only that check has a remedy. Pure."""
+    """Judges the findings. If one problem explains others, only that one gets a remedy. Pure."""
     mpi, mpi4jax, jax = (
         found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax")
     )
@@ -215,13 +216,13 @@ _CAUSES = {
     "mpirun": ("MPI",),
     "all-reduce of 2 ranks": ("MPI", "JAX", "mpirun", "mpi4jax", "thread level", "XLA CPU pool"),
 }
-"""For each check, the other checks whose failure makes it fail as well. If several of them have
-failed, the first one counts as the cause.
+"""For each check, the other checks that bring it down when they fail. If several of those have
+failed, we blame the first.
 """
 
 
 def _explained(check: Check, fatal: set[str]) -> Check:
-    """If a check failed because of another one, replaces its remedy by the name of that one."""
+    """If a check only failed because of another, replaces its remedy by the name of that check."""
     cause = next((name for name in _CAUSES.get(check.name, ()) if name in fatal), None)
     if cause is None or not check.fatal:
         return check
@@ -239,9 +240,9 @@ def _judge_mpi(mpi: Mapping[str, Any], found: MachineFacts) -> Check:
     error = first_line(str(mpi["error"]))
     remedy = _NO_MPI
     if found.mpirun is not None and found.libraries is not None:
-        # Both `mpirun` and the MPI library that belongs to it exist, but the loader doesn't find
-        # the library. This happens if someone adds the `bin` folder of an MPI installation to the
-        # path by hand, but forgets to add its `lib` folder to the loader's path.
+        # Both `mpirun` and its MPI library exist, but the loader can't find the library. This is
+        # what happens when someone adds the `bin` folder of an MPI installation to PATH by hand and
+        # forgets to add its `lib` folder to the loader's path.
         error += f"; `{found.mpirun[0]}` is on the path, its library in `{found.libraries}` is not"
         remedy = (
             "Let the loader find the library of your `mpirun`: load your cluster's MPI module, or "
@@ -268,7 +269,7 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: MachineFacts) -> Check:
         )
     if "error" in mpi4jax:
         jaxlib = findings.versions.get("jaxlib", "")
-        # If the test exchange was correct, it used mpi4py instead, so this isn't fatal.
+        # If the test exchange was correct, it fell back to mpi4py, so this isn't fatal.
         return Check(
             name="mpi4jax",
             found=mpi4jax_fault(first_line(mpi4jax["error"]), jaxlib),
@@ -277,8 +278,8 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any], findings: MachineFacts) -> Check:
         )
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
     found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
-    # If JAX is newer than this release of mpi4jax, mpi4jax always prints a warning, even if the two
-    # work together. We check for ourselves which versions do, so ignore this warning.
+    # mpi4jax prints a warning whenever JAX is newer than the versions it knows about, even if the
+    # two work together. We have our own version check, so drop the warning.
     warnings = (
         text
         for text in mpi4jax.get("warnings", ())
@@ -297,7 +298,7 @@ def _judge_jax(jax: Mapping[str, Any], versions: Mapping[str, str]) -> Check:
             "JAX cannot start: check the accelerator's driver, or try the CPU with "
             "`JAX_PLATFORMS=cpu`."
         )
-        if "jaxlib" in jax["error"]:  # JAX compares the two versions when it's imported
+        if "jaxlib" in jax["error"]:  # JAX compares the two versions on import
             remedy = (
                 f"Install jax and jaxlib of one version: `pip install jax=={version} "
                 f"jaxlib=={version}`."
@@ -359,7 +360,7 @@ def _judge_namespaces(reason: str | None) -> Check:
 
 
 def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
-    """Runs a command and returns its last line of JSON; if there's none, an error for each part."""
+    """Runs a command and returns its last line of JSON, or else an error for each component."""
     try:
         done = subprocess.run(
             line,
@@ -378,11 +379,11 @@ def ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
 
 
 def reason_in(stderr: str) -> str:
-    """Returns the line of a failed command's output that most likely states the reason.
+    """Returns the line of a failed command's output that's most likely to state the reason.
 
-    The last line of the output usually comes from the launcher, and only says that a rank has
-    failed. The reason is in the last line that names an exception, so we return that one. If
-    there's no such line, we return the last line after all.
+    The last line usually comes from the launcher, and merely says that some rank has failed. What
+    we want is the last line that names an exception; if there isn't any, we settle for the last
+    line after all.
     """
     lines = stderr.strip().splitlines() or ["no output"]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]

@@ -1,9 +1,9 @@
 """`jaxcross doctor --hosts a,b`: checks whether ranks on these hosts can start and communicate.
 
-To find the problems that a real run would have, we run commands on the hosts in the same way as
-`mpirun`: through the same agent (`ssh`), with the same Python, and in the same folder. But the code
-that runs there must work even if jaxcross isn't installed on the host, since that's one of the
-problems to report. So we send it to Python through standard input.
+To run into the same problems as a real run, we run commands on the hosts in the same way `mpirun`
+would: through the same agent (`ssh`), with the same Python and in the same folder. The code has to
+work even on hosts without jaxcross, since that's one of the problems we want to report, so we pipe
+it into Python's stdin.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from jaxcross.world import probe
 
 _FACTS_S = 60.0
 _RATE_S = 1.0
-_BACK_S = 0.2  # shorter, because only a few messages of the launcher travel to this machine
+_BACK_S = 0.2  # shorter, since this machine only receives a few messages from the launcher
 _PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONPATH")
 _OPTIONAL = "mpi4jax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What we found on a host that answers.
+    """What we found on a host that answered.
 
     Attributes:
-        python: Whether the host has a Python at the same path as this machine.
-        folder: Whether the host has the working folder.
-        versions: The JSON output of `jaxcross.world.probe versions`; empty if there was none.
-        error: Why there was no output.
+        python: Whether the host has Python at the same path as this machine.
+        folder: Whether the working folder exists on the host.
+        versions: The JSON output of `jaxcross.world.probe versions`, or empty if there wasn't any.
+        error: The reason if there wasn't any.
     """
 
     python: bool
@@ -57,14 +57,14 @@ class Survey:
 
     Attributes:
         hosts: The hosts, in the order of `--hosts`.
-        agent: The command that runs other commands on a host.
+        agent: The command we use to run things on a host.
         python: The path of this Python.
         folder: The working folder.
         missing: The hosts that don't answer.
-        facts: What we found on each host that answers.
+        facts: What we found on each host that does.
         links: For each pair of sender and receiver, the transfer between them, or why it failed.
-        vendor: The vendor of `mpirun`; None if this machine has no `mpirun`.
-        exchange: The JSON output of an all-reduce with one rank per host; None if it wasn't tried.
+        vendor: The vendor of `mpirun`; None if there's no `mpirun` on this machine.
+        exchange: The JSON output of an all-reduce with one rank per host; None if we didn't try.
     """
 
     hosts: Sequence[str]
@@ -79,10 +79,10 @@ class Survey:
 
 
 def run(text: str) -> int:
-    """Examines the hosts, and prints a table and the command that starts a run.
+    """Examines the hosts, then prints a table and the command to start a run.
 
-    Runs commands on the hosts and waits for them, which takes ten to thirty seconds, or longer with
-    more than two hosts. Every command has a time limit, so this call ends even if a host hangs.
+    Runs commands on the hosts and waits for them. This takes ten to thirty seconds, or longer with
+    more than two hosts. Every command has a timeout, so this returns even if a host hangs.
 
     Returns:
         1 if a run can't work, 2 if the names are invalid, otherwise 0.
@@ -103,8 +103,7 @@ def run(text: str) -> int:
 def look(hosts: Sequence[str]) -> Survey:
     """Examines the hosts and the network between them.
 
-    If everything is fine so far, also starts a rank on each host and lets the ranks make an
-    exchange.
+    If nothing is wrong so far, also starts a rank on each host and has them perform an exchange.
     """
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.world import xla_pool
@@ -118,9 +117,9 @@ def look(hosts: Sequence[str]) -> Survey:
     able = [host for host in there if facts[host].python]
     here = platform.node()
     mpirun = find_mpirun()
-    # MPICH's helper process on each host connects to this machine, which it looks up by name, so
-    # the name must be resolvable there. This isn't needed for the ranks themselves, because MPI
-    # gives them each other's addresses.
+    # MPICH's helper process on each host connects back to this machine by name, so that name has to
+    # be resolvable there. The ranks themselves don't need this, since MPI tells them each other's
+    # addresses.
     named = None if mpirun is not None and mpirun.vendor == "openmpi" else here
     links = {
         (source, target): _link(
@@ -158,17 +157,17 @@ def look(hosts: Sequence[str]) -> Survey:
 
 
 def pairs(hosts: Sequence[str], here: str, local: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns which host sends to which in the test of the network. Pure.
+    """Returns the pairs of sender and receiver to use in the network test. Pure.
 
-    The number of pairs of hosts grows quadratically, so we don't test all of them: each host only
-    sends to the next one in the list, which sends back. In addition, all hosts send to this
-    machine. `mpirun` starts a helper process on each host, and these processes must be able to
-    connect to the machine on which `mpirun` runs.
+    Testing every pair would scale quadratically, so each host only exchanges data with the next in
+    the list, in both directions. In addition, all hosts send to this machine, because `mpirun`
+    starts a helper process on each of them that has to be able to connect back to the machine on
+    which `mpirun` runs.
 
     Args:
         hosts: The hosts.
         here: The name of this machine.
-        local: Which of the `hosts` are this machine.
+        local: Those of the `hosts` that are really this machine.
     """
     ring = [(a, b) for a, b in zip(hosts, [*hosts[1:], *hosts[:1]], strict=True) if a != b]
     back = [(host, here) for host in hosts if host not in local and host != here]
@@ -180,11 +179,12 @@ def _over(agent: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
 
 
 def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
-    """Runs a command on a host that examines it. Its output shows how far the command got."""
+    """Runs a command that examines a host. Its output tells us how far it got."""
     variables = [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     python = shlex.join(["env", *variables, sys.executable, "-", "versions"])
     script = (
-        # All on one line: csh can't quote line breaks, and may be the user's shell there.
+        # Keep it all on one line: the user's shell over there might be csh, which can't quote line
+        # breaks.
         f"cd {shlex.quote(str(Path.cwd()))} && echo folder; "
         f"test -x {shlex.quote(sys.executable)} && echo python && exec {python}"
     )
@@ -195,7 +195,7 @@ def _ask_host(on: Callable[[Sequence[str]], Sequence[str]]) -> HostFacts:
             capture_output=True,
             timeout=_FACTS_S,
             check=False,
-            start_new_session=True,  # so that Ctrl-C in the terminal doesn't reach this command
+            start_new_session=True,  # keeps the terminal's Ctrl-C away from this command
         )
         output = done.stdout
         errors = done.stderr
@@ -232,10 +232,10 @@ def _link(
 
 
 def judge(found: Survey) -> list[Check]:
-    """Returns the checks that follow from the findings. Pure.
+    """Turns the findings into checks. Pure.
 
-    If something couldn't be tried because of another problem, its check names the check that has to
-    be fixed first.
+    If another problem kept us from trying something, its check names whatever has to be fixed
+    first.
     """
     checks = [
         _judge_ssh(found),
@@ -328,7 +328,7 @@ def _judge_version(name: str, versions: Mapping[str, Mapping[str, str | None]]) 
     for host, each in versions.items():
         value = each.get(name)
         if name == "MPI" and value is not None:
-            value = value.partition(",")[0]  # Open MPI appends the host on which it was built
+            value = value.partition(",")[0]  # Open MPI appends the host it was built on
         by_value.setdefault(value, []).append(host)
     (first, _), *others = by_value.items()
     if first is not None and not others:
@@ -438,12 +438,12 @@ def _judge_exchange(name: str, found: Survey, exchange: Mapping[str, Any]) -> li
 
 
 def settings_for(vendor: str | None, interfaces: Sequence[str]) -> str:
-    """Returns the command that makes MPI use these interfaces; "" if none are known. Pure.
+    """Returns the command that makes MPI use these interfaces, or "" if we don't know any. Pure.
 
-    The network interfaces may have different names on different hosts. If we name an interface that
-    a host doesn't have, Open MPI and libfabric can't start a rank on that host. So if there are
-    several names, we recommend the network's address for Open MPI, and nothing for libfabric. UCX
-    only prints a warning, so it gets all names.
+    Interface names can differ between hosts, and neither Open MPI nor libfabric can start a rank on
+    a host that lacks an interface we've named. So if there's more than one name, we recommend the
+    network's address for Open MPI, and nothing at all for libfabric. UCX merely prints a warning,
+    so we give it all the names.
     """
     names = ",".join(interfaces)
     if not interfaces:

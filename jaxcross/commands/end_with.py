@@ -1,18 +1,18 @@
-"""Runs a command that ends together with its parent: `python end_with.py PARENT command ...`.
+"""Runs a command that dies along with its parent: `python end_with.py PARENT command ...`.
 
 Uses only the standard library.
 
-If the launcher is killed, `mpirun` must not keep running, because nobody could stop the ranks then.
-On Linux, a process can ask the kernel for a signal when its parent dies (`PR_SET_PDEATHSIG`).
+If the launcher gets killed, `mpirun` mustn't keep going, because there would be nobody left to stop
+the ranks. Linux lets a process ask the kernel for a signal when its parent dies
+(`PR_SET_PDEATHSIG`).
 
-More precisely, the kernel sends this signal when the *thread* that started the process ends, even
-if the parent process lives on. That's fine here, because that thread waits for the command, so it
-only ends earlier if the whole launcher dies.
+Strictly speaking, the kernel sends this signal as soon as the *thread* that started the process
+exits, even if the parent process lives on. That's fine here: the thread stays around to wait for
+the command, so it only exits early if the whole launcher dies.
 
-You'd usually make this system call in the child process, through the argument `preexec_fn` of
-`subprocess`. We can't do that: with this argument, `subprocess` has to fork the launcher, and
-forking a process in which JAX has started threads may deadlock. So the launcher starts this script
-instead, which makes the call and then replaces itself by the command.
+Normally you'd make this system call in a `preexec_fn`, but passing one forces `subprocess` to fork
+the launcher, and forking a process in which JAX has started threads can deadlock. So the launcher
+runs this script instead, which makes the call and then execs the command.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BY_SIGNAL = 128
 
 
 def tied(line: Sequence[str], parent: int) -> list[str]:
-    """Returns a command that runs `line`, but at most until the process `parent` ends.
+    """Returns a command that runs `line`, but not for longer than the process `parent`.
 
-    On systems other than Linux, returns `line` itself.
+    Anywhere but on Linux, returns `line` unchanged.
     """
     if sys.platform != "linux":
         return list(line)
@@ -39,7 +39,7 @@ def tied(line: Sequence[str], parent: int) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Asks for the signal and becomes the command. Never returns."""
+    """Requests the signal and execs the command. Never returns."""
     parent = int(arguments[0])
     command = list(arguments[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

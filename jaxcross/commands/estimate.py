@@ -1,11 +1,11 @@
 """`jaxcross estimate -n 2 script.py ...`: would several jobs of it run faster alongside each other?
 
-Starts the script like `jaxcross launch`. When the script calls a `crossover` step for the first
-time, the step is timed on copies of its arguments, and then the script is ended. So no training
-takes place, and the script needs no changes.
+Starts the script like `jaxcross launch`, waits until it calls a `crossover` step for the first
+time, times that step on copies of its arguments, and ends the script there. So it doesn't train
+anything, and you don't need to change the script.
 
-If the script uses a `Runner`, only its first job is started, and nothing is written to the job's
-checkpoints or metrics.
+If the script uses a `Runner`, only the first job is started, and its checkpoints and metrics are
+left alone.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script up to its first step. Returns its exit code, or 1 if it has no such step."""
+    """Runs the script up to its first step. Returns its exit code, or 1 if there's no such step."""
     start = launch.prepared(args)
     if isinstance(start, int):
         return start
-    # Rank 0 may be on another host, but we have to read its file here. The other host can't see a
-    # temporary folder in this machine's /tmp, so we create one in the working directory: if the
-    # hosts share any folder with this machine, it's that one.
+    # Rank 0 may run on a different host, but we need to read its file here. Other hosts can't see a
+    # temporary folder in this machine's /tmp, so put it in the working directory: if the hosts
+    # share any folder with this machine, it's that one.
     where = Path.cwd() if args.hosts else None
     with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
         written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
@@ -99,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def unconverted_note(module: list[str] | None, program: list[str]) -> str:
-    """Returns a warning if the script doesn't mention `crossover`, otherwise "".
+    """Returns a warning if the script never mentions `crossover`, otherwise "".
 
-    If we can't read the script, there's no warning.
+    Doesn't warn if we can't read the script.
     """
     script = Path(next((word for word in program if word != "--"), ""))
     try:

@@ -1,4 +1,4 @@
-"""The hosts of `jaxcross launch --hosts a,b`, and whether `mpirun` will be able to reach them."""
+"""The hosts of `jaxcross launch --hosts a,b`, and whether `mpirun` can reach them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ LINE_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}")
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC")
-# This variable lists several agents with arguments, e.g. `ssh -p 22 : rsh`. `mpirun` uses the
+# This variable can list several agents with arguments, e.g. `ssh -p 22 : rsh`. `mpirun` uses the
 # first.
 _AGENT_LINES = "PRTE_MCA_plm_ssh_agent"
-# The agent is the command, e.g. `ssh`, by which `mpirun` starts a rank on another host. If one of
-# these variables is set, `mpirun` may do so without the agent, or call the agent with further
-# arguments. Whether we can reach a host through the agent then doesn't tell us whether `mpirun`
-# can.
+# The agent is the command (e.g. `ssh`) that `mpirun` uses to start a rank on another host. If one
+# of these variables is set, `mpirun` may bypass the agent or call it with additional arguments, so
+# whether we can reach a host through the agent says nothing about `mpirun`.
 _MANAGERS = (
     "HYDRA_LAUNCHER",
     "HYDRA_BOOTSTRAP",
@@ -57,15 +56,15 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def agent_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the command that runs other commands on a host: `mpirun`'s agent, or else `ssh`."""
+    """Returns the command we use to run things on a host: `mpirun`'s agent, or else `ssh`."""
     line = shlex.split(environ.get(_AGENT_LINES, "").partition(":")[0])
     return next(((environ[name],) for name in _AGENTS if environ.get(name)), tuple(line) or _SSH)
 
 
 def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """Returns the hosts that don't answer, in their order.
+    """Returns the hosts that don't answer, in the order given.
 
-    Up to 32 hosts are asked in parallel, so this takes at most `ANSWER_S` and some seconds.
+    Asks up to 32 hosts in parallel, so this takes at most `ANSWER_S` and a few seconds.
     """
     if not hosts:
         return []
@@ -77,12 +76,12 @@ def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
 def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Returns the hosts on which `mpirun` can't start a rank.
 
-    We check this before we start `mpirun`, because `mpirun` would wait for such a host for minutes
-    or even forever. Waits for up to `ANSWER_S` and some seconds.
+    We check this before starting `mpirun`, which would otherwise hang for minutes (if not forever)
+    waiting for such a host. Blocks for up to `ANSWER_S` and a few seconds.
 
-    If a resource manager, such as Slurm, starts the ranks, it doesn't matter whether we can log in
-    to the hosts. In that case, we only return those hosts that don't answer and whose name has no
-    address.
+    If the ranks are started by a resource manager such as Slurm, it doesn't matter whether we can
+    log in to the hosts. In that case, a host only counts as unreachable if it doesn't answer and
+    its name can't be resolved either.
     """
     managed = any(environ.get(name) for name in _MANAGERS)
     elsewhere = [host for host in hosts if not (_has_address(host) if managed else is_here(host))]
@@ -92,13 +91,13 @@ def unreachable_hosts(hosts: Sequence[str], environ: Mapping[str, str]) -> list[
 def start_text(
     hosts: Sequence[str], missing: Sequence[str], agent: Sequence[str], checks: str
 ) -> str:
-    """Returns an explanation for a run in which no rank on these hosts has joined. Pure.
+    """Explains a run in which no rank on these hosts has joined. Pure.
 
     Args:
         hosts: The hosts.
-        missing: The hosts that don't answer now.
-        agent: The command with which we tried to reach them.
-        checks: What the user should check if all hosts answer.
+        missing: The hosts that currently don't answer.
+        agent: The command we used to reach them.
+        checks: What the user should check if every host answers.
     """
     if missing:
         names = quoted(missing)
@@ -135,7 +134,7 @@ def wait_for_hosts(
     pause: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Waits until no host is missing. Shows a line per minute. Returns False after `limit_s`."""
+    """Waits until no host is missing, showing a line per minute. Returns False after `limit_s`."""
     pause = pause or threading.Event().wait
     start_s = clock()
     shown_s = start_s
@@ -154,9 +153,9 @@ def wait_for_hosts(
 
 
 def signal_ranks(number: int, ranks: Mapping[str, Sequence[int]], agent: Sequence[str]) -> None:
-    """Sends a signal to the ranks on other hosts. Doesn't wait for the hosts.
+    """Sends a signal to the ranks on other hosts. Doesn't wait for a response.
 
-    `ranks` has the process ids of each host's ranks.
+    `ranks` maps each host to the process ids of its ranks.
     """
     for host, pids in ranks.items():
         line = [*agent, host, f"kill -{number} {' '.join(map(str, pids))}"]
@@ -172,7 +171,7 @@ def _answers(line: Sequence[str]) -> bool:
             stderr=subprocess.DEVNULL,
             timeout=ANSWER_S + 5,
             check=False,
-            start_new_session=True,  # so that Ctrl-C in the terminal doesn't reach this command
+            start_new_session=True,  # keeps the terminal's Ctrl-C away from this command
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -1,7 +1,7 @@
 """`jaxcross launch -n 2 script.py ...`: starts ranks with this environment's `mpirun`.
 
-If a rank dies, the other ranks aren't terminated at once, so they can report what they were waiting
-for. At the end, a post-mortem is printed, which says what each rank was doing. With
+If a rank dies, the other ranks are kept alive long enough to report what they were waiting for.
+Once everything has ended, you get a post-mortem that says what each rank was doing. With
 `--max-restarts`, the run is then restarted and resumes from its checkpoints.
 """
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 SUPERVISOR = Path(__file__).with_name("rank_supervisor.py")
 RANK = "jaxcross.commands.rank"
 HOLD_S = 40
-"""For how many seconds a dead rank's supervisor stays alive, which keeps `mpirun` from terminating
-the other ranks. They need 3 s to report that a rank is missing, or 30 s if it was on another host.
+"""How many seconds a dead rank's supervisor lives on, which keeps `mpirun` from terminating the
+other ranks. They need 3 s to report a missing rank, or 30 s if it was on another host.
 """
 
 _BY_SIGNAL = 128
@@ -79,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of all commands that start ranks."""
+    """Adds the options shared by all commands that start ranks."""
     parser.add_argument(
         "-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)"
     )
@@ -99,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_restart_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of commands that can restart a run."""
+    """Adds the options shared by the commands that can restart a run."""
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -127,23 +127,23 @@ def add_restart_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) -> int:
     """Prints the `mpirun` command, runs it, and returns its exit code.
 
-    If the run fails, prints a post-mortem, which says what each rank was doing and which one ended
-    first. With `--max-restarts`, the run may then be restarted;
-    `jaxcross.commands.restart_decision` decides whether it is.
+    If the run fails, prints a post-mortem of what each rank was doing and which of them ended
+    first. With `--max-restarts`, `jaxcross.commands.restart_decision` then decides whether to
+    restart the run.
 
     Args:
         args: The command line.
-        variables: Environment variables for the ranks, in addition to those of this process. If
-            there are any, no live table is shown.
+        variables: Environment variables for the ranks, on top of this process's own. If there are
+            any, no live table is shown.
     """
     start = prepared(args)
     return start if isinstance(start, int) else start(variables or {})
 
 
 def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], int]:
-    """Checks a command line, and returns a function that runs it like `run`.
+    """Checks the command line and returns a function that runs it like `run`.
 
-    If the command line can't be run, prints the reason and returns an exit code instead.
+    If it can't be run, prints the reason and returns an exit code instead.
     """
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
@@ -183,9 +183,9 @@ def _start(
     variables: Mapping[str, str],
 ) -> int:
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
-    # Ranks on other hosts write event files that we have to read here. These hosts can't see a
-    # temporary folder in this machine's /tmp, so we create one in the working directory: if the
-    # hosts share any folder with this machine, it's that one.
+    # We need to read event files written by ranks on other hosts. Those hosts can't see a temporary
+    # folder in this machine's /tmp, so put it in the working directory: if the hosts share any
+    # folder with this machine, it's that one.
     where = Path.cwd() if hosts else None
     events = Path(folder or "jaxcross-events")
 
@@ -200,10 +200,10 @@ def _start(
             if made:
                 events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
             ended = run_until_over(args, hosts, run_once)
-        except (KeyboardInterrupt, SystemExit):  # raised before a run or between two runs
+        except (KeyboardInterrupt, SystemExit):  # raised before or between runs
             if made:
                 with suppress(OSError):
-                    events.rmdir()  # fails if it has files, which is what we want
+                    events.rmdir()  # fails if there are files in it, as it should
             raise
     if made and (ended.code == 0 or ended.explained or not ended.records):
         shutil.rmtree(events, ignore_errors=True)
@@ -212,7 +212,7 @@ def _start(
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Turns SIGTERM into an exception, so that processes are ended and temporary files removed."""
+    """Turns SIGTERM into an exception, so we get to stop processes and remove temporary files."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(_BY_SIGNAL + number)
@@ -225,7 +225,7 @@ def terminable() -> Iterator[None]:
 
 
 def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...]:
-    """Checks the arguments and returns the hosts.
+    """Checks the arguments and returns the list of hosts.
 
     Raises:
         ValueError: An argument is wrong; the text says which.
@@ -242,7 +242,7 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
             f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the "
             "ranks equally."
         )
-    elsewhere = hosts or args.dry_run  # the script may only exist on those machines
+    elsewhere = hosts or args.dry_run  # the script may exist only over there
     if not elsewhere:
         why = _missing_module(args.module[0]) if args.module else _missing_script(program[0])
         if why:
@@ -251,7 +251,7 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
 
 
 def _missing_script(name: str) -> str:
-    """Returns why Python can't run a script of this name; "" if it can."""
+    """Returns the reason why Python can't run this script, or "" if it can."""
     if not Path(name).exists():
         return f"There is no script `{name}` in `{Path.cwd()}`."
     if Path(name).is_dir() and not Path(name, "__main__.py").exists():
@@ -263,7 +263,7 @@ def _missing_script(name: str) -> str:
 
 
 def _missing_module(name: str) -> str:
-    """Returns why `python -m` can't run this module; "" if it can. Doesn't import anything."""
+    """Returns why `python -m` can't run this module, or "" if it can. Doesn't import anything."""
     top, *inner = name.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     for n, part in enumerate(inner):
@@ -296,7 +296,7 @@ def _run_once(
 ) -> Ended:
     """Prints the command for these hosts, runs it once, and explains how it ended.
 
-    After a restart, `hosts` may only be some of the hosts that `--hosts` names.
+    After a restart, `hosts` can be a subset of those that `--hosts` names.
     """
     from jaxcross.commands import live_table
     from jaxcross.report import screen_width
@@ -326,7 +326,7 @@ def _run_once(
     environ = {**os.environ, **extra, **notes}
     columns = screen_width(os.environ)
     if columns and "COLUMNS" not in environ:
-        environ["COLUMNS"] = str(columns)  # ranks write to a pipe, so they can't find the width out
+        environ["COLUMNS"] = str(columns)  # ranks write to a pipe, so they can't tell the width
     console = None if variables else live_table.terminal(os.environ)
     if console is None:
         with live_table.start_lines(events, ranks, os.environ):
@@ -352,7 +352,7 @@ def _run_once(
 
 
 def _explain(records: Sequence[RankRecord], events: Path) -> None:
-    """Prints the post-mortem, and says where the event files are."""
+    """Prints the post-mortem and where to find the event files."""
     from jaxcross.commands.post_mortem_table import show
     from jaxcross.report import read_event_files
 
@@ -383,19 +383,19 @@ def _run(
 ) -> tuple[int, int]:
     """Runs `mpirun` and forwards signals to the ranks.
 
-    Returns the exit code of `mpirun` (128 + n if signal n stopped it), and the number of signals to
-    stop that we've received. With several hosts, `mpirun` may get stuck when a rank is lost; in
-    that case, we kill it.
+    Returns the exit code of `mpirun` (128 + n if signal n stopped it) and the number of stop
+    signals we've received. With several hosts, losing a rank can leave `mpirun` stuck, in which
+    case we kill it.
 
-    When you press Ctrl-C, the terminal sends a signal to all processes that run in it, whereas a
-    batch system usually signals only this process. The ranks should receive the signal exactly once
-    in both cases. So we run `mpirun` in its own session, which the terminal's signals don't reach,
-    and forward each signal ourselves.
+    On Ctrl-C, the terminal signals every process running in it, whereas a batch system usually only
+    signals this one. Either way, the ranks should receive the signal exactly once, so we run
+    `mpirun` in its own session, out of reach of the terminal's signals, and forward each signal
+    ourselves.
 
-    Open MPI's `mpirun` needs special treatment: one second after it has received any signal, it
-    kills the ranks, even if they are in the middle of writing a checkpoint. So with Open MPI, we
-    don't signal `mpirun` but the ranks themselves. On this machine, they are children of `mpirun`;
-    on other hosts, we reach them through the agent (e.g. `ssh`).
+    Open MPI's `mpirun` needs special treatment: it kills the ranks one second after receiving any
+    signal, even if they're in the middle of writing a checkpoint. So instead of `mpirun` itself, we
+    signal the ranks. On this machine those are its children; on other hosts, we go through the
+    agent (e.g. `ssh`).
     """
     spared = vendor == "openmpi"
     remote = files if files is not None and files.hosts else None
@@ -404,14 +404,17 @@ def _run(
     stops: list[int] = []
 
     def forward(number: int) -> None:
-        if number not in (signal.SIGUSR1, signal.SIGUSR2):  # the ranks decide what those mean
+        if number not in (
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):  # those mean whatever the ranks want them to
             stops.append(number)
             if not processes:
                 early.append(number)
         for process in processes:
             if (
                 spared and remote is not None and remote.signal(number)
-            ):  # don't signal its children: these are the agents that run the ranks on other hosts
+            ):  # don't signal its children, which are the agents that run the ranks on other hosts
                 continue
             ranks = related(process.pid) if spared else []
             for pid in ranks:
@@ -420,15 +423,15 @@ def _run(
             if not ranks:
                 process.send_signal(number)
 
-    # Maps each signal that we receive to the one that we send to the ranks. Closing the terminal
-    # (SIGHUP) and Ctrl-\ (SIGQUIT) have the same effect as SIGTERM.
+    # Map each incoming signal to the one we send to the ranks. Closing the terminal (SIGHUP) or
+    # pressing Ctrl-\ (SIGQUIT) has the same effect as SIGTERM.
     forwarded = {n: n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     forwarded[signal.SIGHUP] = signal.SIGTERM
     forwarded[signal.SIGQUIT] = signal.SIGTERM
     before = {
         number: signal.signal(number, lambda *_, passed=passed: forward(passed))
         for number, passed in forwarded.items()
-        if signal.getsignal(number) != signal.SIG_IGN  # as it is under nohup
+        if signal.getsignal(number) != signal.SIG_IGN  # as is the case under nohup
     }
     try:
         out = None if table is None else table.pipe(sys.stdout)
@@ -442,10 +445,10 @@ def _run(
         for number in early:
             processes[0].send_signal(number)
         code = _wait(processes[0], remote)
-        # If a signal stopped the run, the exit code should be 128 + the signal's number, but
-        # `mpirun` often returns another one, so we correct it. Open MPI only reports that some rank
-        # had an exit code other than 0. MPICH returns 15 if SIGTERM arrived before it had installed
-        # its handler, and 255 if a second Ctrl-C made it kill the ranks.
+        # If a signal stopped the run, the exit code should be 128 + the signal's number. `mpirun`
+        # often gets this wrong, so fix it up here: Open MPI merely reports that some rank had a
+        # nonzero exit code, while MPICH returns 15 if SIGTERM arrived before its handler was
+        # installed, and 255 if a second Ctrl-C made it kill the ranks.
         if stops and code and (spared or code == stops[0] or len(stops) > 1):
             code = _BY_SIGNAL + stops[0]
         return code if code >= 0 else _BY_SIGNAL - code, len(stops)
@@ -470,17 +473,17 @@ def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
 def python_program(program: Sequence[str]) -> list[str]:
     """Returns the command that runs a script on a rank.
 
-    The script runs under mpi4py's runner (`python -m mpi4py`), because of scripts in which one rank
-    calls `sys.exit(1)`. Without the runner, the other ranks could then wait for this rank forever.
-    With it, all ranks end, with that exit code.
+    We run the script under mpi4py's runner (`python -m mpi4py`) for the sake of scripts in which a
+    single rank calls `sys.exit(1)`. Without the runner, the other ranks could wait for that rank
+    forever; with it, all ranks exit with the same code.
     """
     return [sys.executable, "-m", RANK, *program]
 
 
 def supervised(program: Sequence[str]) -> list[str]:
-    """Returns the command that runs a rank's command under a supervisor.
+    """Returns a command that runs a rank's command under a supervisor.
 
-    If the rank dies, the supervisor keeps `mpirun` from terminating the other ranks immediately.
+    If the rank dies, the supervisor keeps `mpirun` from terminating the others right away.
     """
     if sys.platform != "linux":
         return list(program)
@@ -501,12 +504,12 @@ def mpirun_command(
 
     Args:
         mpirun: The launcher.
-        ranks: Number of ranks. They run on this machine, or are divided equally among `hosts`.
+        ranks: Number of ranks, either all on this machine or divided equally among `hosts`.
         program: The command that each rank runs.
-        root: Whether root starts the run. Open MPI only allows this with two extra settings.
+        root: Whether we're running as root, which Open MPI only allows with two extra settings.
         cores: Number of cores that the ranks share.
-        environ: The environment. Variables that the user has set in it aren't changed.
-        hosts: The hosts on which to start the ranks, in this order; empty for this machine.
+        environ: The environment. Variables that the user has already set are left alone.
+        hosts: The hosts to start the ranks on, in this order; empty for this machine.
     """
     from jaxcross.world import MPI_SETTINGS, malloc, xla_pool
 
@@ -514,9 +517,9 @@ def mpirun_command(
     extra: dict[str, str] = {}
     if mpirun.vendor == "openmpi":
         extra |= MPI_SETTINGS
-        # By default, Open MPI may bind each rank to one core. A rank that waits for an exchange
-        # polls, i.e. keeps a core busy by asking again and again whether the exchange is done. If
-        # it had only that core, the polling would slow down its own computation.
+        # By default, Open MPI may bind each rank to a single core. A rank waiting for an exchange
+        # polls, i.e. it busy-waits until the exchange is done. On a single core, that would steal
+        # time from its own computation.
         line += ["--bind-to", "none"]
         if root:
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -545,10 +548,10 @@ _TO_HOSTS = (
 def _placement(
     vendor: str, ranks: int, hosts: Sequence[str], variables: Collection[str]
 ) -> list[str]:
-    """Returns the options of `mpirun` that name the hosts.
+    """Returns the `mpirun` options that name the hosts.
 
-    MPICH passes the whole environment on to the hosts. Open MPI only passes on the variables that
-    we list.
+    MPICH passes on the whole environment to the hosts, whereas Open MPI only passes on the
+    variables we list.
     """
     if not hosts:
         return []
@@ -565,7 +568,7 @@ def _placement(
 
 
 def crowded(ranks: int, cores: int) -> str:
-    """Returns a warning if this machine has fewer cores than ranks, otherwise "". Pure."""
+    """Returns a warning if there are more ranks than cores on this machine, otherwise "". Pure."""
     if ranks <= cores:
         return ""
     return (
@@ -576,12 +579,12 @@ def crowded(ranks: int, cores: int) -> str:
 
 
 def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:
-    """Returns the command as a user would type it."""
+    """Formats the command the way a user would type it."""
     return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in extra.items()), shlex.join(line)])
 
 
 def find_mpirun() -> Mpirun | None:
-    """Returns the `mpirun` in this Python's folder, or else the first on PATH, and its vendor."""
+    """Returns the `mpirun` next to this Python, or else the first on PATH, and its vendor."""
     neighbour = Path(sys.executable).parent / "mpirun"
     path = (
         str(neighbour) if neighbour.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
@@ -598,7 +601,7 @@ def find_mpirun() -> Mpirun | None:
 
 
 def vendor_of_mpirun(version: str) -> str:
-    """Returns the vendor, given the output of `mpirun --version`. Pure."""
+    """Identifies the vendor from the output of `mpirun --version`. Pure."""
     text = version.lower()
     marks = {"open mpi": "openmpi", "openrte": "openmpi", "prte": "openmpi", "intel": "intel"}
     found = next((vendor for mark, vendor in marks.items() if mark in text), None)

@@ -1,4 +1,4 @@
-"""Draws the table of a run on a terminal, from the run's event folder."""
+"""Draws a run's table on a terminal, based on the run's event folder."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _CHUNK = 1 << 16
 
 
 def terminal(environ: Mapping[str, str]) -> Console | None:
-    """Returns the terminal to draw on.
+    """Returns the terminal to draw on, if any.
 
-    Returns None if there's no terminal, or if the user has set `JAXCROSS_PROGRESS`.
+    Returns None if there isn't one, or if the user has set `JAXCROSS_PROGRESS`.
     """
     if environ.get("JAXCROSS_PROGRESS") or not _is_terminal(sys.stderr):
         return None
@@ -50,11 +50,11 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 
 @final
 class _Terminal:
-    """A terminal that may disappear, e.g. because its window is closed. Drops what it can't show.
+    """A terminal that may go away, e.g. when its window is closed. Drops whatever it can't show.
 
-    The output of the ranks arrives through pipes. Our threads read it and write it to the terminal.
-    If writing raised an error, these threads would end, and nobody would empty the pipes any more.
-    A rank would soon block in `print`, and the run would hang.
+    The ranks' output arrives through pipes, and our threads copy it to the terminal. If a failed
+    write were to raise, these threads would die and nothing would drain the pipes anymore. Before
+    long, a rank would block in `print` and the run would hang.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -79,7 +79,7 @@ class _Terminal:
 
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
-    """A context that logs that ranks are starting, after 5 s, 10 s, 20 s, ..., until one joins."""
+    """A context that logs that ranks are starting, after 5 s, 10 s, 20 s, ... until one joins."""
     from jaxcross.world import FIRST_NOTICE_S, no_progress_wanted
 
     over = threading.Event()
@@ -112,9 +112,9 @@ def _ranks(count: int) -> str:
 
 
 def table_of(run: RunProgress, console: Console, *, state: str = "") -> RenderableType:
-    """Returns the table of a run, with a title that includes its state.
+    """Returns the table of a run, with the run's state in the title.
 
-    The table is small enough that a few lines of the ranks' output fit above it.
+    Keeps it small enough to leave room for a few lines of the ranks' output above.
     """
     from jaxcross.report import duration, run_table
 
@@ -124,7 +124,7 @@ def table_of(run: RunProgress, console: Console, *, state: str = "") -> Renderab
 
 @final
 class LaunchTable:
-    """A context that shows the table of a launched run below the output of its ranks.
+    """A context that shows a launched run's table below the output of its ranks.
 
     Args:
         console: The terminal.
@@ -157,15 +157,15 @@ class LaunchTable:
 
     def __exit__(self, *_: object) -> None:
         deadline_s = time.monotonic() + _DRAIN_S
-        for pump in self._pumps:  # with a limit, since a rank's orphan may keep its pipe open
+        for pump in self._pumps:  # with a timeout, since orphans of a rank may keep its pipe open
             pump.join(max(0.0, deadline_s - time.monotonic()))
         self._gone = True
         self._live.stop()
 
     def pipe(self, stream: IO[str] | None) -> int | None:
-        """Returns the argument for `Popen` that redirects the output of the ranks to this object.
+        """Returns the argument to `Popen` that redirects the ranks' output to this object.
 
-        If the output goes to a file rather than to the terminal, it isn't redirected.
+        Leaves the output alone if it goes to a file instead of the terminal.
         """
         return subprocess.PIPE if _is_terminal(stream) else None
 
@@ -191,8 +191,8 @@ class LaunchTable:
                 lines = lines + end + text
                 end = "\n"
                 text = ""
-            # If the text doesn't end with a newline, it's probably a progress bar or a prompt from
-            # the script. Show it directly above the table, where later output can replace it.
+            # Anything without a trailing newline is probably a progress bar or a prompt from the
+            # script. Show it right above the table, where later output can replace it.
             self._partial[name] = text.rpartition("\r")[2]
             if end:
                 self._console.print(Text.from_ansi(lines), soft_wrap=True)
@@ -219,7 +219,7 @@ class LaunchTable:
             run = read_run(self._events)
         if (
             run is not None and run.at_s >= self._started_s - _CLOCKS_S
-        ):  # otherwise the file was left by an earlier run in this folder
+        ):  # otherwise, the file is left over from an earlier run in this folder
             if not run.shown:
                 return Group()
             state = ""

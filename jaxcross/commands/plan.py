@@ -1,16 +1,16 @@
 """`jaxcross plan jobs.toml`: plans which jobs share ranks, and how, from their profiles.
 
-The file has one table per job, with the path of the job's profile, which says how long the parts of
-its step take. To get a profile, run the job alone, and extract it from the report of that run:
-`--profile-of report.json NAME FILE`.
+The file contains a table for each job, including the path of the job's profile, which says how long
+each part of its step takes. To get a profile, run the job by itself and extract it from the report
+of that run: `--profile-of report.json NAME FILE`.
 
-    script = "train.py"        # only for `--launch`: receives the plan and a group's number
+    script = "train.py"        # only for `--launch`: called with the plan and a group's number
 
     [[job]]
     name = "large"
-    profile = "large.json"     # or a list, one for each cut that was measured
-    ranks = 8                  # only if it differs from that of the profile
-    steps = 10000              # only if the jobs do not all run for equally long
+    profile = "large.json"     # or a list, with one per cut that was measured
+    ranks = 8                  # only if different from the profile
+    steps = 10000              # only if the jobs vary in length
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Checks the options. We do this first, because making the plan may take minutes.
+    """Checks the options up front, because making the plan can take minutes.
 
     Raises:
         ValueError: An option is wrong.
-        MissingExtraError: `--picture` was given, but matplotlib is not installed.
+        MissingExtraError: `--picture` was given, but matplotlib isn't installed.
     """
     from jaxcross.commands.plan_launch import check_cluster
     from jaxcross.errors import require_extra
@@ -135,7 +135,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _reading(what: str, remedy: str) -> Iterator[None]:
-    """A context in which a file that can't be read raises an explanatory `ValueError`."""
+    """A context that turns failures to read a file into an explanatory `ValueError`."""
     from jaxcross.errors import clause
 
     try:
@@ -182,7 +182,7 @@ def _plan(args: argparse.Namespace) -> int:
     )
     plan = replace(plan, notes=(*plan.notes, *jobs.notes))
     number = args.group or 0
-    if number >= len(plan.groups):  # must be checked before anything is written
+    if number >= len(plan.groups):  # check this before anything is written
         raise ValueError(f"`--group` must be 0 to {len(plan.groups) - 1}, got {number}.")
     print(plan)
     if args.json is not None:

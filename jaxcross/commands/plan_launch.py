@@ -1,4 +1,4 @@
-"""Writes files that start the groups of a plan on a cluster. Adapts the recipes in deploy/."""
+"""Writes files that start the groups of a plan on a cluster, based on the recipes in deploy/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxcross.plan import Plan, PlannedGroup
 
 KINDS = ("slurm", "mpijob")
 MAX_ARRAY = 1000
-"""Maximum number of tasks in a Slurm array, according to Slurm's default settings."""
+"""Maximum number of tasks in a Slurm array with Slurm's default settings."""
 
 
 def write_launch_files(
@@ -25,24 +25,24 @@ def write_launch_files(
     queue: str = "jaxcross",
     accelerators: bool = True,
 ) -> list[Path]:
-    """Writes the plan and files that start `script PLAN GROUP` per group. Returns all paths.
+    """Writes the plan and files that run `script PLAN GROUP` for each group. Returns all paths.
 
-    For Slurm, we write one file for each number of ranks: it starts all groups with that number of
-    ranks, as tasks of one job array. For the MPI operator (Kubernetes), we write one file per
-    group, because each group is a separate `MPIJob`.
+    For Slurm, groups with the same number of ranks share a file, which starts them as tasks of a
+    job array. The MPI operator (Kubernetes) gets one file per group, because each group is an
+    `MPIJob` of its own.
 
     Args:
         plan: The plan.
         kind: `slurm` or `mpijob`.
-        folder: The folder to write to. If it's relative to the working directory, the paths in the
-            files are relative, too. Slurm's tasks run in the working directory.
-        script: The script to start. Its arguments are the path of the plan and the number of a
-            group, and it runs the jobs of that group.
-        queue: The Kueue queue to which each `MPIJob` is submitted.
+        folder: The folder to write to. If it's relative to the working directory, so are the paths
+            in the files. Slurm's tasks run in the working directory.
+        script: The script to start. It receives the path of the plan and the number of a group, and
+            runs the jobs of that group.
+        queue: The Kueue queue to submit each `MPIJob` to.
         accelerators: Whether each rank needs an accelerator.
 
     Raises:
-        ValueError: `kind` or `queue` is invalid, or there is no script.
+        ValueError: `kind` or `queue` is invalid, or there's no script.
         OSError: A file can't be written.
     """
     check_cluster(kind, queue)
@@ -60,7 +60,7 @@ def write_launch_files(
 
 
 def check_cluster(kind: str, queue: str) -> None:
-    """Checks that we can write files for this kind of cluster and this queue.
+    """Checks that we can write files for this kind of cluster and for this queue.
 
     Raises:
         ValueError: The kind is unknown, or the queue's name is invalid.
@@ -72,7 +72,7 @@ def check_cluster(kind: str, queue: str) -> None:
 
 
 def check_script(script: str) -> None:
-    """Checks that there is a script to start. Raises ValueError if there is none."""
+    """Checks that there's a script to start. Raises ValueError if there isn't."""
     if not script or not script.isprintable():
         raise ValueError(
             '`--launch` needs the script that runs a group: `script = "train.py"` in the file of '
@@ -81,7 +81,7 @@ def check_script(script: str) -> None:
 
 
 def _arrays(plan: Plan, script: str, file: Path, accelerators: bool) -> Iterator[tuple[str, str]]:
-    """Yields the name and the content of the file of each Slurm array."""
+    """Yields the file name and contents for each Slurm array."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, group in enumerate(plan.groups):
         buckets[group.ranks].append(number)
@@ -121,7 +121,7 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
 
 
 def _manifests(plan: Plan, script: str, file: Path, queue: str) -> Iterator[tuple[str, str]]:
-    """Yields the name and the content of the file of each `MPIJob`."""
+    """Yields the file name and contents for each `MPIJob`."""
     for number, group in enumerate(plan.groups):
         yield f"group-{number}.yaml", _manifest(group, number, script, file, queue)
 
@@ -148,7 +148,7 @@ def _manifest(group: PlannedGroup, number: int, script: str, file: Path, queue: 
 
 
 def _recipe(name: str) -> str:
-    """Returns the text of a recipe, which is part of the checkout or of the wheel."""
+    """Returns the text of a recipe, which ships with both the checkout and the wheel."""
     package = Path(__file__).parents[1]
     places = [package.parent / "deploy" / name, package / "_deploy" / name]
     found = next((place for place in places if place.is_file()), None)
@@ -158,9 +158,10 @@ def _recipe(name: str) -> str:
 
 
 def _replaced(text: str, changes: dict[str, str]) -> str:
-    """Applies changes to a recipe. Each text to be replaced must occur exactly once.
+    """Applies changes to a recipe. Each text to replace must occur exactly once.
 
-    Otherwise somebody has changed the recipe without this module, and the result would be wrong.
+    If it doesn't, somebody has edited the recipe without updating this module, and the result would
+    be wrong.
     """
     for old, new in changes.items():
         if text.count(old) != 1:

@@ -1,4 +1,4 @@
-"""`jaxcross doctor --post-mortem DIR`: what each rank did last, and which rank ended first."""
+"""`jaxcross doctor --post-mortem DIR`: what each rank did last, and which one ended first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(folder: Path) -> int:
-    """Prints the post-mortem of a folder. Returns 1 if there is nothing to read, otherwise 0."""
+    """Prints the post-mortem of a folder. Returns 1 if there's nothing to read, otherwise 0."""
     from jaxcross.report import read_event_files
 
     skipped: dict[int, str] = {}
@@ -27,7 +27,7 @@ def run(folder: Path) -> int:
 
 
 def show(records: Sequence[RankRecord], stream: TextIO, skipped: Mapping[int, str]) -> None:
-    """Prints the table and the conclusion. `skipped` says why some ranks' files weren't read."""
+    """Prints the table and the verdict. `skipped` says why some ranks' files weren't read."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -1,9 +1,9 @@
 """Runs a rank's script: `python -m jaxcross.commands.rank train.py ...`, like `python -m mpi4py`.
 
-If you press Ctrl-C before `jaxcross.initialize()` has returned, i.e. while the ranks are still
-starting, Python would print a traceback through some import for each rank, which is of no use. So
-each rank quietly exits with code 130 instead, and `jaxcross launch` prints a single line, which
-says that the run was stopped before its start.
+If you press Ctrl-C before `jaxcross.initialize()` has returned (i.e. while the ranks are still
+starting up), Python would normally print a useless traceback through some import, once for each
+rank. We make each rank quietly exit with code 130 instead, and `jaxcross launch` prints a single
+line saying that the run was stopped before it started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Runs the script or module of the command line.
+    """Runs the script or module named on the command line.
 
     Raises:
         SystemExit: With the script's own exit code; 130 after Ctrl-C.
@@ -30,7 +30,7 @@ def main() -> None:
     except KeyboardInterrupt:
         if (
             sys.excepthook is not sys.__excepthook__
-        ):  # the world has already installed its hook, which names the rank and ends the others
+        ):  # the world has already installed its own, which names the rank and ends the others
             raise
         raise SystemExit(INTERRUPTED) from None
 

@@ -1,15 +1,15 @@
 """Supervises a rank: `python rank_supervisor.py SECONDS command ...`.
 
-Uses only the standard library and one thread.
+Single-threaded, and only uses the standard library.
 
-As soon as one rank dies, `mpirun` terminates all others, before they can report what they were
-waiting for. That report is often the only clue as to what went wrong. So `mpirun` doesn't start the
-rank itself but this process, and the rank is its child.
+As soon as one rank dies, `mpirun` terminates all the others before they get to report what they
+were waiting for, and that report is often the only clue to what went wrong. So instead of the rank
+itself, `mpirun` starts this process, which runs the rank as its child.
 
-If the rank fails, this process hides it from `mpirun` for a while: it stays alive as long as other
-ranks may be waiting for the dead one (but only up to a given number of seconds), and then ends in
-the same way as the rank did. Meanwhile it forwards signals to the rank, and if it's killed, so is
-the rank.
+If the rank fails, we hide that from `mpirun` for a while. This process stays alive for as long as
+other ranks may be waiting for the dead one (up to a given number of seconds), and then ends in the
+same way the rank did. In the meantime, it keeps forwarding signals to the rank; if it gets killed,
+the rank dies with it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _POLL_S = 0.5
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Runs the command, and then ends in the same way as the command did."""
+    """Runs the command, then ends in the same way it did."""
     stay_s = float(arguments[0])
     command = arguments[1:]
-    # Block signals until we've installed the handlers that forward them to the child. Without this,
-    # a signal that arrives right after the fork would kill this process, and the child would never
-    # receive it.
+    # Block signals until the handlers that forward them to the child are installed. Otherwise, a
+    # signal that arrives right after the fork would kill this process without ever reaching the
+    # child.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     parent = os.getpid()
     child = os.fork()
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    # Wait until the child has ended, but don't reap it yet, because that would release its process
-    # id. The kernel may then give this id to an unrelated process, and a handler that forwards a
-    # signal would send it to that process. So remove the handlers before reaping the child.
+    # Wait for the child to exit, but don't reap it yet, because that would release its process id.
+    # The kernel could then give the id to an unrelated process, and our handlers would forward
+    # signals to it. So remove the handlers before reaping the child.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
@@ -59,14 +59,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _missed(child: int) -> bool:
-    """Whether another rank of the run may be waiting for this one, here or on another host.
+    """Whether another rank of the run may be waiting for this one, on any host.
 
-    The event files show this: another rank may be waiting if it's still alive, or if it's on
-    another host, where we can't check that. If there's no event folder, we don't know, and assume
-    that some rank may be waiting.
+    We can tell from the event files. A rank counts as waiting if it's still alive, or if it's on
+    another host, where we can't check. Without an event folder we can't tell at all, so assume that
+    somebody is waiting.
 
-    If there is a folder but this rank has no file in it, the rank died before it joined the others,
-    so nobody is waiting.
+    If there's a folder but no file for this rank in it, the rank died before it joined the others,
+    so nobody is waiting for it.
     """
     folder = os.environ.get("JAXCROSS_EVENTS")
     if folder is None:
@@ -117,13 +117,13 @@ def _lives(pid: object) -> bool:
 
 def _become(command: Sequence[str], parent: int) -> NoReturn:
     try:
-        os.setpgid(0, 0)  # so that a signal for the whole group doesn't reach the child twice
+        os.setpgid(0, 0)  # or else a signal to the whole group would reach the child twice
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        # If Ctrl-C arrives while the child's Python interpreter is starting, the interpreter prints
-        # a traceback through its own imports. So we keep SIGINT blocked in the child; the module
-        # `rank`, which the child runs, unblocks it as soon as the interpreter is running.
+        # A Ctrl-C while the child's Python interpreter is starting would make it print a traceback
+        # through its own imports. So keep SIGINT blocked in the child; the `rank` module, which it
+        # runs, unblocks it once the interpreter is up.
         held = {signal.SIGINT} if _RANK in command else set()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - held)
         os.execvp(command[0], list(command))

@@ -1,8 +1,8 @@
-"""Judges how a run of `jaxcross launch` ended, and decides whether and where to restart it. Pure.
+"""Judges how a run of `jaxcross launch` ended, and decides if and where to restart it. Pure.
 
-We restart a run from its checkpoints if it has lost a rank or a host. We don't restart it if a
-person or a batch system has stopped it, because that was intended, or if the script raised an
-exception, because it would most likely do so again.
+After losing a rank or a host, we restart the run from its checkpoints. We don't restart it if a
+person or a batch system stopped it (which was presumably intentional), or if the script raised an
+exception (which would most likely happen again).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _BY_SIGNAL = 128
 _STOPPED = (130, 143)
 _STOPPED_RECORDS = (ExitKind.INTERRUPTED, ExitKind.TERMINATED, ExitKind.ABORTED, ExitKind.LEFT)
-"""The last records of ranks in a run that was stopped. If a rank has a different last record, the
-run crashed, even if its exit code is one of `_STOPPED`.
+"""The possible last records of ranks in a run that was stopped. Any other last record means that
+the run crashed, even if its exit code is in `_STOPPED`.
 """
-# If a signal killed a rank, the exit code of MPICH's `mpirun` is the number of the signal.
+# If a rank was killed by a signal, MPICH's `mpirun` exits with the number of that signal.
 _KILLED = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
 
 
@@ -34,7 +34,7 @@ class RunEnd:
 
     Attributes:
         kind: `done` if it succeeded, `stopped` if a signal stopped it, `own` if the script raised
-            an exception or returned an exit code, `lost` if a rank or a host was lost.
+            an exception or returned an exit code, `lost` if we lost a rank or a host.
         reason: The reason, as a clause.
     """
 
@@ -44,18 +44,18 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointProgress:
-    """The newest checkpoints of all jobs, and how many runs in a row have ended without a new one.
+    """Each job's newest checkpoint, and how many runs in a row have failed to produce a new one.
 
     Attributes:
         newest: For each job, the newest checkpoint that is complete on all ranks.
-        idle_runs: Number of runs that have ended since there was a new checkpoint.
+        idle_runs: Number of runs that have ended since the last new checkpoint.
     """
 
     newest: Mapping[str, SavedPart]
     idle_runs: int = 0
 
     def after(self, records: Sequence[RankRecord]) -> CheckpointProgress:
-        """Returns the progress after another run. `records` are the event files of that run."""
+        """Returns the progress after another run with the event files `records`."""
         complete = complete_checkpoints(records)
         newer = {
             job: part
@@ -80,9 +80,9 @@ class RestartDecision:
     """What to do next, and why.
 
     Attributes:
-        action: `restart`, `wait` (for hosts, and then restart), or `end`.
+        action: `restart`, `wait` (for hosts, then restart), or `end`.
         reason: The reason, as a sentence without a full stop.
-        hosts: The hosts on which to start ranks; empty if no hosts were named.
+        hosts: The hosts to start ranks on; empty if no hosts were named.
     """
 
     action: Literal["restart", "wait", "end"]
@@ -93,7 +93,7 @@ class RestartDecision:
 def complete_checkpoints(records: Sequence[RankRecord]) -> dict[str, SavedPart]:
     """Returns each job's newest complete checkpoint.
 
-    A checkpoint is complete if every rank has written or read its part.
+    A checkpoint is complete once every rank has written or read its part.
     """
     jobs = {job for record in records for job in record.saved}
     oldest = {
@@ -144,12 +144,12 @@ def judge_end(
 
 
 def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
-    """Returns how a run was stopped, if the ranks can't have reported it; otherwise "". Pure.
+    """Says how a run was stopped if the ranks can't have reported it, otherwise "". Pure.
 
     Args:
         code: The exit code.
-        stops: Number of signals to stop that the launcher has received.
-        records: The ranks' event files; empty if no rank has joined.
+        stops: How many signals to stop the launcher has received.
+        records: The ranks' event files; empty if no rank ever joined.
     """
     if code not in _STOPPED:
         return ""
@@ -161,8 +161,7 @@ def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
 def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
     """Whether the ranks' own output explains how the run ended. Pure.
 
-    This is the case if all ranks finished, if they were stopped, or if one of them raised an
-    exception.
+    True if all ranks finished, if they were stopped, or if one of them raised an exception.
     """
     if code == 0 or code in _STOPPED:
         return all(record.exit_kind in _STOPPED_RECORDS for record in records)
@@ -188,11 +187,11 @@ def decide(
     Args:
         end: How the run ended.
         progress: The checkpoints after the run.
-        max_restarts: How many restarts in a row may end without a new checkpoint.
+        max_restarts: How many restarts in a row may fail to produce a new checkpoint.
         hosts: All hosts that the user named.
         missing: The hosts that don't answer.
-        last: The hosts of the run that has ended.
-        same_ranks: Whether to wait for a missing host even if fewer ranks could resume the run.
+        last: The hosts of the run that just ended.
+        same_ranks: Whether to wait for a missing host even if we could resume with fewer ranks.
     """
     if end.kind != "lost":
         return RestartDecision(action="end", reason=f"not restarted: {end.reason or 'it is done'}")
@@ -204,7 +203,7 @@ def decide(
     count = f"{progress.idle_runs} of {max_restarts} restarts without a new checkpoint"
     left = [host for host in hosts if host not in missing]
     fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
-    if fixed and set(last) <= set(left):  # the last run may have used only some of the hosts
+    if fixed and set(last) <= set(left):  # the last run may not have used all hosts
         return RestartDecision(
             action="restart", reason=f"continues {progress} ({count})", hosts=last
         )

@@ -1,4 +1,4 @@
-"""Runs the ranks of `jaxcross launch`, and restarts them if `restart_decision` decides so."""
+"""Runs the ranks of `jaxcross launch`, and restarts them as decided by `restart_decision`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxcross.report import RankRecord
 
 SPEAK_S = 15.0
-"""If a rank has reported a lost rank and `mpirun` hasn't ended this many seconds later, we kill it.
-This is needed because Open MPI's `mpirun` waits forever for a lost host.
+"""How many seconds `mpirun` gets to exit on its own after a rank has reported a lost rank. After
+that, we kill it. This is necessary because Open MPI's `mpirun` waits for a lost host forever.
 """
 
 
@@ -31,9 +31,9 @@ class Ended:
 
     Attributes:
         code: The exit code.
-        stopped: Whether this process received a signal to stop.
-        records: If the run failed, the ranks' event files.
-        explained: Whether the ranks' own output explains why the run failed.
+        stopped: Whether this process was told to stop by a signal.
+        records: The ranks' event files, if the run failed.
+        explained: Whether the ranks' own output explains the failure.
     """
 
     code: int
@@ -44,12 +44,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The event files of a run that is in progress or has ended.
+    """The event files of a run that's in progress or has ended.
 
     Attributes:
         events: The event folder.
-        earlier: The run that had written to the folder before, as returned by `latest_run`.
-        hosts: The hosts among which the ranks are divided equally; empty for this machine.
+        earlier: The run that wrote to the folder before this one, as returned by `latest_run`.
+        hosts: The hosts that share the ranks equally; empty for this machine.
         ranks: Number of ranks.
     """
 
@@ -63,14 +63,14 @@ class RunFiles:
         return [record for record in _read(self.events) if record.run != self.earlier]
 
     def is_stuck(self) -> bool:
-        """Whether a lost rank was reported so long ago that `mpirun` should have ended by now."""
+        """Whether a rank was reported lost so long ago that `mpirun` should have ended by now."""
         return any(
             r.exit_kind == ExitKind.REPORTED and r.last_s < time.time() - SPEAK_S
             for r in self.read()
         )
 
     def signal(self, number: int) -> bool:
-        """Sends a signal to all ranks and doesn't wait. Returns False if no rank has joined yet."""
+        """Signals all ranks without waiting for them. Returns False if no rank has joined yet."""
         pids: dict[str, list[int]] = {}
         for record in self.read():
             pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(
@@ -81,7 +81,7 @@ class RunFiles:
 
 
 def latest_run(events: Path) -> str:
-    """Returns the name of the run that wrote to this event folder last; empty if there is none."""
+    """Returns the name of the last run that wrote to this event folder, or "" if there was none."""
     return next((record.run for record in _read(events)), "")
 
 
@@ -97,7 +97,7 @@ def _read(events: Path) -> Sequence[RankRecord]:
 def run_until_over(
     args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]
 ) -> Ended:
-    """Runs the ranks, and restarts them after a lost rank or host if `decide` says so.
+    """Runs the ranks, and restarts them after losing a rank or a host if `decide` says so.
 
     Returns how the last run ended.
     """

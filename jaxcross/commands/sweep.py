@@ -1,9 +1,8 @@
-"""`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with all
-combinations of values, a few at a time.
+"""`jaxcross sweep train.py --set lr=0.1,0.2 --metric loss --mode min -n 2`: trains with every
+combination of values, a few at a time.
 
-The script must define a function `train(job, lr, ...)`, which is called once for each combination
-of values. If a sweep was interrupted and you start it again with the same folder, it resumes from
-where it stopped.
+The script must define a function `train(job, lr, ...)`, which gets called once for each combination
+of values. To pick up an interrupted sweep where it left off, start it again with the same folder.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Checks the numeric options, before any rank is started.
+    """Checks the numeric options before starting any ranks.
 
     Raises:
         ValueError: A number is too small; the text says which.
@@ -101,7 +100,7 @@ def parsed(texts: list[str]) -> dict[str, list[Any]]:
     """Parses options like `--set lr=0.1,0.2 --set width=32` into a grid of values. Pure.
 
     Raises:
-        ValueError: An option doesn't have this form, or a parameter occurs twice.
+        ValueError: An option doesn't have this form, or names a parameter that was already given.
     """
     grid: dict[str, list[Any]] = {}
     for text in texts:
@@ -123,7 +122,7 @@ def parsed(texts: list[str]) -> dict[str, list[Any]]:
 
 
 def split(text: str) -> list[str]:
-    """Splits a text at commas, except for those inside brackets or quotes. Pure."""
+    """Splits a text at its commas, ignoring those inside brackets or quotes. Pure."""
     parts = [""]
     open_ = []
     quote = ""
@@ -144,7 +143,7 @@ def split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """Parses a value in Python's or JSON's notation. Returns the text itself if it's in neither."""
+    """Parses a value in Python or JSON notation. If it's neither, returns the text itself."""
     if text in _WORDS:
         return _WORDS[text]
     try:
@@ -166,7 +165,8 @@ def _value(text: str) -> Any:
 def check_script(script: Path, names: list[str]) -> None:
     """Checks that a script defines a function `train` with these parameters.
 
-    Only parses the script and doesn't run it, so it can't always tell; then nothing is raised.
+    This only parses the script and doesn't run it, so it can't always tell. When in doubt, it
+    doesn't raise.
 
     Raises:
         ValueError: The script has no such function, or can't be read.
@@ -199,7 +199,7 @@ def check_script(script: Path, names: list[str]) -> None:
         )
     train = defined.get("train")
     if train is None or train.decorator_list:
-        return  # the text doesn't show the parameters; the ranks will check them
+        return  # can't tell the parameters from the source; the ranks will check
     positional = [each.arg for each in (*train.args.posonlyargs, *train.args.args)][1:]
     keywords = [each.arg for each in train.args.kwonlyargs]
     unknown = [name for name in names if name not in (*positional, *keywords)]

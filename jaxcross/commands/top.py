@@ -1,7 +1,7 @@
 """`jaxcross top DIR`: shows the progress of a run from another terminal.
 
-DIR is the run's event folder, in which the ranks record what they are doing. On a terminal, the
-table is redrawn until the run ends. If the output goes to a file or a pipe, it is printed once.
+DIR is the run's event folder, where the ranks record what they're doing. On a terminal, the table
+is redrawn until the run ends; if the output goes to a file or a pipe, it's printed once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Shows the run until it ends or the user presses Ctrl-C.
 
-    Returns 1 if there is no run in the folder. We only read files that the ranks write, and never
-    wait for the ranks themselves, so this works even if they hang.
+    Returns 1 if there's no run in the folder. This works even if the ranks hang: we only read the
+    files they write, and never wait for the ranks themselves.
     """
     from rich.console import Console
 
@@ -76,7 +76,7 @@ def _follow(look: Callable[[], RunState], console: Console) -> RunState:
     from rich.live import Live
 
     state = look()
-    pause = threading.Event()  # never set; we only use it to wait
+    pause = threading.Event()  # never set, only used for waiting
     with Live(shown(state, console), console=console, auto_refresh=False) as live:
         while not state.ended:
             pause.wait(_LOOK_S)
@@ -86,7 +86,7 @@ def _follow(look: Callable[[], RunState], console: Console) -> RunState:
 
 
 def shown(state: RunState, console: Console) -> RenderableType:
-    """Returns the table of a run, or what its ranks are doing if no jobs have been run yet."""
+    """Returns the table of a run, or what its ranks are up to if no jobs have been run yet."""
     from rich.text import Text
 
     from jaxcross.commands.live_table import table_of

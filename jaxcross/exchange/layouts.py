@@ -1,31 +1,31 @@
-"""How the leaves of a tree are laid out for an exchange.
+"""Layouts that arrange the leaves of a tree for an exchange.
 
-Exchanges work on vectors, or on rows of equal length, but a model is a tree of arrays (leaves) of
-all shapes. This file contains four ways to get from one to the other, because strategies have
-different priorities: that the bounds of layers are static, that there are few messages, that little
-is copied, or that indices are short.
+Exchanges operate on vectors, or on rows of equal length, whereas a model is a tree of arrays
+(leaves) of arbitrary shape. This file has four ways to get from one to the other. Which one a
+strategy uses depends on what it cares about most: static layer boundaries, few messages, little
+copying, or short indices.
 
-**Blocks.** We cut every leaf evenly, and row `r` of the result holds the r-th part of *every* leaf.
-Adasum, the sharded optimizer and the hierarchical top-k use this layout.
+**Blocks.** We cut every leaf into equal parts, and row `r` of the result holds the r-th part of
+*every* leaf. Adasum, the sharded optimizer and the hierarchical top-k use this layout.
 
-The alternative would be to concatenate all leaves into one vector and to cut that. But then each
-rank's part would begin in the middle of some layer, and in a different one on each rank. With
-blocks, the layers have the same static bounds within every rank's part. The price is fewer than
-`count` elements of padding per leaf.
+The alternative would be to concatenate all leaves and cut the resulting vector. But then each
+rank's part would start in the middle of a layer, and in a different one for each rank. With blocks,
+layer boundaries are static and the same in every rank's part, at the cost of fewer than `count`
+elements of padding per leaf.
 
-**Vectors.** We write all leaves into one vector, one after the other, and pad it. This copies the
-whole tree. In return, operations such as a ring all-reduce or the packing of bits are done once for
-the whole vector, with a single message, rather than once per leaf.
+**Vectors.** We lay out all leaves end to end in a single padded vector. This copies the whole tree,
+but lets operations like a ring all-reduce or bit packing process everything at once with a single
+message, instead of leaf by leaf.
 
-**Fragments.** We imagine that all leaves are concatenated into one vector, and cut this vector into
-even parts, the fragments. The whole vector is never created, because it would be a copy of the
-tree. Each fragment is a vector by itself, so work on one fragment doesn't touch the memory of the
-others. Streaming DiLoCo exchanges one fragment at a time.
+**Fragments.** We treat the leaves as a single long vector and cut that into equal fragments. The
+long vector itself is never materialised, since that would copy the tree. Each fragment is a vector
+of its own, so working on it doesn't touch the memory of the others. Streaming DiLoCo exchanges one
+fragment at a time.
 
-**Chunks.** This layout is for strategies that send only the largest elements (SparseLoCo and
-decoupled momentum). We cut a leaf into chunks of equal length, and send the same number of elements
-from every chunk. This way, a part of a layer still sends something if its values are smaller than
-elsewhere. An index within a chunk also takes fewer bits than an index within the leaf.
+**Chunks.** Strategies that only send the largest elements (SparseLoCo and decoupled momentum) cut a
+leaf into chunks of equal length, and send the same number of elements from each. That way, regions
+of a layer with small values still get to send something. As a bonus, indices within a chunk take
+fewer bits than indices within the leaf.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from jaxcross.exchange.arithmetic import is_float
 
 
 def block_width(shape: Sequence[int], count: int, multiple: int = 1) -> int:
-    """Returns how many elements of a leaf each of `count` rows gets, rounded up to `multiple`."""
+    """Returns how many elements of a leaf go in each of `count` rows, rounded up to `multiple`."""
     return -(-math.prod(shape) // (count * multiple)) * multiple
 
 
 def leaf_blocks(leaf: jax.Array, count: int, multiple: int = 1) -> jax.Array:
-    """Returns a leaf as `[count, width]`, padded with zeros at the end. Does not communicate."""
+    """Returns a leaf as `[count, width]`, zero-padded at the end. Does not communicate."""
     elements = block_width(leaf.shape, count, multiple)
     return jnp.pad(leaf.reshape(-1), (0, count * elements - leaf.size)).reshape(count, elements)
 
@@ -59,16 +59,16 @@ def leaf_blocks(leaf: jax.Array, count: int, multiple: int = 1) -> jax.Array:
 def to_blocks(
     leaves: Sequence[jax.Array], count: int, dtype: jax.typing.DTypeLike, multiple: int = 1
 ) -> jax.Array:
-    """Returns all leaves as one array `[count, sum of widths]`, cast to `dtype`."""
+    """Packs all leaves into one array `[count, sum of widths]` of type `dtype`."""
     return jnp.concatenate([leaf_blocks(x, count, multiple).astype(dtype) for x in leaves], axis=1)
 
 
 def block_columns(
     rows: jax.Array, shapes: Sequence[Sequence[int]], count: int, multiple: int = 1
 ) -> list[jax.Array]:
-    """Returns each leaf's columns of `rows`, along the last axis.
+    """Returns the columns of `rows` that belong to each leaf, along the last axis.
 
-    `rows` may be any of the `count` rows, e.g. a single rank's.
+    `rows` can be any subset of the `count` rows, e.g. just the local rank's.
     """
     bounds = itertools.accumulate((block_width(s, count, multiple) for s in shapes), initial=0)
     return [rows[..., a:b] for a, b in itertools.pairwise(bounds)]
@@ -77,7 +77,7 @@ def block_columns(
 def from_blocks(
     rows: jax.Array, shapes: Sequence[Sequence[int]], multiple: int = 1
 ) -> list[jax.Array]:
-    """Returns the leaves in their shapes, from all rows; they keep the rows' element type."""
+    """Restores the leaves' shapes from all rows. Element types stay as they are in `rows`."""
     found = block_columns(rows, shapes, rows.shape[0], multiple)
     return [
         x.reshape(-1)[: math.prod(s)].reshape(tuple(s)) for x, s in zip(found, shapes, strict=True)
@@ -86,16 +86,16 @@ def from_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class VectorLayout:
-    """Position of each leaf of a tree in its vector.
+    """Where each leaf of a tree is located in the vector.
 
-    A layout is static: it holds shapes and types, but no arrays.
+    Layouts are static: they consist of shapes and types and don't hold any arrays.
 
     Attributes:
         treedef: Structure of the tree.
         shapes: Shape of each leaf.
-        dtypes: Element type of each leaf; `unravel` casts back to them.
-        bounds: Leaf `i` consists of the elements from `bounds[i]` to `bounds[i + 1]`.
-        length: Length of the vector: the elements of all leaves, padded with zeros to a multiple.
+        dtypes: Element type of each leaf, which `unravel` casts back to.
+        bounds: Leaf `i` spans the elements from `bounds[i]` to `bounds[i + 1]`.
+        length: Length of the vector, i.e. all elements plus zero padding up to a multiple.
         dtype: Element type of the vector, which can represent every leaf's type.
     """
 
@@ -108,13 +108,13 @@ class VectorLayout:
 
     @property
     def size(self) -> int:
-        """Number of elements of all leaves, without the padding."""
+        """Total number of elements, excluding the padding."""
         return self.bounds[-1]
 
     def ravel(self, tree: PyTree) -> jax.Array:
-        """Returns the tree's leaves, one after the other, cast to `dtype` and padded with zeros.
+        """Returns the tree's leaves end to end, cast to `dtype` and zero-padded.
 
-        This is a copy.
+        This makes a copy.
         """
         parts = [
             jnp.asarray(x).reshape(-1).astype(self.dtype) for x in self.treedef.flatten_up_to(tree)
@@ -124,7 +124,7 @@ class VectorLayout:
         return jnp.concatenate(parts) if parts else jnp.zeros(0, self.dtype)
 
     def unravel(self, vector: jax.Array) -> PyTree:
-        """Returns the tree of the leaves in `vector`, in their own shapes and types."""
+        """Rebuilds the tree from `vector`, with the leaves' original shapes and types."""
         ranges = itertools.pairwise(self.bounds)
         leaves = [
             jax.lax.slice_in_dim(vector, start, stop).reshape(shape).astype(dtype)
@@ -136,12 +136,12 @@ class VectorLayout:
 def vector_layout(
     tree: PyTree, *, multiple: int = 1, dtype: DTypeLike | None = None
 ) -> VectorLayout:
-    """Returns the layout of `tree` in one vector whose length is a multiple of `multiple`.
+    """Lays out `tree` in one vector whose length is a multiple of `multiple`.
 
     Args:
         tree: Arrays or `jax.ShapeDtypeStruct`; may be empty.
-        multiple: Divisor of the vector's length, for example the number of ranks.
-        dtype: Element type of the vector. If None, the type that all leaves' types promote to.
+        multiple: The vector's length is a multiple of this, for example of the number of ranks.
+        dtype: Element type of the vector. If None, the type that all leaves promote to.
     """
     leaves, treedef = jax.tree.flatten(tree)
     shapes = tuple(tuple(jnp.shape(x)) for x in leaves)
@@ -159,12 +159,12 @@ def vector_layout(
 def ravel_floats(
     tree: PyTree, *, multiple: int = 1
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Returns the floating-point leaves as one vector per type, and a function to undo that.
+    """Packs the floating-point leaves into one vector per type. Also returns the inverse function.
 
-    The returned function converts vectors of the same lengths back into a tree. We join leaves
-    because hops between neighbours are mostly latency, so one message per element type takes less
-    time than one per leaf. Vectors are padded with zeros to a multiple of `multiple`. Types without
-    any elements get no vector.
+    That function turns vectors of the same lengths back into a tree. Joining leaves pays off
+    because hops between neighbours are dominated by latency, so it's faster to send one message per
+    element type than one per leaf. Vectors are zero-padded to a multiple of `multiple`. Types
+    without any elements don't get a vector.
     """
     leaves, treedef = jax.tree.flatten(tree)
     groups = [
@@ -172,8 +172,8 @@ def ravel_floats(
         for members in group_by_dtype(leaves).values()
         if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
     ]
-    # We make one vector per element type. If all leaves were in a single vector, some of them would
-    # have to be converted to a wider type, which would send more bytes.
+    # Use one vector per element type. A single vector for everything would force some leaves into a
+    # wider type, and thus send more bytes.
     layouts = [vector_layout([leaves[i] for i in members], multiple=multiple) for members in groups]
     vectors = [
         lay.ravel([leaves[i] for i in members])
@@ -191,7 +191,7 @@ def ravel_floats(
 
 
 def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
-    """Returns the positions of the leaves of each element type."""
+    """Groups the positions of the leaves by element type."""
     found: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         found.setdefault(jnp.result_type(leaf), []).append(i)
@@ -199,13 +199,13 @@ def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 class Piece(NamedTuple):
-    """A range of a leaf's elements, which belongs to one fragment.
+    """A range of elements from a leaf, belonging to one fragment.
 
     Attributes:
         leaf: Position of the leaf in the tree.
         start: Index of the first element, in row-major order.
-        stop: Index after the last element.
-        shape: The leaf's shape if the piece is the whole leaf, otherwise `[stop - start]`.
+        stop: Index past the last element.
+        shape: The leaf's shape if the piece covers the whole leaf, otherwise `[stop - start]`.
     """
 
     leaf: int
@@ -220,15 +220,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragments:
-    """How a tree is cut into fragments.
+    """How a tree is divided into fragments.
 
-    The cut is static: it holds shapes and types, but no arrays.
+    Static: consists of shapes and types and doesn't hold any arrays.
 
     Attributes:
-        pieces: The pieces of each fragment, in the order of the tree's leaves. Leaves that aren't
-            floating-point don't belong to any fragment.
-        width: Length of a fragment's vector, which is padded with zeros.
-        dtype: Element type of the vectors, float32 at least.
+        pieces: The pieces of each fragment, in leaf order. Leaves that aren't floating-point don't
+            belong to any fragment.
+        width: Length of a fragment's zero-padded vector.
+        dtype: Element type of the vectors, at least float32.
     """
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -236,7 +236,7 @@ class Fragments:
     dtype: np.dtype
 
     def take(self, tree: PyTree, fragment: int) -> jax.Array:
-        """Returns a fragment of a tree as a vector, which is a copy."""
+        """Copies a fragment of a tree into a vector."""
         parts = self.parts(tree, fragment)
         missing = self.width - sum(part.size for part in parts)
         return jnp.concatenate(
@@ -244,19 +244,19 @@ class Fragments:
         )
 
     def parts(self, tree: PyTree, fragment: int) -> list[jax.Array]:
-        """Returns the pieces of a fragment of a tree, each in its shape, all in the vectors' type.
+        """Returns the pieces of a tree's fragment in their shapes, all cast to the vectors' type.
 
-        Use this method rather than `take` for work that can be done piece by piece. `take` copies
-        all pieces into one vector, which reads and writes their memory once more.
+        Prefer this over `take` for anything that can be done piece by piece. `take` has to copy all
+        pieces into one vector, at the cost of reading and writing their memory once more.
 
-        If a piece is a whole leaf, it keeps the leaf's shape, because XLA can write a leaf in place
-        only if the leaf's shape doesn't change on the way.
+        A piece that covers a whole leaf keeps the leaf's shape, because XLA can only write a leaf
+        in place if its shape never changes along the way.
         """
         leaves = jax.tree.leaves(tree)
         return [p.of(leaves[p.leaf]).astype(self.dtype) for p in self.pieces[fragment]]
 
     def split(self, vector: jax.Array, fragment: int) -> list[jax.Array]:
-        """Returns the pieces of a fragment's vector, each in its shape."""
+        """Splits a fragment's vector into its pieces, each in its own shape."""
         pieces = self.pieces[fragment]
         bounds = itertools.pairwise(
             itertools.accumulate((p.stop - p.start for p in pieces), initial=0)
@@ -267,14 +267,14 @@ class Fragments:
         ]
 
     def put(self, tree: PyTree, fragment: int, parts: Sequence[jax.Array]) -> PyTree:
-        """Returns the tree with the pieces of a fragment replaced, in the leaves' own types."""
+        """Returns the tree with a fragment's pieces replaced, cast to the leaves' own types."""
         leaves, treedef = jax.tree.flatten(tree)
         for piece, part in zip(self.pieces[fragment], parts, strict=True):
             old = leaves[piece.leaf]
             new = part.astype(old.dtype)
-            # A piece is either a range of a leaf's elements or the whole leaf. We write a range
-            # into the flat form of the leaf. But we replace a whole leaf without any reshape, so
-            # that XLA can work in place.
+            # A piece is either a range of a leaf's elements or the whole leaf. Ranges are written
+            # into the flattened leaf, but whole leaves get replaced without any reshape, which lets
+            # XLA work in place.
             if piece.shape != old.shape:
                 new = jax.lax.dynamic_update_slice(old.reshape(-1), new, (piece.start,)).reshape(
                     old.shape
@@ -284,11 +284,11 @@ class Fragments:
 
 
 def cut_fragments(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragments:
-    """Returns the cut of a tree into `fragments` parts, whose width is a multiple of `multiple`.
+    """Cuts a tree into `fragments` parts whose width is a multiple of `multiple`.
 
     Args:
         tree: Arrays, or their types.
-        fragments: Number of fragments, at least 1. If there are more fragments than elements, some
+        fragments: Number of fragments, at least 1. If there are more of them than elements, some
             are empty.
         multiple: Divisor of the width.
     """
@@ -296,9 +296,9 @@ def cut_fragments(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragmen
     moving = [i for i, x in enumerate(leaves) if is_float(x)]
     shapes = {i: jnp.shape(leaves[i]) for i in moving}
     bounds = [*itertools.accumulate(map(math.prod, shapes.values()), initial=0)]
-    # All fragments have vectors of the same length, so we round up the number of elements per
-    # fragment. The last fragments may therefore contain fewer elements, or none at all, and are
-    # padded with zeros.
+    # Since the vectors of all fragments have the same length, round up the number of elements per
+    # fragment. This can leave the last fragments with fewer elements (or none at all) and more zero
+    # padding.
     share = -(-bounds[-1] // fragments)
     pieces = tuple(_pieces(shapes, bounds, n * share, (n + 1) * share) for n in range(fragments))
     dtype = jnp.result_type(jnp.float32, *(jnp.result_type(leaves[i]) for i in moving))
@@ -308,10 +308,10 @@ def cut_fragments(tree: PyTree, fragments: int, *, multiple: int = 1) -> Fragmen
 def _pieces(
     shapes: Mapping[int, tuple[int, ...]], bounds: Sequence[int], start: int, stop: int
 ) -> tuple[Piece, ...]:
-    """Returns the pieces between two positions of the vector of all leaves."""
+    """Returns the pieces between two positions in the vector of all leaves."""
     found = []
     for (leaf, shape), (low, high) in zip(shapes.items(), itertools.pairwise(bounds), strict=True):
-        # Intersect the leaf's range in the vector with the given one.
+        # Intersect the leaf's range with the given one.
         begin = max(start, low)
         end = min(stop, high)
         if begin < end:
@@ -327,19 +327,19 @@ def _pieces(
 
 
 def chunk_length(size: int, most: int) -> int:
-    """Returns the length of the chunks that `size` elements are cut into, which is at most `most`.
+    """Returns the chunk length to use for `size` elements, which is at most `most`.
 
-    All chunks are equally long. There are fewer elements of padding than chunks.
+    All chunks have the same length, with fewer elements of padding than there are chunks.
     """
-    # We first compute how many chunks are needed, and then spread the elements evenly over them. If
-    # we made chunks of exactly `most` elements instead, the last one could be mostly padding, but
-    # would still send as many elements as the others.
+    # First work out how many chunks we need, then spread the elements evenly over them. If we used
+    # chunks of exactly `most` elements instead, the last one might be mostly padding, and would
+    # still send as many elements as the others.
     return -(-size // max(1, -(-size // most)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """The chunks of a leaf, and how many elements each of them sends.
+    """How a leaf is divided into chunks, and how many elements each of them sends.
 
     Attributes:
         rows: Number of chunks.
@@ -353,10 +353,10 @@ class Chunks:
 
     @property
     def index_bits(self) -> int:
-        """Number of bits of an index within a chunk."""
+        """Number of bits in an index within a chunk."""
         return max(1, (self.width - 1).bit_length())
 
     @property
     def count(self) -> int:
-        """Number of elements that all chunks send together."""
+        """Total number of elements that the chunks send."""
         return self.rows * self.sent

@@ -1,30 +1,30 @@
-"""Rounds of local steps: each rank trains independently, and a merge ends the round.
+"""Rounds of local steps: ranks train independently until a merge ends the round.
 
-With six of our strategies, every rank trains by itself for a few steps, and then the ranks'
-parameters are merged: `local_sgd`, `diloco`, `sparse_loco`, `elastic_average`, `federated_average`
-and `no_loco`. They only differ in how they merge, so they all call `local_rounds` and supply a
-merge function of their own.
+In six of our strategies, every rank trains by itself for a few steps before the ranks' parameters
+are merged: `local_sgd`, `diloco`, `sparse_loco`, `elastic_average`, `federated_average` and
+`no_loco`. They only differ in the merge itself, so each of them calls `local_rounds` with its own
+merge function.
 
-**Steps that don't exchange.** Most steps only train, and mustn't cost any communication, not even a
-message to find out whether it's time to merge. So each step branches on a counter in the state. The
-host can compute the counter, so it knows the branch before the step begins, and runs a program that
-contains no exchange.
+**Steps that don't exchange.** Most steps only train and must not communicate at all, not even to
+find out whether it's time to merge. So each step branches on a counter in the state that the host
+can compute too. This means that the host knows the branch before the step starts, and runs a
+program that doesn't contain any exchange.
 
-Some strategies have several possible merges, e.g. `no_loco` has one for each pairing of the ranks.
-They must choose among these by arithmetic that the host can repeat, so that the host knows the
-choice in advance as well.
+Some strategies have several possible merges (`no_loco` has one per pairing of the ranks). To choose
+between them, they have to use arithmetic that the host can replicate, so that it knows the choice
+in advance as well.
 
-**Merging through updates.** An optax transformation returns updates, so a merge can't replace the
-parameters. It returns the difference between the merged parameters and those from before the step.
-When optax adds this difference, the sum is rounded. The parameters from before the step differ
-between ranks, so the rounding does, too.
+**Merging through updates.** An optax transformation returns updates, so a merge can't simply
+replace the parameters. Instead, it returns the difference between the merged parameters and those
+from before the step. optax rounds when it adds this difference, and since every rank starts from
+different parameters, they all round differently.
 
-That's why parameters may differ by one rounding after a merge, even if all ranks have computed the
-same target. Strategies that need a model that is bitwise identical on every rank keep a copy of it
-in the state, called the anchor or the centre.
+As a result, parameters can be off by a rounding error after a merge, even though all ranks computed
+the same target. Strategies that need a model that's bitwise identical on every rank keep a copy of
+it in the state, called the anchor or the centre.
 
-**The end of a job.** A job may end between two merges, when every rank has its own parameters.
-`finish` returns the parameters that should be evaluated as the result of the job.
+**The end of a job.** A job can end between two merges, while the ranks' parameters differ. `finish`
+returns the parameters to evaluate as the job's result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import require_params
 
 State = Any
-"""A strategy's state: a `NamedTuple` with `since`, `inner`, and the arrays that the merge uses."""
+"""A strategy's state: a `NamedTuple` with `since`, `inner`, and whatever arrays the merge needs."""
 
 Merge = Callable[[optax.Updates, optax.Params, State], tuple[optax.Updates, State]]
 """(updates of the local step, parameters before it, state) -> updates and state after a merge."""
@@ -56,10 +56,10 @@ class Round:
     """The round that a step belongs to.
 
     Attributes:
-        merges: The merges that may end the round. If there are several, `chosen` selects one.
-        chosen: Index into `merges`, int32, computed such that the host can follow.
-        taking_part: Whether this rank trains in this round. If it doesn't, its updates are zero,
-            and its optimizer's state doesn't change. If None, all ranks train.
+        merges: The merges that can end the round. If there are several, `chosen` selects one.
+        chosen: Index into `merges`, int32, computed in a way that the host can replicate.
+        taking_part: Whether this rank trains in this round. If it doesn't, its updates are zero and
+            its optimizer's state stays the same. If None, all ranks train.
     """
 
     merges: Sequence[Merge]
@@ -76,21 +76,21 @@ def local_rounds(
     init: Callable[[optax.Params], State],
     begin: Callable[[State, optax.Params], Round],
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a strategy that takes local steps, and merges on every `every`-th of them.
+    """Returns a strategy that takes local steps and merges on every `every`-th of them.
 
-    The host knows the counter `since`, so a step within a round exchanges nothing.
+    Since the host knows the counter `since`, steps within a round don't exchange anything.
 
     Args:
         name: The strategy's name.
         axes: The axes that merges communicate over.
         optimizer: Takes the local steps.
         every: Steps per round.
-        init: Creates the state. In addition to the strategy's own fields, the state has `since`
-            (the local steps since the last merge) and `inner` (the optimizer's state). If it has a
-            field `round`, rounds are counted in it.
-        begin: Returns the current round. Called on every step, before the local step. The merges
-            get a state in which `since`, `inner` and `round` are None, because only `local_rounds`
-            changes these.
+        init: Creates the state. Besides the strategy's own fields, the state has `since` (local
+            steps since the last merge) and `inner` (the optimizer's state). If it has a `round`
+            field, that counts the rounds.
+        begin: Returns the current round. Called on every step, ahead of the local step. Merges see
+            a state in which `since`, `inner` and `round` are None, because only `local_rounds` may
+            change those.
     """
 
     def update(
@@ -100,16 +100,17 @@ def local_rounds(
         this_round = begin(state, params)
         updates, inner = optimizer.update(updates, state.inner, params, **extra)
         if this_round.taking_part is not None:
-            # In federated averaging, some ranks pause for a round. All ranks run the same program,
-            # so a rank that pauses computes the local step as well, and we discard its result here.
+            # In federated averaging, some ranks sit out a round. All ranks run the same program, so
+            # those ranks compute the local step too, and we throw away the result here.
             paused = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner = jax.tree.map(
                 partial(jnp.where, this_round.taking_part), (updates, inner), paused
             )
         since = next_in_round(state.since, every)
         counts_rounds = "round" in state._fields
-        # We hide the fields that change on every step from the merge. Otherwise, they'd be results
-        # of the conditional that decides whether to merge, although no branch of it changes them.
+        # Hide the fields that change on every step from the merge. Otherwise they'd become outputs
+        # of the conditional that decides whether to merge, even though none of its branches changes
+        # them.
         own = state._replace(since=None, inner=None, **({"round": None} if counts_rounds else {}))
         updates, own = _merged(this_round, since, every, updates, params, own)
         if counts_rounds:
@@ -120,20 +121,20 @@ def local_rounds(
 
 
 def next_in_round(since: jax.Array, every: int) -> jax.Array:
-    """Returns the number of local steps since the last merge, including this one; 0 if it merges.
+    """Returns the local steps since the last merge, including this step; 0 if it merges.
 
-    If a restart has reduced `every`, the current round may already be too long. It then ends on
-    this step.
+    If a restart has lowered `every`, the current round may be too long by now, in which case it
+    ends on this step.
     """
     return jnp.where(since + 1 >= every, 0, since + 1)
 
 
 def to_merged(merge: Callable[[optax.Params, State], tuple[optax.Params, State]]) -> Merge:
-    """Returns a merge whose updates lead to the merged parameters.
+    """Returns a merge whose updates take us to the merged parameters.
 
     Args:
         merge: (this rank's parameters after its local step, state) -> the parameters to continue
-            with, and the next state. Communicates.
+            from, and the next state. Communicates.
     """
 
     def merged(
@@ -161,9 +162,9 @@ def _merged(
         return updates, state
 
     if this_round.chosen is not None:
-        # If there are several possible merges, a single `switch` decides both whether to merge on
-        # this step and which merge to use. The host can compute the index of the branch in advance,
-        # and then runs a program in which only the chosen merge communicates.
+        # With several possible merges, a single `switch` decides both whether to merge on this step
+        # and which merge to use. The host can compute the branch index in advance, and runs a
+        # program in which only the chosen merge communicates.
         branches = [unchanged, *(partial(end, merge) for merge in this_round.merges)]
         return jax.lax.switch(jnp.where(since == 0, this_round.chosen + 1, 0), branches)
     (merge,) = this_round.merges
@@ -171,9 +172,9 @@ def _merged(
 
 
 def pseudo_gradient(anchor: optax.Params, mine: optax.Params) -> optax.Updates:
-    """Returns the anchor minus this rank's parameters: a gradient for the outer optimizer.
+    """Returns the anchor minus this rank's parameters, i.e. the outer optimizer's gradient.
 
-    For leaves that aren't floating-point, the result is zero.
+    Leaves that aren't floating-point yield zero.
     """
     return jax.tree.map(lambda a, x: a - x if is_float(x) else jnp.zeros_like(x), anchor, mine)
 
@@ -184,38 +185,37 @@ def outer_step(
     anchor: optax.Params,
     state: optax.OptState,
 ) -> tuple[optax.Params, optax.OptState]:
-    """Returns the next anchor and the next state of the outer optimizer."""
+    """Returns the next anchor and the outer optimizer's next state."""
     updates, state = outer.update(gradient, state, anchor)
     return optax.apply_updates(anchor, updates), state
 
 
 def model_of(anchor: optax.Params, params: optax.Params) -> optax.Params:
-    """Returns the model to evaluate: the anchor, with leaves that aren't floats from `params`."""
+    """Returns the model to evaluate: the anchor, with any non-float leaves taken from `params`."""
     return jax.tree.map(lambda a, x: a if is_float(x) else x, anchor, params)
 
 
 def copied(params: optax.Params) -> optax.Params:
-    """Returns a copy, because an array that's both parameter and state couldn't be donated."""
+    """Returns a copy, since an array that's both parameter and state couldn't be donated."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
 def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
-    """Returns the model that all ranks agree on, for a job that ended, stopped or was pruned.
+    """Returns the model that all ranks agree on, once a job has ended, stopped or been pruned.
 
-    For optimizers that keep a shared copy of the parameters, called the anchor (`diloco`,
-    `streaming_diloco` and `sparse_loco`), the anchor is the model. If the job has ended between two
-    exchanges, the steps since the last exchange aren't part of the anchor and are dropped.
-    Exchanges that aren't complete are dropped as well.
+    For `diloco`, `streaming_diloco` and `sparse_loco`, the model is the anchor, a copy of the
+    parameters that all ranks share. If the job ended between two exchanges, any steps since the
+    last exchange are lost, and so are any incomplete exchanges.
 
-    For all other optimizers, the model is the parameters. With `delayed_mean`, the gradient of the
-    last step hasn't been applied to them yet, and is dropped.
+    For all other optimizers, the model is simply the parameters. With `delayed_mean`, the last
+    step's gradient hasn't been applied to them yet, so it's lost.
 
     Some optimizers never make the parameters equal on all ranks (`no_loco`, `gossip` and
-    `elastic_average`), and `local_sgd` and `federated_average` make them equal only at the end of a
-    round. In these cases, every rank gets its own parameters. The model to evaluate is then their
-    mean over ranks or, for `elastic_average`, the centre in its state.
+    `elastic_average`), or only do so at the end of a round (`local_sgd` and `federated_average`).
+    In those cases, every rank gets its own parameters. The model to evaluate is then their mean
+    over ranks or, for `elastic_average`, the centre in its state.
 
-    You don't need `finish` to resume a job, because the job simply continues from its state.
+    There's no need to call `finish` to resume a job, because it just picks up from its state.
 
     ```python
     model = jaxcross.exchange.finish(state.params, state.opt_state)
@@ -223,12 +223,12 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
 
     Args:
         params: Parameters of the job's latest state.
-        opt_state: Optimizer state of the same job state. The strategy's state may be nested in
-            others, as in `optax.chain`.
+        opt_state: Optimizer state from the same job state. The strategy's state may be nested
+            inside others, as in `optax.chain`.
 
     Returns:
         A tree like `params`. With the three strategies named first, its floating-point leaves are
-            bitwise identical on every rank. All other leaves are those of `params`.
+            bitwise identical on every rank. All other leaves come from `params`.
 
     Raises:
         ValueError: Two strategies in `opt_state` keep an anchor.
@@ -245,6 +245,6 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
 
 
 def _anchored(node: object) -> bool:
-    """Whether a node is the state of a strategy whose model isn't the parameters."""
+    """Whether a node is the state of a strategy whose model isn't just the parameters."""
     kind = type(node)
     return declared(kind) is not None and callable(getattr(kind, "model", None))

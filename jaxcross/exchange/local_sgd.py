@@ -34,16 +34,16 @@ def local_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the *parameters* over `axes` on every `every`-th step, and exchanges nothing else.
 
-    With `x` a rank's parameters after its local step: `x <- mean_over_ranks(x)`.
+    If `x` are a rank's parameters after its local step: `x <- mean_over_ranks(x)`.
 
-    Between exchanges, parameters differ between ranks. Right after an exchange, they're equal up to
-    one rounding. (If `every` is 1 and all ranks started from the same parameters, they stay bitwise
-    identical.) The optimizer's state is never averaged. A checkpoint must store this state and the
-    parameters separately for each rank. Deterministic.
+    Between exchanges, each rank has different parameters. Right after an exchange, they're equal up
+    to rounding. (If `every` is 1 and all ranks start from the same parameters, they stay bitwise
+    identical.) The optimizer's state never gets averaged. Checkpoints must store both this state
+    and the parameters separately for each rank. Deterministic.
 
-    With `every=1`, this is synchronous training for SGD with or without momentum, but not for Adam.
-    It corresponds to `diloco` with `optax.sgd(1.0)` as its outer optimizer, but saves the memory
-    for the anchor.
+    With `every=1`, this amounts to synchronous training for SGD with or without momentum, but not
+    for Adam. It's equivalent to `diloco` with `optax.sgd(1.0)` as its outer optimizer, minus the
+    memory for the anchor.
 
     ```python
     tx = jaxcross.exchange.local_sgd(optax.sgd(0.1, momentum=0.9), "batch", every=8)

@@ -26,53 +26,53 @@ def mean(
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each update by its mean over the ranks of `axes`, identical on every rank.
 
-    Stateless. Use it where the step would otherwise call `lax.pmean(grads, axes)`:
+    Stateless. Use it wherever the step would otherwise call `lax.pmean(grads, axes)`:
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
     ```
 
-    Ranks may have different numbers of tokens or examples. In that case, each rank passes its own
-    number as the `weight` argument of `update`. With g_r the gradient of rank r, which is itself a
-    mean over w_r tokens, the result is sum(w_r g_r) / sum(w_r), i.e. the mean over all tokens:
+    If ranks differ in their number of tokens or examples, have each of them pass its own number as
+    the `weight` argument of `update`. If g_r is the gradient of rank r, itself a mean over w_r
+    tokens, the result is sum(w_r g_r) / sum(w_r), i.e. the mean over all tokens:
 
     ```python
     updates, state = tx.update(grads, state, params, weight=mask.sum())
     ```
 
-    The weight is one non-negative real number. A rank with weight 0 contributes nothing, even if
-    its gradient is NaN. If all weights are 0, the mean is 0. The ranks send the products w_r g_r,
+    The weight is a single non-negative real number. A rank with weight 0 contributes nothing, even
+    if its gradient is NaN. If all weights are 0, so is the mean. Ranks send the products w_r g_r,
     in the type of the update or in `wire_dtype`, plus 4 bytes for the weight. These products can
-    overflow in float16: a gradient of 16 times 4096 tokens is already infinite. Use fractions
-    there, such as `mask.mean()` over batches of equal length.
+    overflow in float16, where a gradient of 16 times 4096 tokens is already infinite. In that case,
+    use fractions like `mask.mean()` over batches of equal length.
 
-    The patterns below differ in how the sum is computed. For n bytes of updates, each of P ranks
+    There are several patterns for computing the sum. For n bytes of updates, each of P ranks
     receives:
 
-    - `"auto"`: one all-reduce per update, with MPI's own algorithm: 2(P-1)/P n.
-    - `"hierarchical"`: over two axes, the outer one first, for example `("node", "local")`. Does a
-      reduce-scatter over the inner axis of L ranks, an all-reduce of one block over the outer axis
-      of N ranks, and an all-gather over the inner axis: 2(L-1)/L n within a node, and 2(N-1)/N n/L
-      between nodes.
+    - `"auto"`: one all-reduce per update, using MPI's own algorithm: 2(P-1)/P n.
+    - `"hierarchical"`: a reduce-scatter over the inner axis of L ranks, an all-reduce of one block
+      over the outer axis of N ranks, and an all-gather over the inner axis: 2(L-1)/L n within a
+      node, and 2(N-1)/N n/L between nodes. This needs two axes, the outer one first, for example
+      `("node", "local")`.
     - `"ring"`: 2(P-1) hops, 2(P-1)/P n.
-    - `"tree"`: recursive doubling in log2(P) hops of n bytes each, plus two more hops if P is not a
-      power of two. Use it for small messages.
+    - `"tree"`: recursive doubling in log2(P) hops of n bytes each, plus two more hops if P isn't a
+      power of two. Use this for small messages.
 
-    By default, each update is averaged by an all-reduce of its own. All other patterns first copy
-    the updates into one vector per element type, which is padded to a multiple of the number of
-    ranks, and copy the result back. Updates with an integer type are always averaged as by default,
-    and their mean is a float.
+    By default, each update gets its own all-reduce. The other patterns first pack the updates into
+    one vector per element type, padded to a multiple of the number of ranks, and copy the result
+    back afterwards. Integer updates are always averaged with the default pattern, and their mean is
+    a float.
 
     Args:
         axes: One axis name, or a tuple of names that act as a single axis.
         wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's
-            bytes. Each rank rounds once before sending. The sum is computed in float32 and rounded
+            bytes. Each rank rounds once before sending, the sum is computed in float32 and rounded
             once, and the division is done in the update's own type. `"hierarchical"` rounds twice
-            on the way: before sending, and the node's sum. Ring and tree round once per hop. What
-            travels is the sum rather than the mean. In `jnp.float16`, the mean is therefore
-            infinite on every rank if the sum exceeds 65504, even if the mean itself would fit.
-            Dividing first would instead round small gradients to zero, which nobody would notice.
-            `jnp.bfloat16` has float32's range.
+            along the way (before sending, and the node's sum); ring and tree round once per hop.
+            Note that we send the sum and not the mean. With `jnp.float16`, the mean is therefore
+            infinite on every rank as soon as the sum exceeds 65504, even if the mean itself would
+            fit. Dividing first would instead silently round small gradients to zero. `jnp.bfloat16`
+            has the same range as float32.
         pattern: How the sum is computed; see above.
 
     Raises:
@@ -137,7 +137,7 @@ def mean(
 
     def _sum_of_vector(x: jax.Array) -> jax.Array:
         wire = x.dtype if wire_dtype is None or not _narrows(x.dtype, wire_dtype) else wire_dtype
-        # Sum in float32 or wider, because 16-bit types are only meant for the wire.
+        # Sum in float32 or wider: 16-bit types are only meant for the wire.
         return _SUMS[pattern](
             x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire
         ).astype(x.dtype)
@@ -161,8 +161,8 @@ def _ring(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Arr
 
 
 def _tree(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
-    # In each hop, two ranks add their numbers, and both must get the same sum. A rank receives its
-    # partner's number rounded to the wire type, so it has to round its own number in the same way
+    # In each hop, two ranks add up their values and must arrive at the same sum. The partner's
+    # value arrives rounded to the wire type, so a rank has to round its own value in the same way
     # before adding.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return collectives.round_for_wire(a.astype(x.dtype) + b.astype(x.dtype), wire)

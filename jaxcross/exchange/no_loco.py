@@ -1,6 +1,6 @@
-"""NoLoCo: ranks train independently, and every few steps, random pairs move towards each other.
+"""NoLoCo: ranks train independently, and every few steps, random pairs pull each other closer.
 
-There is no collective at all: in an exchange, a rank only communicates with one other rank.
+It doesn't need collectives at all: in an exchange, each rank only communicates with one other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NoLoCoState(NamedTuple):
         since: Steps since the last exchange, int32.
         round: Number of exchanges so far, int32.
         anchor: Parameters at the last exchange.
-        velocity: Momentum of the outer step, a tree like the parameters.
+        velocity: Momentum of the outer step, as a tree like the parameters.
         inner: State of this rank's own optimizer.
     """
 
@@ -57,23 +57,23 @@ def no_loco(
     pull: float | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets random pairs of ranks take an outer step together, on every `every`-th step.
+    """Has random pairs of ranks take an outer step together on every `every`-th step.
 
-    Each rank has an anchor `a`, which is its parameters at the last exchange, and a velocity `v`.
-    With `x` its current parameters, and with means taken over the two ranks of a pair, the exchange
-    computes the velocity `v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)`. The next
-    anchor is then `a + v`, and the rank continues from there.
+    Each rank has an anchor `a` (its parameters at the last exchange) and a velocity `v`. If `x` are
+    its current parameters, and means are taken over the two ranks of a pair, an exchange computes
+    the velocity `v <- momentum * v + rate * mean(x - a) + pull * (mean(a) - a)`. The next anchor is
+    then `a + v`, which is also where the rank continues from.
 
-    In this formula, `mean(x - a)` is the progress that the pair has made on average since the last
-    exchange. The last term draws the two ranks towards each other.
+    Here, `mean(x - a)` is the pair's average progress since the last exchange, and the last term
+    draws the two ranks towards each other.
 
-    Ranks only become approximately equal: parameters and the state are rank-local, even right after
-    an exchange. The model to evaluate is the mean of the parameters over ranks. Deterministic.
+    Ranks only become approximately equal: parameters and state stay rank-local, even right after an
+    exchange. The model to evaluate is the mean of the parameters over ranks. Deterministic.
 
-    Pairs are drawn from a round-robin tournament, in which every rank is paired with every other
-    rank once. Each exchange uses one round of this tournament, so every rank gets one partner.
-    Which round it is depends only on `seed` and the number of the exchange, and all partners are
-    equally likely. If the number of ranks is odd, one rank has no partner and takes its step alone.
+    Pairs come from a round-robin tournament, in which every rank meets every other rank exactly
+    once. Each exchange uses one round of it, so every rank gets a single partner. Which round that
+    is depends only on `seed` and the number of the exchange, and all partners are equally likely.
+    With an odd number of ranks, one of them is left without a partner and takes its step alone.
 
     ```python
     tx = jaxcross.exchange.no_loco(optax.adam(1e-3), "batch", every=16)
@@ -84,27 +84,27 @@ def no_loco(
         optimizer: Steps on this rank's gradients.
         axes: One axis name. Several raise an error.
         every: Steps from one exchange to the next; the first exchange is on step `every`.
-        rate: Factor of the pair's mean progress, positive.
-        momentum: Fraction of the last outer step to add to the next one, in [0, 1).
-        pull: Factor of the distance to the pair's mean, at least 0. If None, it equals `rate`. This
-            halves the bytes, because only `x` has to be exchanged.
+        rate: Factor for the pair's mean progress, positive.
+        momentum: Fraction of the last outer step that carries over to the next, in [0, 1).
+        pull: Factor for the distance to the pair's mean, at least 0. If None, it equals `rate`.
+            This halves the bytes, because it's then enough to exchange `x`.
         seed: Seed of the pairs.
 
     Raises:
         ValueError: An argument is out of range, `optimizer` is not an optimizer, or `axes` names
             several axes; or `update` got no `params`.
 
-    Bytes received per rank: the bytes of the parameters on a step that exchanges, and 0 on all
-    other steps. If you pass a `pull` that differs from `rate`, it's twice as much, because the
-    anchors have to be exchanged as well. The program of a step has one branch for each possible
-    pairing of the ranks: P - 1 branches if the number of ranks P is even, and P if it's odd.
+    Bytes received per rank: the bytes of the parameters on a step that exchanges, 0 on all others.
+    Passing a `pull` that differs from `rate` doubles this, because the anchors need to be exchanged
+    as well. The step's program contains a branch for every possible pairing of the ranks: P - 1
+    branches if the number of ranks P is even, and P if it's odd.
 
     Communicates only in `update`, on every `every`-th step, with one other rank. All ranks must
     call it on the same step.
 
-    Source: after Kolehmainen et al., arXiv 2506.10911, and the authors' code, in which `pull`
-    always equals `rate`. Their method may pair the ranks in any way, while our pairs come from the
-    rounds of a tournament.
+    Source: based on Kolehmainen et al., arXiv 2506.10911, and the authors' code, where `pull`
+    always equals `rate`. Their method allows arbitrary pairings, whereas ours come from the rounds
+    of a tournament.
     """
     axis = collectives.one_axis(axes, "`no_loco`")
     every = whole_number(every, "every", "`no_loco`")
@@ -140,7 +140,7 @@ def no_loco(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OuterStep:
-    """Factors of the outer step. `pull` is None if it equals `rate`."""
+    """The factors of the outer step. `pull` is None if it equals `rate`."""
 
     rate: float
     momentum: float
@@ -161,8 +161,8 @@ class _OuterStep:
         velocities, back_velocity = ravel_floats(velocity)
 
         def mean(x: jax.Array) -> jax.Array:
-            # We compute the mean from the difference, so that two ranks with equal values stay
-            # bitwise identical.
+            # Compute the mean from the difference, which keeps two ranks with equal values bitwise
+            # identical.
             return x + (jax.lax.ppermute(x, axis, perm) - x) / 2
 
         for i, (x, a, v) in enumerate(zip(own, anchors, velocities, strict=True)):
@@ -188,9 +188,9 @@ def _factor(name: str, value: float, *, positive: bool = False, below: float = m
 
 
 def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the rounds of a tournament in which every rank is paired with every other rank once.
+    """Returns the rounds of a tournament in which every rank meets every other rank once.
 
-    Each round is a tuple with every rank's partner. A rank that has no partner is its own.
+    Each round is a tuple of everyone's partners. A rank without a partner is paired with itself.
     """
     seats = ranks + ranks % 2  # if odd, the rank paired with the empty seat stays alone
     if seats < 2:
@@ -198,19 +198,18 @@ def pairings(ranks: int) -> tuple[tuple[int, ...], ...]:
     found: list[tuple[int, ...]] = []
     for shift in range(seats - 1):
         circle = [seats - 1, *((shift + i) % (seats - 1) for i in range(seats - 1))]
-        # Pair the first rank in the circle with the last, the second with the second last, and so
-        # on.
+        # Pair the first rank in the circle with the last, the second with the second to last, and
+        # so on.
         partner = dict(zip(circle, reversed(circle), strict=True))
         found.append(tuple(partner[r] if partner[r] < ranks else r for r in range(ranks)))
     return tuple(found)
 
 
 def draw(seed: int, number: jax.Array, count: int) -> jax.Array:
-    """Returns a pseudo-random int32 from 0 to `count - 1`, a function of `seed` and `number`.
+    """Returns a pseudo-random int32 from 0 to `count - 1`, determined by `seed` and `number`.
 
-    We need a random number that the host can compute, too. That's why this only uses integer
-    arithmetic on scalars, which the host can evaluate. `jax.random` isn't suitable, because it
-    works on arrays.
+    The host has to be able to compute this number too, so we stick to integer arithmetic on
+    scalars, which it can evaluate. `jax.random` is out because it works on arrays.
     """
     x = number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(
         (seed * 0x85EBCA6B + 0x27D4EB2F) % 2**32

@@ -1,9 +1,9 @@
-"""1-bit Adam: Adam for a while, then only its momentum is exchanged, as signs.
+"""1-bit Adam: starts out as plain Adam, then switches to exchanging only the momentum, as signs.
 
-We can't simply put a compressor with error feedback in front of Adam: error feedback needs an
-update that is linear in what's compressed, and Adam's update isn't linear in the gradient. But
-after a while, its second moment settles. Once we freeze it, the update is linear in the momentum,
-which can then be compressed to one bit per element.
+Putting a compressor with error feedback in front of Adam doesn't work: error feedback requires the
+update to be linear in whatever gets compressed, and Adam's update isn't linear in the gradient. But
+its second moment settles after a while. If we freeze it at that point, the update becomes linear in
+the momentum, which can then be compressed to one bit per element.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from jaxcross.exchange.validation import as_number, check_real, check_state, who
 
 
 class OneBitAdamState(NamedTuple):
-    """The moments and the residuals of both phases, all float32.
+    """Moments and residuals of both phases, all float32.
 
-    Both moments and the worker's residual are trees like the parameters. In an exchange of signs,
-    each rank averages 1/P of all elements, i.e. acts as a server for them. The server's residual is
-    a vector of that length, including padding. Step counts and moments are the same on every rank,
-    but residuals are rank-local.
+    Both moments and the worker's residual are trees like the parameters. When signs are exchanged,
+    each rank averages 1/P of all elements, i.e. it acts as the server for them. The server's
+    residual is a vector of that length, including padding. Step counts and moments are the same on
+    every rank, but residuals are rank-local.
 
-    `nu_steps` counts the gradients in the second moment. It may differ from `freeze_step`, because
-    you can change that at a restart.
+    `nu_steps` is the number of gradients that went into the second moment. It can differ from
+    `freeze_step`, which you're allowed to change at a restart.
     """
 
     step: jax.Array
@@ -57,29 +57,29 @@ def one_bit_adam(
     eps: float = 1e-8,
     block: int = 2048,
 ) -> optax.GradientTransformation:
-    """Returns Adam's direction, exchanging gradients at first, and 1-bit momenta later.
+    """Computes Adam's direction, exchanging gradients at first and 1-bit momenta later.
 
-    Replaces `mean` followed by `optax.scale_by_adam`, and gives the same updates as these for the
-    first `freeze_step` steps. After that, the second moment stays frozen, and the ranks no longer
-    exchange gradients. Each rank adds its gradient to the common momentum, and only the momentum is
-    averaged, with one bit per element.
+    This is a drop-in replacement for `mean` followed by `optax.scale_by_adam`, and yields the same
+    updates for the first `freeze_step` steps. After that, the second moment stays frozen and ranks
+    no longer exchange gradients. Instead, each rank adds its gradient to the common momentum, and
+    only the momentum gets averaged, at one bit per element.
 
-    This average takes two phases, each with its own residual. First, every rank sends each 1/P of
-    its momentum to the rank that owns that part. Then the owners send the averages to all ranks.
-    Updates are the same on every rank, but residuals are rank-local. Deterministic.
+    Averaging takes two phases, each with its own residual. First, every rank sends each 1/P of its
+    momentum to the rank that owns it. Then the owners send the averages to all ranks. Updates are
+    the same on every rank, but residuals are rank-local. Deterministic.
 
-    Bytes received per rank and step: before `freeze_step`, `2(P-1)/P n`, where n is the bytes of
-    the gradients in float32. From then on, `2 (P-1)/P (D'/8 + 4 D'/block)`, where D' is the number
-    of all elements, padded to a multiple of P blocks.
+    Bytes received per rank and step: `2(P-1)/P n` before `freeze_step`, where n is the bytes of the
+    gradients in float32. From then on, `2 (P-1)/P (D'/8 + 4 D'/block)`, where D' is the total
+    number of elements, padded to a multiple of P blocks.
 
-    Choose a `freeze_step` by which the second moment has settled, which in the paper is after
-    15-25% of the run. If you freeze too early, the update overflows. An element that had no
-    gradient until then won't move afterwards, because nothing is known about its size.
+    By `freeze_step`, the second moment should have settled, which in the paper takes 15-25% of the
+    run. If you freeze it too early, the update overflows. Elements that haven't received any
+    gradient by then will never move, because nothing is known about their scale.
 
-    The dangerous elements are those that had hardly any gradient before. One bit can't say that
-    such an element's momentum is small, so it gets the mean size of its block. Dividing this by the
-    root of a second moment near 0, plus a small `eps`, makes a huge step. If the loss jumps at
-    `freeze_step`, raise `eps` (1e-4 in our benchmarks) or lower `block`.
+    The dangerous elements are those that have barely received any. One bit can't express that an
+    element's momentum is small, so it's assigned its block's mean magnitude. Dividing that by the
+    root of a second moment near 0, plus a small `eps`, results in a huge step. If the loss jumps at
+    `freeze_step`, raise `eps` (we use 1e-4 in our benchmarks) or lower `block`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.one_bit_adam(2000, "batch", ranks=world.size),
@@ -88,15 +88,16 @@ def one_bit_adam(
 
     Args:
         freeze_step: The first step that exchanges signs. You can change it at a restart. If the job
-            hasn't reached the new step yet, gradients are averaged again until it does.
+            hasn't reached the new step yet, it goes back to averaging gradients until it does.
         axes: One axis name. Several raise an error.
-        ranks: Number of ranks of that axis. It's needed because residuals are created before the
+        ranks: Number of ranks of that axis. We need it because residuals are created before the
             axis is bound.
-        b1: Decay of the momentum.
-        b2: Decay of the second moment.
-        eps: Added to the second moment's root. Adam's usual 1e-8 can be too small here; see above.
-        block: Number of elements that share a scale, a multiple of 8. The last block may hold
-            fewer; padding doesn't affect its scale.
+        b1: Decay rate of the momentum.
+        b2: Decay rate of the second moment.
+        eps: Added to the root of the second moment. Adam's usual 1e-8 can be too small here; see
+            above.
+        block: Number of elements that share a scale, a multiple of 8. The last block may be
+            smaller; padding doesn't affect its scale.
 
     Raises:
         ValueError: An argument is out of range; or, at trace time, the size of the axis is not
@@ -105,13 +106,13 @@ def one_bit_adam(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Tang et al., arXiv 2102.02888, algorithm 1. The scale of a block of signs is the mean
-    absolute value of its elements. With this scale, the compression is a contraction for all
-    possible inputs, which error feedback requires.
+    Source: Tang et al., arXiv 2102.02888, algorithm 1. We scale a block's signs by the mean
+    absolute value of its elements, which makes the compression a contraction for every possible
+    input, as error feedback requires.
     """
     axis = collectives.one_axis(axes, "`one_bit_adam`")
-    # At least one normal Adam step has to come first, because the later steps divide by the second
-    # moment, which would otherwise still be zero.
+    # There has to be at least one regular Adam step first, because the later steps divide by the
+    # second moment, which would still be zero otherwise.
     freeze_step = whole_number(freeze_step, "freeze_step", "`one_bit_adam`")
     block = whole_number(block, "block", "`one_bit_adam`")
     ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
@@ -165,8 +166,8 @@ def one_bit_adam(
             return updates, state._replace(step=step)
         moments = jax.lax.cond(state.step < freeze_step, adam_step, sign_step, grads, state)
         state = OneBitAdamState(step, *moments)
-        # The bias correction is the same as in optax.scale_by_adam. Once the second moment is
-        # frozen, so is its correction.
+        # Bias correction works as in optax.scale_by_adam. Once the second moment is frozen, so is
+        # its correction.
         first = 1 - b1**step
         second = 1 - b2**state.nu_steps
         directions = jax.tree.map(
@@ -187,7 +188,7 @@ Moments = tuple[jax.Array, PyTree, PyTree, PyTree, jax.Array]
 def _adam_step(
     axis: Hashable, b1: float, b2: float, grads: optax.Updates, state: OneBitAdamState
 ) -> Moments:
-    """Returns Adam's moments of the averaged gradients, and the residuals unchanged."""
+    """Returns Adam's moments for the averaged gradients, and the unchanged residuals."""
     grads = jax.lax.pmean(grads, axis)
     mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, grads)
     nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, grads)
@@ -198,9 +199,9 @@ def _adam_step(
 def _sign_step(
     axis: Hashable, b1: float, ranks: int, block: int, grads: optax.Updates, state: OneBitAdamState
 ) -> Moments:
-    """Returns the averaged momentum and both residuals after two exchanges of signs.
+    """Returns the averaged momentum and both residuals after two rounds of exchanging signs.
 
-    The second moment doesn't change.
+    Leaves the second moment alone.
     """
     lay = _layout(grads, ranks, block)
     mine = jax.tree.map(
@@ -208,19 +209,19 @@ def _sign_step(
     )
     vector = lay.ravel(mine)
     blocks = lay.length // block // ranks
-    # First phase: every rank sends each part to its owner.
+    # First phase: send each part to its owner.
     packed, scales = _encode(
         vector.reshape(ranks, -1), _counts(lay.size, jnp.arange(ranks), blocks, block), block
     )
     rest = vector - _decode(packed, scales, block).reshape(-1)
     packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
     counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
-    # One bit can't encode zero, so the padding at the end arrives as nonzero values. We set it to
-    # zero again, both in the mean and in the residual.
+    # One bit can't encode zero, so the padding at the end comes back as nonzero values. Zero it out
+    # again, both in the mean and in the residual.
     real = (jnp.arange(block) < counts[:, None]).reshape(-1)
     owned = collectives.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
     owned = jnp.where(real, owned, 0)
-    # Second phase: the owner sends the mean of its part to all ranks.
+    # Second phase: owners send the mean of their part to all ranks.
     packed, scales = _encode(owned, counts, block)
     server_rest = jnp.where(real, owned - _decode(packed, scales, block), 0)
     mu = lay.unravel(
@@ -228,10 +229,10 @@ def _sign_step(
             -1
         )
     )
-    # One bit can't encode zero, so even an element that has never had a gradient gets a nonzero
-    # momentum. Its second moment is 0, so the momentum would be divided by `eps` alone, which would
-    # make a huge update. We therefore set such a momentum to zero, unless it isn't finite, because
-    # that must stay visible.
+    # One bit can't encode zero, so even elements that have never had a gradient end up with a
+    # nonzero momentum. Since their second moment is 0, that would be divided by just `eps`,
+    # resulting in a huge update. So set it to zero, unless it isn't finite, which shouldn't be
+    # covered up.
     mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
     return state.nu_steps, mu, state.nu, lay.unravel(rest), server_rest
 
@@ -241,9 +242,9 @@ def _layout(tree: PyTree, ranks: int, block: int) -> VectorLayout:
 
 
 def _counts(size: int, part: jax.Array, blocks: int, block: int) -> jax.Array:
-    """Returns how many real elements, out of `size`, each of a part's `blocks` blocks holds.
+    """Returns how many of the `size` real elements are in each of a part's `blocks` blocks.
 
-    If `part` is an array of parts, returns one row per part.
+    If `part` is an array, returns one row per part.
     """
     number = part[..., None] * blocks + jnp.arange(blocks)
     whole, rest = divmod(size, block)
@@ -254,10 +255,10 @@ def _encode(x: jax.Array, counts: jax.Array, block: int) -> tuple[jax.Array, jax
     """Returns packed signs and each block's mean absolute value. Zero counts as positive.
 
     Args:
-        x: The values, along the last axis; padding must be zero.
-        counts: Number of elements in each block that aren't padding. Only these count in the mean.
-            If it included padding, a nearly empty block would send only a small part of its size
-            per step.
+        x: The values, along the last axis; any padding must be zero.
+        counts: Number of elements in each block that aren't padding. Only those count towards the
+            mean. Including the padding would mean that a nearly empty block only gets to send a
+            fraction of its magnitude on each step.
         block: Number of elements per block.
     """
     grouped = x.reshape(*x.shape[:-1], -1, block)

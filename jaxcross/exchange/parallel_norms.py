@@ -1,7 +1,7 @@
-"""LARS and LAMB with the norms distributed over ranks (PTO).
+"""LARS and LAMB with norms distributed over ranks (PTO).
 
-Each rank computes the trust ratios of its share of the layers, and an all-gather distributes them
-to all ranks.
+Each rank computes the trust ratios for its share of the layers, and an all-gather distributes them
+to everyone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 
 Mask = PyTree | Callable[[optax.Params], PyTree]
-"""A tree of booleans, or a function that makes one from the parameters."""
+"""A tree of booleans, or a function that creates one from the parameters."""
 
 
 def scale_by_trust_ratio(
@@ -27,23 +27,21 @@ def scale_by_trust_ratio(
     trust_coefficient: float = 1.0,
     eps: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Scales each layer's update by its trust ratio, like optax's function, with 1/P of the work.
+    """Scales each layer's update by its trust ratio, like optax does, but with 1/P of the work.
 
-    The trust ratio of a layer (leaf) is computed from the norms of its parameters and its update.
-    After an exchange of gradients, these are the same on all ranks, so all ranks would compute the
-    same norms. Here, each layer is assigned to a single rank, which computes its ratio for all
-    ranks. The assignment balances the number of elements per rank. Stateless, bitwise identical on
-    every rank, and deterministic.
+    A layer's (i.e. leaf's) trust ratio depends on the norms of its parameters and of its update.
+    After an exchange of gradients, those are the same on all ranks, so normally every rank would
+    compute the same norms. We assign each layer to a single rank instead, which computes its ratio
+    on behalf of everyone. The assignment balances the number of elements per rank. Stateless,
+    bitwise identical on every rank, and deterministic.
 
-    Only the trust ratios are exchanged, and nothing is averaged. So put this after `mean`, or after
-    another exchange that makes updates and parameters identical on all ranks. If they aren't, each
-    rank scales its own updates by ratios that were computed from other ranks' updates, and no error
-    is raised.
+    Only the trust ratios are exchanged; nothing is averaged. So put this after `mean`, or after
+    some other exchange that makes updates and parameters identical on all ranks. If they aren't,
+    each rank silently scales its own updates by ratios computed from other ranks' updates.
 
-    Each of P ranks computes only its part of the norms, which saves it from reading (P-1)/P of the
-    updates and parameters. In return, it has to wait for one more exchange. On two ranks, the gain
-    was within the noise, both for a Transformer and for ResNet-50
-    (benchmarks/results/exchanges.md). This is meant for many ranks and large models.
+    With P ranks, each rank is spared from reading (P-1)/P of the updates and parameters, but has to
+    wait for one more exchange. On two ranks, the gain was within the noise for both a Transformer
+    and ResNet-50 (benchmarks/results/exchanges.md). This is meant for large models on many ranks.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), jaxcross.exchange.lars("batch", 0.1))
@@ -51,9 +49,9 @@ def scale_by_trust_ratio(
 
     Args:
         axes: One axis name. Several raise an error.
-        min_norm: Lower bound on the norms of a layer's parameters and updates.
+        min_norm: Lower bound on the norms of a layer's parameters and update.
         trust_coefficient: Factor of every ratio.
-        eps: Added to the updates' norm.
+        eps: Added to the update's norm.
 
     Raises:
         ValueError: `axes` names several axes, or `update` got no `params`.
@@ -90,7 +88,7 @@ def scale_by_trust_ratio(
             ]
             return jnp.stack([*ratios, *[jnp.ones((), dtype)] * (longest - len(ratios))])
 
-        # Over MPI, the rank's index is a constant, so only this rank's branch runs.
+        # Over MPI, the rank's index is a constant, so only this rank's branch is executed.
         mine = jax.lax.switch(jax.lax.axis_index(axis), [partial(of, layers) for layers in owned])
         gathered = collectives.gather(mine, axis)
         out = list(leaves)
@@ -114,18 +112,19 @@ def lars(
     momentum: float = 0.9,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
-    """LARS: SGD with momentum, steps scaled per layer. Like `optax.lars`, with distributed norms.
+    """LARS: SGD with momentum and per-layer step scaling. Like `optax.lars`, with distributed
+    norms.
 
-    For a layer `w` with gradient `g`, LARS first adds the weight decay, `u = g + weight_decay w`.
-    It then scales the step by the trust ratio `trust_coefficient |w| / (|u| + eps)`, or by 1 if one
-    of the norms is 0. The momentum becomes `m <- momentum m - learning_rate ratio u`, and the layer
-    `w <- w + m`, or with Nesterov momentum `w <- w + momentum m - learning_rate ratio u`. The
-    momentum is the same on every rank.
+    For a layer `w` with gradient `g`, LARS first adds weight decay, `u = g + weight_decay w`. It
+    then scales the step by the trust ratio `trust_coefficient |w| / (|u| + eps)`, or by 1 if either
+    norm is 0. The momentum becomes `m <- momentum m - learning_rate ratio u`, and the layer `w <- w
+    + m`, or with Nesterov momentum `w <- w + momentum m - learning_rate ratio u`. The momentum is
+    the same on every rank.
 
-    LARS doesn't average gradients, so put it after `mean`. No error is raised if you forget this,
-    but the ranks drift apart: each rank then scales its own gradients by ratios that other ranks
-    have computed from different gradients. See `scale_by_trust_ratio` for what is sent, and for
-    when it saves time.
+    LARS doesn't average gradients, so put it after `mean`. If you forget to, there's no error, but
+    the ranks drift apart, because they scale their own gradients by ratios that other ranks have
+    computed from different ones. See `scale_by_trust_ratio` for what gets sent, and when this saves
+    time.
 
     Args:
         axes: One axis name. Several raise an error. Gradients and parameters must be identical on
@@ -167,17 +166,17 @@ def lamb(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> optax.GradientTransformation:
-    """LAMB: Adam with steps scaled per layer. Like `optax.lamb`, with distributed norms.
+    """LAMB: Adam with per-layer step scaling. Like `optax.lamb`, with distributed norms.
 
     For a layer `w` with Adam's bias-corrected moments `m` and `v`, LAMB first computes Adam's step
-    with weight decay, `u = m / (sqrt(v + eps_root) + eps) + weight_decay w`. It then scales this
-    step by the ratio of the two norms, `w <- w - learning_rate |w| / |u| u`. If a norm is 0, the
-    ratio is 1. The moments are the same on every rank.
+    with weight decay, `u = m / (sqrt(v + eps_root) + eps) + weight_decay w`. It then scales the
+    step by the ratio of the two norms, `w <- w - learning_rate |w| / |u| u`. If either norm is 0,
+    the ratio is 1. The moments are the same on every rank.
 
-    LAMB doesn't average gradients, so put it after `mean`. No error is raised if you forget this,
-    but the ranks drift apart: each rank then scales its own gradients by ratios that other ranks
-    have computed from different gradients. See `scale_by_trust_ratio` for what is sent, and for
-    when it saves time.
+    LAMB doesn't average gradients, so put it after `mean`. If you forget to, there's no error, but
+    the ranks drift apart, because they scale their own gradients by ratios that other ranks have
+    computed from different ones. See `scale_by_trust_ratio` for what gets sent, and when this saves
+    time.
 
     Args:
         axes: One axis name. Several raise an error. Gradients and parameters must be identical on
@@ -208,8 +207,7 @@ def lamb(
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Assigns layers to ranks, at most ceil(L / P) each.
 
-    The assignment is greedy: the largest remaining layer goes to the rank that has the fewest
-    elements so far.
+    Greedy: the largest remaining layer goes to the rank with the fewest elements so far.
     """
     most = math.ceil(len(sizes) / ranks)
     owned: list[list[int]] = [[] for _ in range(ranks)]
@@ -227,5 +225,5 @@ def _ratio(
     param_norm = optax.safe_norm(param, min_norm)
     update_norm = optax.safe_norm(update, min_norm)
     ratio = trust_coefficient * param_norm / (update_norm + eps)
-    # With a ratio of 0, a layer of zeros would never move.
+    # If the ratio were 0, an all-zero layer could never move.
     return jnp.where((param_norm == 0) | (update_norm == 0), jnp.ones((), ratio.dtype), ratio)

@@ -1,4 +1,4 @@
-"""An optimizer state that is rank-local as a whole."""
+"""An optimizer state that's entirely rank-local."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PerRankState(NamedTuple):
 def per_rank(
     optimizer: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps the state of `optimizer` in a `PerRankState`, so that comparisons of ranks skip it."""
+    """Wraps the state of `optimizer` in a `PerRankState`, which comparisons between ranks skip."""
 
     def init(params: optax.Params) -> PerRankState:
         return PerRankState(optimizer.init(params))

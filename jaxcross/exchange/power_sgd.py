@@ -1,13 +1,13 @@
 """PowerSGD: exchanges each gradient matrix as a product of two thin matrices.
 
-A gradient matrix M of shape [n, m] is approximated as P Q^T, where P and Q have r columns each. One
-step of power iteration computes the two: first P = M Q with the Q of the previous step, then, after
-orthogonalising P, Q = M^T P. Both products are linear in M, so an all-reduce can average them. With
-a selection such as `top_k`, that isn't possible.
+A gradient matrix M of shape [n, m] is approximated as P Q^T, where P and Q have r columns each.
+They're computed by a single step of power iteration: first P = M Q with Q from the previous step,
+then Q = M^T P once P has been orthogonalised. Both products are linear in M, so they can be
+averaged by an all-reduce, unlike the result of a selection such as `top_k`.
 
-Since Q is kept from step to step (a warm start), the iterations add up over steps, and the
-approximation gets better. What it leaves out stays in the rank's residual and is added to the
-rank's next gradient.
+Since Q carries over from step to step (a warm start), iterations accumulate over time and the
+approximation improves. Whatever it misses stays in the rank's residual and is added to its next
+gradient.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from jaxcross.exchange.arithmetic import product
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
-# When we orthogonalise a column, we project out all earlier columns. If less than this fraction of
-# its length is left, we conclude that the column is a combination of the earlier ones, and that
-# what is left is rounding noise.
+# Orthogonalising a column means projecting out all earlier ones. If that leaves less than this
+# fraction of its length, we consider the column a combination of the earlier ones, and the rest
+# mere rounding noise.
 _EPSILON = 1e-5
 
 
 class PowerSGDState(NamedTuple):
-    """Right factors for the next step, and residuals; float32, in the tree of the parameters.
+    """Right factors for the next step and residuals; float32, in the tree of the parameters.
 
-    For each matrix of shape [n, m] that is compressed, there's a factor of shape [m, r] and a
-    residual of shape [n, m]. Leaves that aren't compressed have a placeholder instead
-    (`optax.MaskedNode`). The factors are the same on every rank, but the residuals are rank-local.
+    Each compressed matrix of shape [n, m] has a factor of shape [m, r] and a residual of shape [n,
+    m]. All other leaves have a placeholder (`optax.MaskedNode`). The factors are the same on every
+    rank, but the residuals are rank-local.
     """
 
     factor: PyTree
@@ -52,21 +52,21 @@ def power_sgd(
 ) -> optax.GradientTransformation:
     """Averages each leaf over ranks as a matrix of rank `rank`, with error feedback.
 
-    A leaf with two or more dimensions is treated as a matrix of n rows and m columns, where m is
-    its last dimension. Vectors, scalars, and matrices that wouldn't shrink by `min_ratio` are
+    Leaves with two or more dimensions are treated as matrices with n rows and m columns, where m is
+    the last dimension. Vectors, scalars, and matrices that wouldn't shrink by `min_ratio` are
     averaged uncompressed.
 
     Updates are the same on every rank, but residuals are rank-local. Deterministic. If the mean of
-    the ranks' matrices has rank `rank` or less, it's reproduced without any error, as soon as the
-    right factors from an earlier step cover its row space.
+    the ranks' matrices has rank `rank` or less, it's reproduced exactly as soon as the right
+    factors from an earlier step cover its row space.
 
     Bytes received per rank: `2(P-1)/P 4 rank (n + m)` per matrix on P ranks. There are two
-    all-reduces, one after the other, one for each of the two thin matrices. Together, they carry
-    `rank (n + m)` elements instead of the n m elements of the whole matrix.
+    consecutive all-reduces, one for each of the thin matrices. Together, they carry `rank (n + m)`
+    elements instead of the full matrix's n m.
 
-    Matrix products are computed in full float32, even if a GPU would by default round their factors
-    to TF32. Rounding to TF32 would add an error to the update that the residual doesn't contain, so
-    error feedback couldn't correct it later.
+    Matrix products are computed in full float32, even on GPUs that would round their factors to
+    TF32 by default. TF32 would introduce an error into the update that isn't part of the residual,
+    and which error feedback therefore couldn't make up for later.
 
     ```python
     tx = optax.chain(jaxcross.exchange.power_sgd(4, "batch"), optax.sgd(0.1, momentum=0.9))
@@ -75,10 +75,10 @@ def power_sgd(
     ```
 
     Args:
-        rank: Columns of the thin matrices, capped at the matrix's smaller side.
+        rank: Number of columns of the thin matrices, capped at the matrix's smaller side.
         axes: One axis name, or a tuple of names that act as a single axis.
         min_ratio: A matrix is compressed if `rank (n + m) min_ratio < n m`.
-        seed: Seed of the first right factors, and of the columns that replace zero ones.
+        seed: Seed for the initial right factors, and for the columns that replace all-zero ones.
 
     Raises:
         ValueError: `rank` is not a positive whole number; `min_ratio` is negative or not finite;
@@ -87,9 +87,9 @@ def power_sgd(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. We differ from
-    these in two details: columns are orthogonalised twice, and a column that depends on earlier
-    ones becomes zero.
+    Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Ours differs in
+    two details: we orthogonalise columns twice, and set a column to zero if it depends on earlier
+    ones.
     """
     rank = whole_number(rank, "rank", "`power_sgd`")
     least = as_number(min_ratio)
@@ -147,7 +147,7 @@ def power_sgd(
 def _matrix_shape(
     leaf: jax.typing.ArrayLike, rank: int, min_ratio: float
 ) -> tuple[int, int, int] | None:
-    """Returns rows, columns and rank of a leaf that is compressed, None for other leaves."""
+    """Returns the rows, columns and rank of a leaf, or None if it isn't compressed."""
     if (
         jnp.ndim(leaf) < 2
         or jnp.size(leaf) == 0
@@ -166,9 +166,9 @@ def _exchange(
     """Returns a leaf's update, the next right factors, and this rank's residual.
 
     Args:
-        matrix: Gradient plus residual of this rank, [n, m].
+        matrix: This rank's gradient plus residual, [n, m].
         q: Right factors to start with, [m, r].
-        leaf: Gradient; the update gets its shape and type.
+        leaf: The gradient, which determines the update's shape and type.
         names: Axes of the exchange.
     """
     p = _orthogonalised(jax.lax.pmean(product(matrix, q), names))
@@ -177,34 +177,36 @@ def _exchange(
     found = product(p, factor.T)
     sent = collectives.saturate(found, leaf.dtype)
     update = sent.reshape(leaf.shape).astype(leaf.dtype)
-    # The residual is this rank's matrix minus the product of the two factors. We use this rank's
-    # own right factor rather than the mean over ranks. Averaged over ranks, the residuals are then
+    # The residual is this rank's matrix minus the product of the two factors, where we use this
+    # rank's own right factor and not the mean over ranks. That way, the mean of all residuals is
     # exactly what the update leaves out.
     residual = matrix - product(p, own.T)
-    # If the update's type has a smaller range than float32, large values have been clipped. We add
-    # what was cut off to the residual. bfloat16 has float32's range, so nothing is clipped there.
+    # If the update's type has a smaller range than float32, large values have been clipped, so add
+    # the excess to the residual. bfloat16 has the same range as float32, so nothing gets clipped
+    # there.
     if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:
         residual += found - sent
     return update, factor, residual
 
 
 def _directions(factors: PyTree, seed: int) -> PyTree:
-    """Scales right factors to a largest element of 1 per column, for the next step.
+    """Normalises each column of the right factors to a maximum of 1, ready for the next step.
 
-    The next step only needs the directions of the columns. If we kept their magnitudes, these would
-    multiply from step to step and could overflow.
+    The next step only cares about the columns' directions. If we kept their magnitudes, these would
+    get multiplied from step to step and could eventually overflow.
 
-    A column that has become zero would stay zero, so we replace it by a random one. It wouldn't be
-    enough to fall back to an older column, since that may be orthogonal to all later gradients.
+    A column that has become zero would stay that way, so we replace it with a random column.
+    Falling back to an older column wouldn't be good enough, since that might be orthogonal to all
+    future gradients.
     """
     shapes = [new.shape for new in jax.tree.leaves(factors)]
     if not shapes:
         return factors
     largest = jax.tree.map(lambda new: jnp.max(jnp.abs(new), axis=0), factors)
     nothing = jnp.concatenate([x == 0 for x in jax.tree.leaves(largest)]).any()
-    # The random columns of all factors come from a single draw, because each draw would be compiled
-    # separately. The draw takes milliseconds, and few steps have a zero column, so it's in a
-    # `cond`.
+    # Use a single draw for the random columns of all factors, because each draw gets compiled
+    # separately. It's wrapped in a `cond` because it takes milliseconds, and few steps have a zero
+    # column.
     shape = [*map(max, zip(*shapes, strict=True))]
     drawn = jax.lax.cond(
         nothing,
@@ -221,9 +223,9 @@ def _directions(factors: PyTree, seed: int) -> PyTree:
 def _orthogonalised(p: jax.Array) -> jax.Array:
     """Returns orthonormal columns that span those of `p`. NaN stays NaN.
 
-    A column that depends on earlier ones becomes zero.
+    Columns that depend on earlier ones become zero.
     """
-    # Divide by the largest element first, because the squares of gradients under- and overflow.
+    # Divide by the largest element first, because squared gradients can under- or overflow.
     largest = jnp.max(jnp.abs(p), axis=0)
     p = jnp.where(largest > 0, p / largest, p)
     columns: list[jax.Array] = []

@@ -1,4 +1,4 @@
-"""QSGD: rounds gradients at random to a few multiples of their norm, without bias."""
+"""QSGD: unbiased random rounding of gradients to a few multiples of their norm."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class QSGDState(NamedTuple):
-    """The number of steps. Together with `seed`, leaf and rank, it determines all rounding."""
+    """The number of steps, which determines all rounding together with the seed, leaf and rank."""
 
     step: jax.Array
 
 
 def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.GradientTransformation:
-    """Averages leaves over ranks, rounding each at random to multiples of `norm / levels`.
+    """Averages leaves over ranks, each randomly rounded to multiples of `norm / levels`.
 
-    The rounding is unbiased. Each rank uses different random numbers, derived from the seed, the
-    step, the leaf and the rank. The result is the same on every rank, and in every run with the
-    same seed and number of ranks.
+    Rounding is unbiased. Each rank uses different random numbers, derived from the seed, the step,
+    the leaf and the rank. The result is the same on every rank, and across runs with the same seed
+    and number of ranks.
 
-    The variance of one rank's leaf of D elements is at most `min(D / levels^2, sqrt(D) / levels)`
-    times its squared norm. With `levels` near sqrt(D), the rounding therefore adds about as much
-    noise as the gradient itself has. As with `pmean`, the sum is divided by the number of ranks at
-    the end, so a sum beyond float32's range is infinite.
+    For a leaf of D elements, the variance on each rank is at most `min(D / levels^2, sqrt(D) /
+    levels)` times the leaf's squared norm. So with `levels` around sqrt(D), rounding adds about as
+    much noise as the gradient already has. As with `pmean`, the division by the number of ranks
+    comes last, so a sum beyond float32's range becomes infinite.
 
     Bytes received per rank: `(P-1) (D + 4)` for a leaf of D elements. With fewer than 8 ranks,
-    that's less than an uncompressed float32 mean (`mean`) receives.
+    that's less than for an uncompressed float32 mean (`mean`).
 
     ```python
     tx = optax.chain(jaxcross.exchange.qsgd(127, "batch"), optax.sgd(0.1))
@@ -43,7 +43,7 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
     Args:
         levels: 1 (ternary) to 127.
         axes: One axis name, or a tuple of names that act as a single axis.
-        seed: Seed of the rounding.
+        seed: Seed for the rounding.
 
     Raises:
         ValueError: `levels` is not a positive whole number, or doesn't fit one byte together with
@@ -85,7 +85,7 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
         )  # [P, leaves]
         every_code = [collectives.gather(code, names) for code, _ in coded]
         out = [
-            # Rounding up by one level may exceed the range of the update's type.
+            # Rounding up by a level can exceed the range of the update's type.
             collectives.saturate(_mean(code, every_unit[:, leaf]), x.dtype)
             .reshape(x.shape)
             .astype(x.dtype)
@@ -97,10 +97,9 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
 
 
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns signed levels as int8, and the size of one level, which is the norm over `levels`."""
+    """Returns signed levels as int8, and the size of a level, i.e. the norm over `levels`."""
     vector = x.reshape(-1).astype(jnp.float32)
-    # Scale first, because squares of the elements could under- or overflow even if the elements
-    # don't.
+    # Scale first, because squares can under- or overflow even if the elements themselves don't.
     largest = jnp.max(jnp.abs(vector), initial=0.0)
     scaled = jnp.where(largest > 0, vector / largest, 0)
     length = jnp.sqrt(jnp.sum(scaled * scaled))
@@ -108,12 +107,12 @@ def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax
     level = jnp.minimum(jnp.floor(share + jax.random.uniform(key, vector.shape)), levels)
     norm = largest * length
     unit = jnp.where(jnp.isfinite(norm), norm / levels, largest * (length / levels))
-    # If elements are close to the largest float32, their norm may overflow, and so may an element
-    # that's rounded up to the next multiple of the unit. We then make the unit slightly smaller,
-    # and round such an element down.
+    # If some elements are close to the largest float32, their norm can overflow, and so can an
+    # element that's rounded up to the next multiple of the unit. In that case, shrink the unit
+    # slightly and round the element down.
     unit = jnp.where(jnp.isinf(unit * levels), jnp.minimum(unit, _LARGEST) * (1 - 2**-20), unit)
     level = jnp.where(jnp.isinf(level * unit), level - 1, level)
-    # No integer can represent NaN or infinity, so such a leaf is marked by a unit of NaN.
+    # Integers can't represent NaN or infinity, so mark such a leaf with a NaN unit.
     code = jnp.where(jnp.isfinite(level), level * jnp.sign(scaled), 0).astype(jnp.int8)
     return code, jnp.where(jnp.all(jnp.isfinite(vector)), unit, jnp.nan)
 
@@ -124,8 +123,8 @@ def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         return sum_ + codes[rank].astype(jnp.float32) * units[rank]
 
-    # The loop's sum starts with the first rank's values rather than with zeros. Under
-    # `shard_map(check_vma=True)`, JAX treats zeros as identical on all ranks, and it rejects a loop
-    # whose sum is identical on all ranks before the first iteration but not after it.
+    # Start the sum with the first rank's values instead of zeros. Under
+    # `shard_map(check_vma=True)`, JAX considers zeros identical on all ranks, and rejects a loop
+    # whose carry is identical on all ranks before the first iteration but not after it.
     first = add(jnp.int32(0), jnp.zeros(codes.shape[1], jnp.float32))
     return jax.lax.fori_loop(1, codes.shape[0], add, first) / codes.shape[0]

@@ -1,9 +1,9 @@
-"""Sharded optimizer (ZeRO stage 1): every rank steps 1/P of every parameter and holds that state.
+"""Sharded optimizer (ZeRO stage 1): every rank stores state for 1/P of each parameter and steps it.
 
-If the gradients are simply averaged, all ranks hold the same optimizer state and compute the same
-update. Here, a reduce-scatter gives each rank the mean gradient of its own part only. The rank
-steps the optimizer on that part, and an all-gather distributes the updates to all ranks. Together,
-the two take as many bytes as an all-reduce.
+When gradients are simply averaged, all ranks hold the same optimizer state and compute the same
+update. Here, a reduce-scatter gives each rank the mean gradient of just its own part. The rank then
+steps the optimizer on that part, and an all-gather distributes the updates. Together, the two
+transfer as many bytes as an all-reduce.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def sharded_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages and steps only this rank's part of each leaf, then gathers the updates.
 
-    Up to rounding, this is the same synchronous training as `mean` in front of `optimizer`, with
-    1/P of the optimizer's state and work per rank. Every leaf is cut into P equal parts, padded
-    with zeros. Updates are bitwise identical on every rank. Deterministic.
+    Up to rounding, this is equivalent to synchronous training with `mean` in front of `optimizer`,
+    but takes only 1/P of the optimizer's state and work per rank. Every leaf is cut into P equal,
+    zero-padded parts. Updates are bitwise identical on every rank. Deterministic.
 
-    The state that a rank holds is that of its own part only, and is wrapped in a `PerRankState`.
-    Save it per rank, and never load it on a different number of ranks.
+    Each rank only holds the state of its own part, wrapped in a `PerRankState`. Save it per rank,
+    and never load it on a different number of ranks.
 
-    The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by
-    value), because it only receives flat parts of the leaves. We check this from its jaxpr. You get
-    an error if the optimizer takes norms over a layer or over all layers (LARS, LAMB,
-    `optax.clip_by_global_norm`), draws noise, or depends on shapes (e.g. by a `mask` function that
-    looks at them; pass a tree of booleans instead).
+    The optimizer must work elementwise (SGD, momentum, Adam, AdamW, RMSProp, clipping by value),
+    because all it gets to see are flat parts of the leaves. We verify this from its jaxpr, and
+    raise an error if the optimizer takes norms over a layer or over all layers (LARS, LAMB,
+    `optax.clip_by_global_norm`), draws noise, or depends on shapes (e.g. through a `mask` function
+    that looks at them; pass a tree of booleans instead).
 
     ```python
     tx = jaxcross.exchange.sharded_optimizer(optax.adam(1e-3), "batch", ranks=world.size)
@@ -53,25 +53,25 @@ def sharded_optimizer(
     Args:
         optimizer: Steps on this rank's part.
         axes: One axis name. Several raise an error.
-        ranks: Size of the axis. Only needed if you call `init` outside of the step, where the axis
-            is not bound.
+        ranks: Size of the axis. Only needed for calling `init` outside of the step, where the axis
+            isn't bound.
 
     Raises:
         ValueError: `ranks` is not a whole number. In `init`, the axis is not bound and `ranks` is
-            not given, or the optimizer's initial state depends on the parameters' values, because
-            `init` can't know this rank's part of them there. At the first trace, `ranks` is not the
-            axis's size, the optimizer does not work element by element, or the state's shapes
-            differ from those `init` would create, because it was made for a different number of
-            ranks.
+            not given, or the optimizer's initial state depends on the parameters' values, in which
+            case `init` would need to know this rank's part of them. At the first trace, `ranks` is
+            not the axis's size, the optimizer does not work element by element, or the state's
+            shapes differ from those `init` would create, because it was made for a different number
+            of ranks.
 
-    Bytes received per rank: `(P-1)/P D` elements of the gradients' type, and as many of the
+    Bytes received per rank: `(P-1)/P D` elements of the gradients' type plus the same number of the
     updates' type, where D is the number of elements after padding each leaf to a multiple of P.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Langer et al., arXiv 2007.03970, section 3.4, for a parameter server that is distributed
-    over as many servers as workers; Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1), for
-    sharding the optimizer's state.
+    Source: Langer et al., arXiv 2007.03970, section 3.4 (a parameter server distributed over as
+    many servers as workers); Rajbhandari et al., arXiv 1910.02054 (ZeRO stage 1, which shards the
+    optimizer's state).
     """
     axis = collectives.one_axis(axes, "`sharded_optimizer`")
     ranks = None if ranks is None else whole_number(ranks, "ranks", "`sharded_optimizer`")
@@ -129,7 +129,7 @@ def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
-    """Returns this rank's part of each leaf's mean, by one reduce-scatter per element type.
+    """Returns this rank's part of each leaf's mean, with one reduce-scatter per element type.
 
     16-bit floats are summed in float32.
     """
@@ -156,7 +156,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
 def _gather(
     parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Hashable
 ) -> list[jax.Array]:
-    """Returns the whole leaves of these shapes, by one all-gather per element type."""
+    """Reassembles whole leaves of these shapes, with one all-gather per element type."""
     out: list[Any] = [None] * len(parts)
     for members in layouts.group_by_dtype(parts).values():
         rows = collectives.gather(jnp.concatenate([parts[i] for i in members]), axis)
@@ -191,7 +191,7 @@ def _axis_size(ranks: int | None, bound: int | None) -> int:
 
 
 def _reads_values(init: Callable[[optax.Params], optax.OptState], params: optax.Params) -> bool:
-    """Whether the result of `init` depends on values, rather than on shapes and types alone."""
+    """Whether the result of `init` depends on actual values, and not just on shapes and types."""
     jaxpr = jax.make_jaxpr(init)(params).jaxpr
     tainted = set(jaxpr.invars)
     for eqn in jaxpr.eqns:

@@ -1,4 +1,4 @@
-"""signSGD with majority vote: every rank votes on the sign of each element with one bit."""
+"""signSGD with majority vote: ranks vote on the sign of each element, at one bit per vote."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from jaxcross.exchange.validation import check_real
 
 
 def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
-    """Returns each element's majority sign over ranks, +1 or -1, identical on every rank.
+    """Replaces each element by its majority sign over ranks, +1 or -1, identical on every rank.
 
-    An element that is zero counts as a vote for +1, and a tie gives +1. If a leaf is all zeros on
-    all ranks, it stays zero. If it contains NaN or infinity on any rank, it becomes NaN on every
-    rank. The magnitude of the gradients is lost, so use a small learning rate. Stateless and
-    deterministic.
+    Zero counts as a vote for +1, and ties go to +1 as well. A leaf that's all zeros on all ranks
+    stays zero. If a leaf contains NaN or infinity on any rank, it becomes NaN on every rank. The
+    magnitude of the gradients is lost, so use a small learning rate. Stateless and deterministic.
 
-    Each rank counts the votes for 1/P of all elements and sends the results to the others. Bytes
-    received per rank: `2 (P-1)/P D'/8` for the votes and the results, where D' is the number of
-    elements padded to a multiple of 8 P, and `2 (P-1)/P` times 4 bytes per leaf, to find out which
+    Each rank tallies the votes for 1/P of all elements and sends the results to the others. Bytes
+    received per rank: `2 (P-1)/P D'/8` for votes and results, where D' is the number of elements
+    padded to a multiple of 8 P, plus `2 (P-1)/P` times 4 bytes per leaf for finding out which
     leaves are zero or not finite.
 
     ```python
@@ -54,10 +53,10 @@ def sign_sgd(axes: collectives.Axes) -> optax.GradientTransformation:
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(collectives.gather(bits.pack(majority), axis)).reshape(-1)
-        # A vote of one bit can't say that an element is zero or not finite. So the ranks also sum
-        # one number per leaf: 1 if the leaf has a nonzero element, otherwise 0, and NaN if it has
-        # an element that isn't finite. In the last case, the leaf becomes NaN on all ranks, which a
-        # job's `nonfinite` check detects.
+        # A one-bit vote can't express that an element is zero or not finite. So we also sum one
+        # number per leaf: 1 if the leaf has a nonzero element, 0 if it doesn't, and NaN if any of
+        # its elements isn't finite. In the last case, the leaf becomes NaN on all ranks, which a
+        # job's `nonfinite` check will catch.
         present = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
         moved = jax.lax.psum(jnp.stack(present).astype(jnp.float32), axis)
         signed = jax.tree.leaves(where.unravel(bits.signs(elected)))

@@ -1,10 +1,10 @@
 """Sparse messages of a fixed size: (value, index) pairs.
 
-The number of pairs in a message is fixed, because it's part of the compiled program. If a rank has
-fewer elements to send, the remaining slots of its message are empty: they have value 0 and index D,
-which is just beyond the end of the vector.
+The number of pairs in a message is part of the compiled program and therefore fixed. If a rank has
+fewer elements to send, the remaining slots stay empty: they have value 0 and index D, just past the
+end of the vector.
 
-The pairs hold either the largest elements of a whole leaf, or those of each of its chunks
+The pairs contain the largest elements either of a whole leaf or of each of its chunks
 (`layouts.Chunks`).
 """
 
@@ -30,25 +30,25 @@ from jaxcross.exchange.validation import as_number
 Skip = Callable[[str, Any], bool]
 _LARGEST = (1 << 31) - 1
 
-# Matches the path of a parameter whose name is `bias` or `scale`, in the format of
-# `jax.tree_util.keystr`. The name is the last dict key or attribute of the path, except in NNX,
-# where it's followed by the attribute that holds the variable's value.
+# Matches the path of a parameter called `bias` or `scale`, in the format of `jax.tree_util.keystr`.
+# The name is the last dict key or attribute in the path, except in NNX, where it's followed by the
+# attribute that holds the variable's value.
 _BIAS_OR_SCALE = re.compile(r"(?<!\w)(bias|scale)\b\W*((raw_)?value\W*)?$")
 
 
 def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
     """Whether a leaf is small and sensitive enough to be exchanged uncompressed.
 
-    All scalars and vectors are exchanged uncompressed. So are biases and the scales of
-    normalisation layers, even if they aren't vectors: in attention, they have an additional
-    dimension for the heads, and under `nn.scan` one for the layers. We recognise them by their
-    name, i.e. if their path ends in `bias` or `scale`.
+    This applies to all scalars and vectors, as well as to biases and the scales of normalisation
+    layers, which aren't always vectors: attention adds a dimension for the heads, and `nn.scan`
+    adds one for the layers. We recognise them by name, i.e. by a path that ends in `bias` or
+    `scale`.
     """
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
 
 def check_density(density: object, name: str = "density") -> float:
-    """Returns a fraction of elements as a float.
+    """Validates a fraction of elements and returns it as a float.
 
     Raises:
         ValueError: `density` is not a number in (0, 1].
@@ -65,7 +65,7 @@ def check_density(density: object, name: str = "density") -> float:
 
 
 def check_wire_dtype(dtype: DTypeLike | None) -> None:
-    """Raises a ValueError if values can't be sent as this type; None means their own type."""
+    """Raises a ValueError if values can't be sent as this type. None stands for their own type."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"`wire_dtype` is {jnp.dtype(dtype).name}: values need a floating-point type."
@@ -73,14 +73,14 @@ def check_wire_dtype(dtype: DTypeLike | None) -> None:
 
 
 def slots(density: float, size: int) -> int:
-    """Returns how many of `size` elements are sent: this fraction, rounded, but at least one."""
+    """Returns how many of `size` elements to send: this fraction, rounded, but at least one."""
     return min(size, max(1, round(density * size)))
 
 
 def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
-    """Returns whether each (path, leaf) pair is compressed.
+    """Returns for each (path, leaf) pair whether the leaf gets compressed.
 
-    All nonempty floating-point leaves are, except those for which `skip` is true.
+    That's the case for all nonempty floating-point leaves, unless `skip` is true for them.
     """
     return [
         jnp.size(leaf) > 0
@@ -103,9 +103,9 @@ def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) ->
 def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
     """Warns if `what` compresses nothing because all parameters are vectors, biases or scales.
 
-    For example, nothing is compressed if `optax.flatten` has joined all leaves into one vector.
-    There's no warning if users have passed a `skip` of their own, because that's then their choice.
-    There's also none while `init` is traced, because that may only be done to find out shapes.
+    This happens, for example, if `optax.flatten` has joined all leaves into one vector. We don't
+    warn users who pass their own `skip`, since that's their choice, nor while `init` is being
+    traced, since that may only be done to find out shapes.
     """
     found = jax.tree.leaves_with_path(params)
     if (
@@ -124,12 +124,12 @@ def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
 
 
 def rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Clips and rounds values to their wire type, so that the residual can keep what's lost."""
+    """Clips and rounds values to their wire type, letting the residual keep whatever is lost."""
     return collectives.round_for_wire(collectives.saturate(values, dtype), dtype)
 
 
 def residual_after(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns what is left of a vector after sending these pairs, including wire rounding."""
+    """Returns what's left of a vector after sending these pairs, including wire rounding."""
     return x.at[indices].add(-values.astype(x.dtype), mode="drop")
 
 
@@ -140,20 +140,20 @@ def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
     """
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
-        # The indices of one rank are all different, so each element is added to at most once. A
-        # backend may therefore make these additions in any order without changing the bits of the
+        # A rank's indices are all different, so each element is added to at most once. This means
+        # that backends can do these additions in any order without affecting the bits of the
         # result.
         return sum_.at[indices[rank]].add(values[rank].astype(jnp.float32), mode="drop")
 
-    # The loop's sum starts with the first rank's pairs rather than with zeros. Under
-    # `shard_map(check_vma=True)`, JAX treats zeros as identical on all ranks, and it rejects a loop
-    # whose sum is identical on all ranks before the first iteration but not after it.
+    # Start the sum with the first rank's pairs instead of zeros. Under `shard_map(check_vma=True)`,
+    # JAX considers zeros identical on all ranks, and rejects a loop whose carry is identical on all
+    # ranks before the first iteration but not after it.
     first = add(jnp.int32(0), jnp.zeros(size, jnp.float32))
     return jax.lax.fori_loop(1, values.shape[0], add, first)
 
 
 def check_size(size: int, what: str) -> None:
-    """Raises a ValueError for a leaf of 2^31 elements or more."""
+    """Raises a ValueError for leaves of 2^31 elements or more."""
     if size > _LARGEST:
         raise ValueError(
             f"{what} was given a leaf of {size} elements, which are too many for int32 indices. "
@@ -162,15 +162,15 @@ def check_size(size: int, what: str) -> None:
 
 
 def chunked(rows: int, width: int, density: float) -> Chunks:
-    """Returns the layout of `rows` chunks that each send a fraction `density`, but at least one."""
+    """Lays out `rows` chunks that each send a fraction `density`, but at least one element."""
     return Chunks(rows=rows, width=width, sent=slots(density, width))
 
 
 def largest_of_chunks(x: jax.Array, layout: Chunks) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest elements by absolute value of each row, and their int32 columns.
+    """Returns each row's largest elements by absolute value, and their int32 columns.
 
-    `x` has the shape `[rows, width]`, and both results `[rows, sent]`. NaN counts as infinity. Does
-    not communicate.
+    `x` has shape `[rows, width]`; both results have shape `[rows, sent]`. NaN counts as infinity.
+    Does not communicate.
     """
     size = jnp.abs(x)
     _, columns = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), layout.sent)
@@ -178,7 +178,7 @@ def largest_of_chunks(x: jax.Array, layout: Chunks) -> tuple[jax.Array, jax.Arra
 
 
 def residual_of_chunks(x: jax.Array, values: jax.Array, columns: jax.Array) -> jax.Array:
-    """Returns what is left of `[rows, width]` after sending `values` at `columns` of each row."""
+    """Returns what's left of `[rows, width]` after sending `values` at `columns` of each row."""
     return x.at[jnp.arange(x.shape[0])[:, None], columns].add(-values.astype(x.dtype))
 
 
@@ -204,9 +204,9 @@ def mean_of_chunks(
 ) -> list[jax.Array]:
     """Exchanges the values and columns of all leaves, and returns each leaf's mean over ranks.
 
-    Each mean is a float32 array of shape `[rows, width]`. There's one message with the values of
-    all leaves, and one with their columns, i.e. their indices within a chunk. If every leaf had
-    messages of its own, small leaves would spend most of the time on latency.
+    Each mean is a float32 array of shape `[rows, width]`. The values of all leaves share a single
+    message, and so do their columns (i.e. their indices within a chunk). With a separate message
+    per leaf, small leaves would spend most of their time on latency.
     """
     ends = list(itertools.accumulate(lay.count for lay in layouts))[:-1]
     own = jnp.concatenate([values.reshape(-1) for values, _ in pairs])
@@ -224,7 +224,7 @@ def pack_columns(
 ) -> jax.Array:
     """Packs the columns of all leaves into one vector of bytes.
 
-    Each number may have `extra_bits` bits above those of its column.
+    Numbers may have `extra_bits` bits above those of their column.
     """
     packed = [
         bits.pack_integers(x.reshape(-1), lay.index_bits + extra_bits)
@@ -236,7 +236,7 @@ def pack_columns(
 def unpack_columns(
     packed: jax.Array, layouts: Sequence[Chunks], extra_bits: int = 0
 ) -> list[jax.Array]:
-    """Returns each leaf's numbers, `[P, count]` int32, from every rank's bytes, `[P, bytes]`."""
+    """Unpacks every rank's bytes, `[P, bytes]`, into each leaf's numbers, `[P, count]` int32."""
     found: list[jax.Array] = []
     start = 0
     for lay in layouts:

@@ -1,28 +1,28 @@
-"""SparseLoCo: DiLoCo that sends only each chunk's largest elements, with two bits per value.
+"""SparseLoCo: DiLoCo that only sends each chunk's largest elements, at two bits per value.
 
-DiLoCo exchanges rarely, but each exchange still sends the whole model. SparseLoCo makes this
-message small as well: with the defaults, a rank sends only one element in 64, and 14 bits for it.
-In our digits task on four ranks, with an exchange every 16 steps, a rank receives 0.14% of the
-bytes that a mean on every step takes, and ends one point of accuracy behind the mean
+DiLoCo's exchanges are few and far between, but each of them still sends the whole model. SparseLoCo
+shrinks these messages too: by default, a rank only sends one element in 64, at 14 bits each. In our
+digits task on four ranks, with an exchange every 16 steps, a rank receives 0.14% of the bytes that
+a mean on every step would take, and ends up one point of accuracy behind it
 (benchmarks/results/exchanges.md).
 
-**Error feedback.** A rank doesn't discard what it doesn't send. At the end of a round of local
-steps, it adds the change of its parameters (the delta) to a residual, and sends the largest
-elements of the residual. The residual decays from round to round, like a momentum. That's why it
-can replace DiLoCo's outer momentum, and the outer optimizer can be plain SGD.
+**Error feedback.** Ranks don't discard what they don't send. At the end of a round of local steps,
+a rank adds the change of its parameters (the delta) to a residual, and sends the residual's largest
+elements. The residual decays from round to round, much like a momentum. That's why it can take the
+place of DiLoCo's outer momentum, and the outer optimizer can be plain SGD.
 
-**Chunks.** We select the largest elements within chunks of at most 4,096 elements, rather than
-within whole leaves. An index then takes 12 bits instead of 32, and no part of a layer is left out
-because its elements are smaller than those of other parts.
+**Chunks.** We select the largest elements within chunks of at most 4,096 elements instead of whole
+leaves. That way, an index takes 12 bits instead of 32, and no part of a layer is starved because
+its elements are smaller than those elsewhere.
 
-**Two bits per value.** A value is reduced to its sign and to one bit that says whether its
-magnitude is large or small. For each leaf, a rank also sends what large and small stand for, as two
-float32 numbers.
+**Two bits per value.** A value is reduced to its sign and another bit that says whether its
+magnitude is large or small. Along with that, a rank sends two float32 numbers per leaf: the
+magnitudes that large and small stand for.
 
-Each rank decodes its own message as well, and subtracts the decoded values from its residual rather
-than the exact ones. This way, the rounding error stays in the residual, too.
+Each rank also decodes its own message, and subtracts the decoded values from its residual instead
+of the exact ones. That way, the rounding error stays in the residual as well.
 
-The code of a value is stored above the bits of its index, so both travel as one integer.
+A value's code is stored in the bits above its index, so both travel as a single integer.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class SparseLoCoState(NamedTuple):
 
     Attributes:
         since: Local steps since the last exchange, int32.
-        anchor: The parameters at the beginning of this round, bitwise identical on every rank. This
-            is the model to evaluate.
-        residual: The part of this rank's delta that it hasn't sent, float32, by chunk.
+        anchor: The parameters at the start of this round, bitwise identical on every rank. This is
+            the model to evaluate.
+        residual: The part of this rank's deltas that it hasn't sent yet, float32, by chunk.
         outer: State of the outer optimizer, bitwise identical on every rank.
         inner: State of this rank's own optimizer.
     """
@@ -103,70 +103,69 @@ def sparse_loco(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes `every` local steps per rank, then one `outer` step on the mean of sparse deltas.
 
-    As in `diloco`, each rank trains by itself for `every` steps, and the ranks then exchange how
-    far their parameters have moved from the common start, the anchor. But a rank doesn't send this
-    whole delta. It adds the delta to a residual, `residual <- decay * residual + (anchor - mine)`.
-    From each chunk of the residual, the largest elements, a fraction `density`, are sent and
-    removed.
+    As in `diloco`, each rank trains by itself for `every` steps before the ranks exchange how far
+    their parameters have moved from their common starting point, the anchor. But instead of sending
+    this delta as a whole, a rank adds it to a residual, `residual <- decay * residual + (anchor -
+    mine)`. From each chunk of the residual, the largest elements (a fraction `density`) are sent
+    and removed.
 
-    Each element is sent as its index in the chunk and two bits. One is its sign. The other says
-    whether its magnitude is above the mean magnitude of all elements that this rank sends of the
-    leaf.
+    Each element is sent as its index within the chunk plus two bits. One of them is the sign; the
+    other says whether its magnitude is above the mean magnitude of all elements this rank sends for
+    that leaf.
 
-    The receivers don't get the exact magnitudes. They use two means per leaf and rank instead, one
-    for the elements with large magnitudes and one for those with small magnitudes. The rounding
-    error stays in the sender's residual.
+    Receivers never see the exact magnitudes. Instead, they use two means per leaf and rank, one for
+    the large elements and one for the small ones. The rounding error stays in the sender's
+    residual.
 
-    The residual takes over the role of DiLoCo's outer momentum, so `outer` can be plain
+    Since the residual plays the role of DiLoCo's outer momentum, `outer` can be plain
     `optax.sgd(1.0)`.
 
-    During a round, each rank has different parameters. At its end, the parameters become equal, up
-    to one rounding. The inner optimizer's state and the residual are never averaged. A checkpoint
-    must store these two, and also the parameters, separately for each rank.
+    During a round, each rank has different parameters. At the end of the round, they become equal
+    up to rounding. The inner optimizer's state and the residual never get averaged. Checkpoints
+    must store both of them, as well as the parameters, separately for each rank.
 
-    The model to evaluate is the anchor (`state.anchor`), which `jaxcross.exchange.finish` returns.
-    All ranks must start with the same parameters. Deterministic.
+    The model to evaluate is the anchor (`state.anchor`), which is what `jaxcross.exchange.finish`
+    returns. All ranks must start from the same parameters. Deterministic.
 
     ```python
     tx = jaxcross.exchange.sparse_loco(optax.adamw(4e-4), optax.sgd(1.0), "batch", every=30)
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
-    Bytes received per rank: on a step that exchanges, `(P-1) (k (b + 2)/8 + 8)` for a leaf of which
-    each rank sends k elements, where b is the number of bits per index (12 for a chunk of 4,096).
-    One all-gather carries indices and codes, and another one the two magnitudes per leaf. With
-    float32 values instead of two bits, a leaf costs `(P-1) k (b/8 + 4)`. Skipped leaves of n bytes
-    cost `2(P-1)/P n`. On all other steps, it's 0.
+    Bytes received per rank: on a step that exchanges, `(P-1) (k (b + 2)/8 + 8)` for a leaf from
+    which each rank sends k elements, where b is the number of bits per index (12 for a chunk of
+    4,096). One all-gather carries indices and codes, another the two magnitudes per leaf. If values
+    are sent as float32 instead of two bits, a leaf costs `(P-1) k (b/8 + 4)`. Skipped leaves of n
+    bytes cost `2(P-1)/P n`. All other steps are free.
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on the mean of what was sent, once per round. If it contains a schedule, that
-            counts rounds.
+        outer: Steps on the mean of what was sent, once per round. Any schedule in it counts rounds.
         axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps per round; the first exchange is on step `every`.
         density: Fraction of a chunk's elements to send, rounded, but at least one.
-        decay: Factor by which the residual is multiplied in each round, in [0, 1].
-        chunk: Number of elements in the longest chunk. A leaf is cut into equal chunks, so it takes
-            less than one element of padding per chunk.
+        decay: Factor applied to the residual in each round, in [0, 1].
+        chunk: Maximum number of elements per chunk. Leaves are cut into equal chunks, at the cost
+            of less than one element of padding per chunk.
         bits: Bits per value on the wire: 2, or 32 for float32.
-        skip: (path, leaf) -> whether the delta of a leaf is averaged uncompressed. By default,
-            scalars, vectors, and leaves of any shape whose name is `bias` or `scale`.
+        skip: (path, leaf) -> whether to average a leaf's delta uncompressed. By default, this
+            applies to scalars, vectors, and leaves of any shape called `bias` or `scale`.
 
     Raises:
         ValueError: An argument is out of range, or `inner` or `outer` is not an optimizer; `update`
             got no `params`; or, at trace time, the state has different shapes than `init` makes, or
             a compressed leaf has 2^31 elements or more, or is float64.
 
-    Warns in `init` if it compresses nothing, unless you pass your own `skip`.
+    Warns in `init` if there's nothing to compress, unless you pass your own `skip`.
 
-    Memory in addition to the inner optimizer's: the anchor, the residual and the outer state.
+    Memory on top of the inner optimizer's: the anchor, the residual and the outer state.
 
     Communicates only in `update`, on every `every`-th step, over its axes. All ranks must call it
     on the same step.
 
-    Source: after Sarfi et al., arXiv 2508.15706, and the authors' code of an earlier form, CCLoco.
-    That code averages an element only over those ranks that have sent it, while we always divide by
-    the number of all ranks. We also differ in how the two magnitudes are chosen.
+    Source: based on Sarfi et al., arXiv 2508.15706, and the authors' code for an earlier version,
+    CCLoco. That code averages an element only over the ranks that have sent it, whereas we always
+    divide by the number of all ranks. We also choose the two magnitudes differently.
     """
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
@@ -210,7 +209,7 @@ def sparse_loco(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SparseExchange:
-    """Settings of the exchange at the end of a round, as in `sparse_loco`."""
+    """Settings for the exchange at the end of a round, as in `sparse_loco`."""
 
     names: tuple[Hashable, ...]
     density: float
@@ -228,7 +227,7 @@ class _SparseExchange:
         return jax.tree.unflatten(treedef, zeros)
 
     def exchange(self, gradient: optax.Updates, residual: PyTree) -> tuple[optax.Updates, PyTree]:
-        """Returns the mean over ranks of what they've sent, and this rank's next residual.
+        """Returns the mean of what all ranks have sent, and this rank's next residual.
 
         The mean has the gradient's types.
         """
@@ -238,14 +237,14 @@ class _SparseExchange:
         where = [i for i, lay in enumerate(layouts) if lay]
         for i in where:
             check_float32(*found[i], "the residuals of `sparse_loco`")
-        # Leaves that aren't compressed are averaged as they are.
+        # Average uncompressed leaves as they are.
         out = [
             x if lay else mean_of(x, self.names) for (_, x), lay in zip(found, layouts, strict=True)
         ]
         used = [lay for lay in layouts if lay]
         if used:
-            # All compressed leaves are exchanged together, so that the number of messages doesn't
-            # depend on the number of leaves.
+            # Exchange all compressed leaves together, to make the number of messages independent of
+            # the number of leaves.
             grown = [
                 self.decay * rests[i] + leaf_blocks(out[i].astype(jnp.float32), lay.rows)
                 for i, lay in zip(where, used, strict=True)
@@ -253,8 +252,8 @@ class _SparseExchange:
             means, left = self._send(grown, used)
             for i, mean, rest in zip(where, means, left, strict=True):
                 x = out[i]
-                # A residual collects deltas in float32, so the mean may be too large for a leaf
-                # with 16 bits.
+                # Residuals accumulate deltas in float32, so the mean can be too large for a 16-bit
+                # leaf.
                 flat = collectives.saturate(mean.reshape(-1)[: x.size], x.dtype)
                 out[i] = flat.reshape(x.shape).astype(x.dtype)
                 rests[i] = rest
@@ -284,11 +283,10 @@ class _SparseExchange:
             sent = [values for values, _ in pairs]
         else:
             coded = [_coded(values) for values, _ in pairs]
-            # The receivers of this rank's message get rounded values. This rank decodes its own
-            # codes in the same way, and subtracts the decoded values from its residual. The
-            # residual then keeps exactly what the receivers don't get.
+            # The receivers get rounded values. So decode our own codes in the same way and subtract
+            # the result from the residual, which then keeps exactly what the receivers don't get.
             sent = [_decoded(codes, levels) for codes, levels in coded]
-            # The code goes above the bits of the index, so that both are packed as one integer.
+            # Put the code above the bits of the index, so that both get packed as one integer.
             both = [
                 c + (codes << lay.index_bits)
                 for (_, c), (codes, _), lay in zip(pairs, coded, layouts, strict=True)
@@ -302,7 +300,7 @@ class _SparseExchange:
             )  # [P, leaves, 2]
             means = []
             for leaf, (number, lay) in enumerate(zip(every, layouts, strict=True)):
-                # Each rank has its own two magnitudes, with which its codes must be decoded.
+                # Codes have to be decoded with the two magnitudes of the rank they came from.
                 values = _decoded(number >> lay.index_bits, levels[:, leaf, None])
                 columns = number & ((1 << lay.index_bits) - 1)
                 means.append(sparse.sum_of_chunks(values, columns, lay) / values.shape[0])
@@ -313,12 +311,12 @@ class _SparseExchange:
 
 
 def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns 2-bit codes as int32, and the two magnitudes that they stand for, `[2]`.
+    """Returns 2-bit codes as int32, and the two magnitudes they stand for, `[2]`.
 
-    The low bit of a code is the sign, 1 for positive values. The high bit is set if the value's
+    A code's low bit is the sign, 1 for positive values. The high bit is set if the value's
     magnitude is above the mean magnitude of all values. The two magnitudes are the means below and
-    above it. If any value isn't finite, the comparison is false for all of them, so all values get
-    the first magnitude, which isn't finite either.
+    above that threshold. If any value isn't finite, the comparison is false across the board, so
+    all values get the first magnitude, which isn't finite either.
     """
     size = jnp.abs(values)
     above = size > jnp.sum(size / size.size)
@@ -327,11 +325,11 @@ def _coded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_where(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    # Divide before summing, because the sum of large numbers could be infinite.
+    # Divide before summing, because a sum of large numbers could overflow to infinity.
     return jnp.sum(jnp.where(chosen, x / jnp.maximum(jnp.sum(chosen), 1), 0))
 
 
 def _decoded(codes: jax.Array, levels: jax.Array) -> jax.Array:
-    """Returns the values of codes; the last axis of `levels` holds the two magnitudes."""
+    """Decodes values. The last axis of `levels` holds the two magnitudes."""
     size = jnp.where(codes >= 2, levels[..., 1], levels[..., 0])
     return jnp.where(codes % 2 == 1, size, -size)

@@ -1,7 +1,7 @@
 """Scheduled staleness: bounded-stale and asynchronous training, simulated with delay queues.
 
-On a real parameter server whose workers don't wait for each other, staleness depends on timing, so
-no run can be repeated. Here, you give the delays as an argument, and delayed gradients wait in
+With a real parameter server whose workers don't wait for each other, staleness depends on timing
+and runs can't be reproduced. Here, you specify the delays yourself, and delayed gradients sit in
 queues in the optimizer's state. This lets you study and test how delays affect convergence.
 """
 
@@ -27,9 +27,9 @@ class StaleState(NamedTuple):
     """State of `asynchronous`.
 
     Attributes:
-        step: Step modulo the period of the schedule, int32.
-        queue: Gradients that haven't arrived yet, a tree like the gradients with an additional
-            first axis for the slots, float32 at least. The gradients that arrive on step `t` are in
+        step: Step modulo the schedule's period, int32.
+        queue: Gradients that haven't arrived yet, as a tree like the gradients with an additional
+            leading axis for the slots, at least float32. Gradients that arrive on step `t` are in
             slot `t mod length`.
         inner: State of the optimizer.
     """
@@ -46,8 +46,7 @@ class BoundedStaleState(NamedTuple):
 
     Attributes:
         step: Step modulo the staleness, int32.
-        late: The other ranks' gradients that haven't been applied yet, in slots like those of
-            `StaleState`.
+        late: The other ranks' gradients that haven't been applied yet, in slots as in `StaleState`.
         inner: State of this rank's own optimizer.
     """
 
@@ -61,37 +60,37 @@ class BoundedStaleState(NamedTuple):
 def bounded_stale(
     optimizer: optax.GradientTransformation, axes: collectives.Axes, *, staleness: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on a rank's own gradient at once, and on the others' gradients `staleness` steps late.
+    """Steps on a rank's own gradient right away, and on the others' `staleness` steps late.
 
-    This is the worst case that stale-synchronous parallelism (SSP) permits. Under SSP, a rank
-    always reads its own writes, and all writes of other ranks that are more than `staleness` clocks
-    old. It may read newer ones as well, but here it never does.
+    This is the worst case permitted by stale-synchronous parallelism (SSP). Under SSP, a rank
+    always sees its own writes, along with any other rank's writes that are more than `staleness`
+    clocks old. It may see newer ones too, but here it never does.
 
     Every gradient counts exactly once on each rank, divided by the number of ranks. Parameters and
     state differ between ranks, so save them per rank. Deterministic. With `staleness=0`, the result
-    is bitwise identical to that of `mean` in front of `optimizer`.
+    is bitwise identical to `mean` in front of `optimizer`.
 
     ```python
     tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", staleness=3)
     ```
 
     Args:
-        optimizer: Steps on the sum of what arrives.
+        optimizer: Steps on the sum of whatever arrives.
         axes: One axis name, or a tuple of names that act as a single axis.
-        staleness: Number of steps by which the other ranks' gradients are late. Each step costs the
-            memory of one set of gradients.
+        staleness: How many steps late the other ranks' gradients are. Each step takes up the memory
+            of one set of gradients.
 
     Raises:
         ValueError: `staleness` is not a non-negative whole number.
 
-    Bytes received per rank: as for the mean, `2(P-1)/P` times the bytes of the gradients. The
-    simulator doesn't delay any messages: gradients are sent at once, and the receiver holds them
-    back.
+    Bytes received per rank: as for the mean, `2(P-1)/P` times the bytes of the gradients. No
+    messages are actually delayed by the simulation: gradients are sent immediately, and the
+    receiver holds on to them.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
-    server, NIPS 2013, section 2, where SSP is defined; Langer et al., arXiv 2007.03970, section
+    server, NIPS 2013, section 2 (the definition of SSP); Langer et al., arXiv 2007.03970, section
     3.3.4.
     """
     staleness = whole_number(staleness, "staleness", "`bounded_stale`", least=0)
@@ -139,26 +138,26 @@ def asynchronous(
     *,
     delays: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps on the mean of the gradients that *arrive* in this step, each with its own delay.
+    """Steps on the mean of the gradients that *arrive* on this step, each with its own delay.
 
-    This simulates an asynchronous server with scheduled arrival times: a gradient that was computed
-    on the parameters of step `t` is applied on step `t + delay`, by which time the parameters have
+    This simulates an asynchronous server with scheduled arrival times: a gradient computed on the
+    parameters of step `t` isn't applied until step `t + delay`, by which time the parameters have
     changed. Each gradient is applied exactly once.
 
     Parameters and updates are bitwise identical on every rank, but the queue of gradients that
     haven't arrived yet is rank-local. Deterministic. If all delays are 0, the result is bitwise
-    identical to that of `mean` in front of `optimizer`.
+    identical to `mean` in front of `optimizer`.
 
     ```python
     tx = jaxcross.exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1], [2, 1]])
     ```
 
     Args:
-        optimizer: Steps on the mean of what arrives, identically on every rank.
+        optimizer: Steps on the mean of whatever arrives, identically on every rank.
         axes: One axis name. Several raise an error.
-        delays: Delays in steps: one number for all ranks, one number per rank, or a table
-            `[step][rank]` that repeats. This takes as many sets of gradients in memory as the
-            largest delay.
+        delays: Delays in steps: a single number, one number per rank, or a table `[step][rank]`
+            that repeats. The largest delay is also the number of sets of gradients to keep in
+            memory.
 
     Raises:
         ValueError: A delay is not a non-negative whole number, rows differ in length, or there
@@ -168,12 +167,12 @@ def asynchronous(
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv
-    1104.5525.
+    Source: Langer et al., arXiv 2007.03970, section 3.3.3; Agarwal and Duchi, arXiv 1104.5525
+    (delayed SGD).
     """
     axis = collectives.one_axis(axes, "`asynchronous`")
     table = _table(delays)
-    # The queue has one slot per step, from this step to the latest possible arrival.
+    # The queue has one slot per step, from the current step to the latest possible arrival.
     slots = int(table.max()) + 1
     period = int(np.lcm(len(table), slots))
     inner = optimizer_in(optimizer, "`asynchronous`")
@@ -212,7 +211,7 @@ def asynchronous(
 
 
 def _empty(params: optax.Params, slots: int) -> PyTree:
-    """Returns a queue of zeros in float32 or wider, so that waiting gradients aren't rounded."""
+    """Returns an all-zero queue in float32 or wider, which avoids rounding the queued gradients."""
     return (
         jax.tree.map(
             lambda x: jnp.zeros((slots, *jnp.shape(x)), accumulation_dtype(jnp.result_type(x))),
@@ -224,7 +223,7 @@ def _empty(params: optax.Params, slots: int) -> PyTree:
 
 
 def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
-    """Raises for a state made with other delays, whose gradients would be lost or counted twice."""
+    """Rejects a state made for different delays, which would lose or double-count gradients."""
     found = {len(q) for q in jax.tree.leaves(queue)} if queue is not None else {0}
     if found not in ({slots}, set()):
         raise ValueError(
@@ -235,7 +234,7 @@ def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
 
 
 def _table(delays: object) -> np.ndarray:
-    """Returns delays as `[step, rank]`, or `[step, 1]` if they are the same for all ranks."""
+    """Returns the delays as `[step, rank]`, or `[step, 1]` if they're the same for all ranks."""
     rows = list(delays) if isinstance(delays, Sequence | np.ndarray) else [[delays]]
     rows = (
         [rows]

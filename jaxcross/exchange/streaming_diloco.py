@@ -1,48 +1,49 @@
-"""Streaming DiLoCo: fragments of the model are exchanged in turn while the ranks keep training.
+"""Streaming DiLoCo: the ranks take turns exchanging fragments of the model while they keep
+training.
 
-In DiLoCo, the ranks train independently for a round of many steps, then exchange the whole model,
-and all of them wait for it. Over a slow network, this single exchange can take much longer than a
-step. Streaming DiLoCo combines three ideas so that no rank has to wait.
+In DiLoCo, the ranks train independently for a round of many steps, then exchange the whole model
+while everyone waits. Over a slow network, that one exchange can take much longer than a step.
+Streaming DiLoCo combines three ideas to avoid the wait.
 
-**Fragments.** The model is cut into `fragments` even parts, each with its own anchor (the last
-parameters that all ranks agreed on) and its own outer optimizer state. The fragments take turns, so
-instead of one large exchange per round, there's a smaller one every `every / fragments` steps.
+**Fragments.** The model is cut into `fragments` equal parts, each with its own anchor (the last
+parameters that all ranks agreed on) and its own outer optimizer state. The fragments take turns,
+which replaces the large exchange at the end of each round with a smaller one every `every /
+fragments` steps.
 
-The paper's fragments are made of layers. We cut the vector of all leaves evenly, so that each
-exchange takes the same number of bytes.
+In the paper, fragments are made up of layers. We split the vector of all leaves evenly instead, so
+every exchange transfers the same number of bytes.
 
-**Delay.** When it's a fragment's turn, each rank captures the fragment's pseudo-gradient, i.e.
-computes the difference between anchor and parameters and stores it in the state (`pending`). The
-outer step on it is only taken `delay` steps later. In the meantime, the pseudo-gradient is
-exchanged.
+**Delay.** When a fragment's turn comes up, each rank captures its pseudo-gradient, i.e. computes
+the difference between anchor and parameters and stores it in the state (`pending`). The outer step
+is only taken `delay` steps later, and in the meantime the pseudo-gradient is exchanged.
 
-The paper sends it as one message that's in flight during several steps. We can't do that, because
-no exchange may be in flight between two steps of a job. Instead, we cut the pseudo-gradient into
-`delay` slices, and each of the following steps exchanges one of them.
+The paper sends it as a single message that's in flight for several steps. We can't do that, because
+exchanges aren't allowed to be in flight between two steps of a job. Instead, we cut the
+pseudo-gradient into `delay` slices and exchange one of them on each of the following steps.
 
-A slice depends only on the state rather than on the step's gradient, so its exchange is in flight
-while the step computes (a carried exchange). If `delay` has its largest value, `every / fragments`,
-every step exchanges a slice, so the link carries the same bytes on every step.
+A slice depends only on the state and not on the step's gradient, so its exchange is in flight while
+the step computes (a carried exchange). With the largest possible `delay` of `every / fragments`,
+there's a slice to exchange on every step, which loads the link evenly.
 
-**Mixing.** The outer step gives the fragment a new anchor. But this is computed from parameters
-that are `delay` steps old, and the rank has kept training in the meantime. If it continued from the
-new anchor, it would discard that progress. So it continues from a mix of the new anchor and its own
-parameters instead.
+**Mixing.** The outer step produces a new anchor for the fragment, but from parameters that are
+`delay` steps old, and the rank has kept training in the meantime. Continuing from the new anchor
+would throw that progress away, so the rank continues from a mix of the new anchor and its own
+parameters.
 
-**The schedule.** What a step does is a function of a clock in the state (`FragmentTurns`). The host
-can compute the clock, too, so it runs the right program for each step, and a step without an
-exchange sends nothing.
+**The schedule.** What a step does is determined by a clock in the state (`FragmentTurns`). The host
+can compute this clock too, which lets it run the right program for each step, and a step without an
+exchange doesn't send anything.
 
-The clock counts turns, i.e. periods of `every / fragments` steps, and the steps within a turn. It
-used to count the steps of a round, which went wrong when a restart changed the length of a round:
-the outer step of one fragment was taken on the pseudo-gradient of another, without any error.
+The clock counts turns (i.e. periods of `every / fragments` steps) and the steps within a turn. It
+used to count the steps of a round, which broke when a restart changed the length of a round: the
+outer step of one fragment was then silently taken on the pseudo-gradient of another.
 
-**Few bits.** Optionally, an element of a pseudo-gradient is sent as an integer of 8 or 4 bits, with
-a float32 scale for every block of elements (`bits.quantise`). The paper uses 4-bit floats instead.
-Since every rank has scales of its own, an all-reduce can't add these integers. So every rank
-gathers the vectors of all ranks and sums them in float32.
+**Few bits.** Optionally, the elements of a pseudo-gradient are sent as 8-bit or 4-bit integers,
+with a float32 scale for each block of elements (`bits.quantise`). The paper uses 4-bit floats
+instead. Since every rank has its own scales, these integers can't be added by an all-reduce.
+Instead, every rank gathers the vectors of all ranks and sums them in float32.
 
-To see how close a step comes to the speed of computation alone, see benchmarks/results/carried.md.
+See benchmarks/results/carried.md for how close a step gets to the speed of computation alone.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ _WHAT = "`streaming_diloco`"
 class Clock(NamedTuple):
     """A step's position in the schedule.
 
-    The clock doesn't depend on the length of a round, because a restart may change that length.
+    It doesn't depend on the length of a round, because that may change at a restart.
 
     Attributes:
-        turn: Number of the turn, int32. Turn 0 is the first one, in which nothing is pending. After
-            that, turns are numbered from 1 to `fragments` again and again.
+        turn: Number of the turn, int32. Nothing is pending in turn 0, the very first. From then on,
+            turns cycle through 1 to `fragments`.
         place: The step within the turn, int32.
     """
 
@@ -101,13 +102,14 @@ class StreamingDiLoCoState(NamedTuple):
 
     Attributes:
         clock: Which fragment's turn it is, and which step of the turn.
-        anchor: For each fragment, the last vector that all ranks agreed on, bitwise identical on
+        anchor: The last vector that all ranks agreed on, for each fragment; bitwise identical on
             every rank.
-        outer: For each fragment, the state of the outer optimizer, also bitwise identical.
-        pending: This rank's pseudo-gradient of one fragment, cut into one slice for each step that
-            exchanges it. At 32 bits, each slice is replaced by its mean once it has been exchanged.
-        arrived: At 8 or 4 bits, a vector as long as a fragment that collects the means of the
-            slices. None at 32 bits, or without a delay.
+        outer: The outer optimizer's state for each fragment, also bitwise identical.
+        pending: This rank's pseudo-gradient for one fragment, with a slice for each step that
+            exchanges it. At 32 bits, each slice is overwritten by its mean once it has been
+            exchanged.
+        arrived: At 8 or 4 bits, a fragment-sized vector that collects the means of the slices. None
+            at 32 bits, or without a delay.
         inner: State of this rank's own optimizer.
     """
 
@@ -123,7 +125,7 @@ class StreamingDiLoCoState(NamedTuple):
     )
 
     def model(self, params: optax.Params) -> optax.Params:
-        """Returns the model to evaluate: the anchor as a tree like `params`."""
+        """Returns the model to evaluate: the anchor, as a tree like `params`."""
         cut = cut_fragments(params, len(self.anchor))
         for fragment, vector in enumerate(self.anchor):
             params = cut.put(params, fragment, cut.split(vector, fragment))
@@ -141,24 +143,24 @@ def streaming_diloco(
     mix: float | None = None,
     bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes DiLoCo's outer step fragment by fragment, `delay` steps after each was captured.
+    """Takes DiLoCo's outer step one fragment at a time, `delay` steps after capturing it.
 
-    The model is cut into `fragments` even parts. Every `every / fragments` steps, it's the next
-    fragment's turn: its pseudo-gradient (its anchor minus this rank's parameters) is stored in the
-    state, and each of the following `delay` steps exchanges one slice of it. The exchange depends
-    only on the state, so it runs while the step computes.
+    The model is cut into `fragments` equal parts. Every `every / fragments` steps, the next
+    fragment gets its turn: its pseudo-gradient (its anchor minus this rank's parameters) is stored
+    in the state, and each of the following `delay` steps exchanges a slice of it. Since the
+    exchange depends only on the state, it overlaps with the step's computation.
 
-    After the last slice, `outer` takes a step from the fragment's anchor, and the rank continues
-    from a mix of the new anchor and its own parameters.
+    Once the last slice is through, `outer` takes a step from the fragment's anchor, and the rank
+    continues from a mix of the new anchor and its own parameters.
 
-    With `delay = every / fragments`, the link carries the same bytes on every step. With `delay=0`,
-    the fragment is exchanged and applied at once, and the step waits for it. If there's also just a
-    single fragment, that's the same as `diloco`.
+    With `delay = every / fragments`, the link carries the same number of bytes on every step. With
+    `delay=0`, a fragment is exchanged and applied immediately, and the step waits for it; if
+    there's also just a single fragment, that's equivalent to `diloco`.
 
     Parameters differ between ranks. The model to evaluate is the anchor, `state.model(params)`,
-    which `jaxcross.exchange.finish` returns. If a job ends while a fragment is being exchanged,
-    that fragment keeps its previous anchor on all ranks. All ranks must start with the same
-    parameters. Deterministic.
+    which is what `jaxcross.exchange.finish` returns. If a job ends partway through exchanging a
+    fragment, that fragment keeps its previous anchor on all ranks. All ranks must start from the
+    same parameters. Deterministic.
 
     ```python
     outer = optax.sgd(0.4, momentum=0.9, nesterov=True)
@@ -170,22 +172,21 @@ def streaming_diloco(
 
     Args:
         inner: Steps on this rank's gradients.
-        outer: Steps on a fragment's pseudo-gradient, once per round. It must work element by
-            element (SGD with or without momentum, Adam), because it receives flat vectors.
+        outer: Steps on a fragment's pseudo-gradient, once per round. It must work elementwise (SGD
+            with or without momentum, Adam), because it operates on flat vectors.
         axes: One axis name, or a tuple of names that act as a single axis.
-        every: Steps per round, in which each fragment is exchanged once. You can change it at a
+        every: Steps per round. Each fragment is exchanged once per round. You can change this at a
             restart.
         fragments: Number of parts, a divisor of `every`. The tree's leaves are cut in order, into
-            parts with equal numbers of elements.
+            parts of equal size.
         delay: Steps from capturing a fragment's pseudo-gradient to its outer step. At most `every /
-            fragments`, because that's when the next fragment is captured.
+            fragments`, since that's when the next fragment is captured.
         mix: Weight of the rank's own parameters in the mix after an outer step, in [0, 1). If None,
-            it's 0.5 with a delay, because the rank has kept training in the meantime, and 0 without
-            a delay.
+            it's 0 without a delay, and 0.5 with one, because the rank has kept training in the
+            meantime.
         bits: Bits per element on the wire. With 32, the exchange is an all-reduce. With 8 or 4,
-            each block of 128 elements shares a float32 unit, each element is rounded to the nearest
-            of 255 or 15 multiples of the unit, and every rank gathers all vectors and sums them in
-            float32.
+            each block of 128 elements shares a float32 unit, elements are rounded to the nearest of
+            255 or 15 multiples of it, and every rank gathers all vectors and sums them in float32.
 
     Raises:
         ValueError: An argument is out of range, `fragments` does not divide `every`, or `inner` or
@@ -194,27 +195,26 @@ def streaming_diloco(
             does not work element by element; a floating-point leaf is complex, or is float64 while
             `bits` is 8 or 4.
 
-    Memory in addition to the inner optimizer's: the anchor and the outer optimizer's state, both in
-    float32 or wider. With a delay, there's also the fragment that is being exchanged, in its wire
-    format. At 8 or 4 bits, another fragment in float32 collects the means as they arrive.
+    Memory on top of the inner optimizer's: the anchor and the outer optimizer's state, both in
+    float32 or wider. With a delay, there's also the fragment that's being exchanged, in its wire
+    format. At 8 or 4 bits, the means are collected in another fragment in float32 as they arrive.
 
     Bytes received per rank: for a fragment of n elements, including the padding to whole slices,
     `2(P-1)/P 4n` at 32 bits (8n instead of 4n if a leaf is float64), and `(P-1) (bits/8 + 1/32) n`
-    at 8 or 4 bits. There's one such fragment in every `every / fragments` steps, and its bytes are
-    spread over `delay` of these.
+    at 8 or 4 bits. There's one such fragment every `every / fragments` steps, and its bytes are
+    spread over `delay` of them.
 
-    The step is compiled separately for every combination of what it exchanges and applies, the
-    first time that the combination is needed. Normally, there are `delay + 2 * fragments` of these
-    programs. If `delay` equals `every / fragments`, there are `delay + fragments + 1`, and without
-    a delay `fragments + 1`. If compiling takes minutes, keep the number of slices and fragments
-    small.
+    The step is compiled separately for each combination of what it exchanges and applies, the first
+    time that combination comes up. Normally this makes `delay + 2 * fragments` programs, but only
+    `delay + fragments + 1` if `delay` equals `every / fragments`, and `fragments + 1` without a
+    delay. If compiling takes minutes, keep the numbers of slices and fragments small.
 
-    Communicates only in `update`, over its axes. Which calls of `update` exchange something depends
-    on `every`, `fragments` and `delay`. All ranks must call it on the same step.
+    Communicates only in `update`, over its axes. Which calls of `update` actually exchange
+    something depends on `every`, `fragments` and `delay`. All ranks must call it on the same step.
 
-    Source: Douillard et al., arXiv 2501.18512, algorithm 2. We differ in three ways: our fragments
-    are even parts of the model rather than layers, we send slices on several steps rather than one
-    message that's in flight during these steps, and we round to integers rather than to 4-bit
+    Source: Douillard et al., arXiv 2501.18512, algorithm 2. Ours differs in three ways: fragments
+    are equal parts of the model instead of layers, we spread slices over several steps instead of
+    keeping a single message in flight the whole time, and we round to integers instead of 4-bit
     floats.
     """
     turns = FragmentTurns.checked(every, fragments, delay, _WHAT)
@@ -229,18 +229,18 @@ def streaming_diloco(
     def init(params: optax.Params) -> StreamingDiLoCoState:
         cut = work.cut(params)
         anchor = tuple(cut.take(params, n) for n in range(turns.fragments))
-        # At first, nothing is pending, so the slices are zeros. Zeros stay zeros when they're
-        # packed, so we only need the shapes of the packed slices. When we actually packed them, XLA
-        # evaluated that at compile time, which took 16 s.
+        # Nothing is pending at first, so the slices are all zeros. Zeros stay zeros when packed, so
+        # we only need the shapes of the packed slices. (Actually packing them took 16 s, because
+        # XLA did it at compile time.)
         sent = (
             jax.eval_shape(work.sent, jax.ShapeDtypeStruct((cut.width,), cut.dtype))
             if turns.delay
             else ()
         )
         pending = jax.tree.map(jnp.zeros_like, sent)
-        # When a slice has been exchanged, its mean over ranks has to be stored. At 32 bits, it
-        # replaces the slice. At 8 or 4 bits per element, the slice has no room for a float32 mean,
-        # so there's a separate vector for the means.
+        # Once a slice has been exchanged, its mean over ranks has to go somewhere. At 32 bits, it
+        # replaces the slice. At 8 or 4 bits per element, the slice doesn't have room for a float32
+        # mean, so the means get their own vector.
         arrived = jnp.zeros(cut.width, cut.dtype) if turns.delay and bits < 32 else None
         outer_state = tuple(outer_optimizer.init(x) for x in anchor)
         return StreamingDiLoCoState(
@@ -256,10 +256,10 @@ def streaming_diloco(
         params = require_params(params, _WHAT)
         _check(work, state, jax.eval_shape(init, params), params)
         updates, inner_state = inner_optimizer.update(updates, state.inner, params, **extra)
-        # The inner optimizer runs on every step, so that's done before the switch. The branches of
-        # the switch contain only what differs between steps: which slices are exchanged, and what
-        # is applied or captured. The branch depends on nothing but the clock, which the host knows,
-        # so the program that it runs contains only that branch.
+        # The inner optimizer runs on every step, so that part comes ahead of the switch. The
+        # switch's branches only contain what differs between steps: which slices are exchanged, and
+        # what is applied or captured. Which branch to take depends solely on the clock, which the
+        # host knows, so the program it runs contains just that branch.
         moving = _Moving(updates, state.anchor, state.outer, state.pending, state.arrived)
         branches = [_branch(work, turn, params, moving) for turn in turns.kinds()]
         moving: _Moving = (
@@ -296,10 +296,10 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentTurns:
-    """The schedule of a round: on which steps each fragment is captured, exchanged and applied.
+    """The schedule of a round: when each fragment is captured, exchanged and applied.
 
-    The schedule is computed from a clock in the optimizer's state, by integer arithmetic on
-    scalars. The host can evaluate that, too, so it knows in advance what each step exchanges.
+    It's computed from a clock in the optimizer's state, using integer arithmetic on scalars. Since
+    the host can evaluate that as well, it knows in advance what each step exchanges.
 
     Attributes:
         every: Steps per round.
@@ -315,7 +315,7 @@ class FragmentTurns:
 
     @classmethod
     def checked(cls, every: object, fragments: object, delay: object, what: str) -> FragmentTurns:
-        """Returns the schedule, or raises a ValueError if these numbers don't make one."""
+        """Returns the schedule, or raises a ValueError if these numbers don't work out."""
         n_every = whole_number(every, "every", what)
         n_fragments = whole_number(fragments, "fragments", what)
         n_delay = whole_number(delay, "delay", what, least=0)
@@ -336,16 +336,15 @@ class FragmentTurns:
 
     def kinds(self) -> list[Turn]:
         """Returns everything a step can do; `kind` is an index into this list."""
-        # `kind` returns a position in this list, so the order matters. First comes the step that
-        # does nothing, then all slices except the last, then the last slice of each fragment, and
+        # `kind` returns an index into this list, so the order matters: first the step that does
+        # nothing, then all slices except the last, then the last slice of each fragment, and
         # finally the capture of each fragment.
         captures = [Turn(captured=f) for f in range(self.fragments)]
         if self.delay == 0:
             return [Turn(), *captures]
         last = self.delay - 1
-        # If the delay is as long as possible, there's no pause between the exchanges of two
-        # fragments: on the step that exchanges a fragment's last slice, the next fragment is
-        # captured.
+        # With the longest possible delay, there's no gap between the exchanges of two fragments:
+        # the step that exchanges a fragment's last slice also captures the next fragment.
         full = self.delay == self.period
         ends = [
             Turn(slice=last, applied=f, captured=(f + 1) % self.fragments if full else None)
@@ -356,18 +355,18 @@ class FragmentTurns:
     def kind(self, clock: Clock) -> jax.Array:
         """Returns the index of this step's turn in `kinds`.
 
-        If a restart has shortened the rounds, `place` may be beyond the period.
+        `place` can exceed the period if a restart has shortened the rounds.
         """
         turn, place = clock
-        # Turns are periods of `period` steps. On the last step of turn t, we capture the
-        # pseudo-gradient of fragment t, modulo the number of fragments. The slices of that fragment
-        # are then exchanged in the next turn.
+        # Turns last for `period` steps. On the last step of turn t, we capture the pseudo-gradient
+        # of fragment t, modulo the number of fragments. Its slices are then exchanged during the
+        # next turn.
         captures = jnp.where(place >= self.period - 1, 1 + turn % self.fragments, 0)
         if self.delay == 0:
             return captures
-        # From here on, the numbers are positions in the list that `kinds` returns. The fragment
-        # whose slices are exchanged in this turn (`pending`) is the one that was captured at the
-        # end of the previous turn.
+        # From here on, the numbers are indices into the list returned by `kinds`. The fragment
+        # whose slices are exchanged in this turn (`pending`) was captured at the end of the
+        # previous turn.
         ends = self.delay
         pending = (turn + self.fragments - 1) % self.fragments
         captures = jnp.where(captures > 0, captures - 1 + ends + self.fragments, 0)
@@ -383,7 +382,7 @@ class FragmentTurns:
 
 
 class _Moving(NamedTuple):
-    """The values that a step's turn may change."""
+    """Everything a step's turn may change."""
 
     updates: optax.Updates
     anchor: tuple[jax.Array, ...]
@@ -394,7 +393,7 @@ class _Moving(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """The operations that a turn is made of.
+    """The operations that make up a turn.
 
     Attributes:
         turns: The schedule.
@@ -412,8 +411,7 @@ class _Work:
 
     def cut(self, params: optax.Params) -> Fragments:
         slices = max(self.turns.delay, 1)
-        # All slices must be equally long, and with 8 or 4 bits, a slice must consist of whole
-        # blocks.
+        # All slices need to be the same length and, with 8 or 4 bits, a whole number of blocks.
         return cut_fragments(
             params,
             self.turns.fragments,
@@ -421,15 +419,14 @@ class _Work:
         )
 
     def sent(self, vector: jax.Array) -> tuple[PyTree, ...]:
-        """Returns a fragment as slices in their wire format."""
+        """Cuts a fragment into slices in their wire format."""
         slices = max(self.turns.delay, 1)
-        # Each slice is a leaf of its own in the state. If the state held the whole fragment, a step
-        # would first have to cut its slice out of it. The exchange then wouldn't be carried,
-        # because cutting out a slice isn't among the operations that may come between the state and
-        # a carried exchange.
+        # Store each slice as a separate leaf of the state. If the state held the whole fragment, a
+        # step would have to cut out its slice first, which isn't one of the operations allowed
+        # between the state and a carried exchange, so the exchange wouldn't be carried.
         #
-        # We also pack each slice by itself. When we packed a whole fragment at once (ResNet-50 in
-        # four fragments at 8 bits), a fragment's last step took 38 ms of computation instead of 31.
+        # Pack each slice separately, too. When we packed whole fragments (ResNet-50, four of them,
+        # at 8 bits), a fragment's last step took 38 ms of computation instead of 31.
         parts = vector.reshape(slices, vector.size // slices)
         return tuple(
             parts[n] if self.bits == 32 else quantise(parts[n], self.bits) for n in range(slices)
@@ -444,26 +441,26 @@ class _Work:
         )
 
     def arrive(self, n: int, moving: _Moving) -> _Moving:
-        """Exchanges a slice, and stores its mean."""
+        """Exchanges a slice and stores its mean."""
         mean = self.exchange(moving.pending[n])
         if moving.arrived is None:
             parts = [*moving.pending]
             parts[n] = varying_like(mean, parts[n])
             return moving._replace(pending=tuple(parts))
         mean = varying_like(mean, moving.arrived)
-        # We write each mean in place, because joining the slices at the end would copy them all.
+        # Write each mean in place, because joining the slices at the end would copy them all.
         return moving._replace(
             arrived=jax.lax.dynamic_update_slice(moving.arrived, mean, (n * mean.size,))
         )
 
     def gradient(self, moving: _Moving) -> jax.Array:
-        """Returns the mean pseudo-gradient of a fragment whose slices have all been exchanged."""
+        """Returns a fragment's mean pseudo-gradient, once all slices have been exchanged."""
         return jnp.concatenate(moving.pending) if moving.arrived is None else moving.arrived
 
     def apply(
         self, fragment: int, gradient: jax.Array, params: optax.Params, moving: _Moving
     ) -> _Moving:
-        """Takes the outer step on a fragment, and moves the parameters to the mix."""
+        """Takes the outer step on a fragment and moves the parameters to the mix."""
         cut = self.cut(params)
         anchor = [*moving.anchor]
         outer = [*moving.outer]
@@ -471,7 +468,7 @@ class _Work:
             self.outer, gradient, anchor[fragment], outer[fragment]
         )
         anchor[fragment] = jnp.asarray(stepped)
-        # The outer step works on a vector. From here on, we work on pieces of leaves in the leaves'
+        # The outer step works on a vector. From here on, stick to pieces of leaves in the leaves'
         # own shapes, because joining them into vectors would read and write all of their memory
         # once more.
         began = cut.parts(params, fragment)
@@ -482,15 +479,15 @@ class _Work:
                 mine + (1 - self.own_part) * (x - mine)
                 for mine, x in zip(own, targets, strict=True)
             ]
-        # optax adds the updates to the parameters from before the step. So the update that leads to
-        # the target is the difference between the target and these parameters.
+        # optax adds updates to the parameters from before the step, so the update that gets us to
+        # the target is the difference between the two.
         updates = cut.put(
             moving.updates, fragment, [x - before for x, before in zip(targets, began, strict=True)]
         )
         return moving._replace(updates=updates, anchor=tuple(anchor), outer=tuple(outer))
 
     def capture(self, fragment: int, params: optax.Params, moving: _Moving) -> jax.Array:
-        """Returns a fragment's pseudo-gradient on this rank, taken after this step's update."""
+        """Returns this rank's pseudo-gradient for a fragment, taken after this step's update."""
         return moving.anchor[fragment] - self.cut(params).take(
             optax.apply_updates(params, moving.updates), fragment
         )
@@ -499,9 +496,9 @@ class _Work:
 def _branch(work: _Work, turn: Turn, params: optax.Params, given: _Moving) -> Callable[[], _Moving]:
     def run() -> _Moving:
         moving = given
-        # A step may take the outer step on one fragment and capture the pseudo-gradient of the next
-        # one. With a single fragment, the two are the same. So we take the outer step first,
-        # because the pseudo-gradient has to be the difference from the new anchor.
+        # A step may take the outer step on one fragment and capture the pseudo-gradient of the
+        # next. With a single fragment, both are the same, so take the outer step first: the
+        # pseudo-gradient has to be relative to the new anchor.
         if turn.slice is not None:
             moving = work.arrive(turn.slice, moving)
             if turn.applied is not None:
@@ -533,9 +530,9 @@ def _part(mix: object, delay: int) -> float:
 def _check(
     work: _Work, state: StreamingDiLoCoState, fresh: StreamingDiLoCoState, params: optax.Params
 ) -> None:
-    """Raises for a state, parameters or outer optimizer that this exchange would handle wrongly.
+    """Rejects a state, parameters or outer optimizer that this exchange would mishandle.
 
-    This is checked while the step is traced, so every rank raises before the first exchange.
+    We check this at trace time, so every rank raises before the first exchange.
     """
     check_real(
         [x for x in jax.tree.leaves(params) if is_float(x)],
@@ -551,8 +548,8 @@ def _check(
                 "other parameters. Restore it with the arguments that it was created with, or "
                 "create it again. Its contents are then lost."
             )
-    # The outer optimizer always receives vectors instead of leaves, so its result mustn't depend on
-    # shapes. To check that, we also trace it on a matrix with a single row, which must give the
+    # The outer optimizer always receives vectors in place of leaves, so its result mustn't depend
+    # on shapes. To verify that, trace it on a single-row matrix as well, which has to yield the
     # same operations.
     vector = fresh.anchor[0]
     row = jax.ShapeDtypeStruct((1, *vector.shape), vector.dtype)

@@ -1,42 +1,41 @@
-"""Top-k sparsification: each rank sends only the largest elements of its gradient.
+"""Top-k sparsification: each rank only sends the largest elements of its gradient.
 
-**Error feedback.** What a rank doesn't send is kept in a residual and added to its next gradient,
-so nothing is lost, only delayed. Values may also be rounded for sending (`wire_dtype`), and the
-rounding error is kept in the residual as well. Without error feedback, training may stall.
+**Error feedback.** Whatever a rank doesn't send is kept in a residual and added to its next
+gradient, so it's not lost, merely delayed. The same goes for the rounding error if values are
+rounded for sending (`wire_dtype`). Without error feedback, training may stall.
 
-The residual carries over from step to step, so an infinity in it would never go away. That's why we
-clip values to the range of the types that they're converted to.
+The residual carries over from step to step, so an infinity in there would never go away. That's why
+we clip values to the range of whatever type they're converted to.
 
-**Exchange.** The elements are sent as (value, index) pairs. Every rank gathers the pairs of all
-ranks and adds them in rank order, so the mean is bitwise identical everywhere. The values of all
-leaves are one message and their indices another, because small leaves would otherwise spend most of
-their time on latency.
+**Exchange.** Elements are sent as (value, index) pairs. Every rank gathers everyone's pairs and
+adds them up in rank order, so the mean is bitwise identical everywhere. There's one message for the
+values of all leaves and another for their indices, because small leaves would otherwise spend most
+of their time on latency.
 
-Since every rank receives the pairs of all others, the bytes that it receives grow with P - 1,
-whereas those of a dense mean grow with 2(P-1)/P. If the number of ranks is a power of two, you can
-use `gtop_k`, which avoids that.
+Since every rank receives everyone else's pairs, the bytes it receives grow with P - 1, as opposed
+to 2(P-1)/P for a dense mean. If the number of ranks is a power of two, `gtop_k` avoids this.
 
 **Per leaf or per bucket.** By default, we select the k largest elements of each leaf. With the
-`bucket` option, we select from all leaves together instead. That can be cheaper, but layers with
-small gradients then hardly ever send anything.
+`bucket` option, we select from all leaves at once, which can be cheaper, but layers with small
+gradients then hardly ever get to send anything.
 
-**Nodes.** If several ranks share a node, the node's link to the others would carry the pairs of
-each of them. With `pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within
-the node, so that each of its L ranks holds 1/L of the node's sum. Only then do the ranks select
-their elements and exchange pairs with the other nodes.
+**Nodes.** If several ranks share a node, the node's link to the outside would have to carry all of
+their pairs. With `pattern="hierarchical"` (HiTopKComm), we first sum the gradients densely within
+the node, which leaves each of its L ranks with 1/L of the node's sum. Only then do the ranks select
+their elements and exchange pairs with other nodes.
 
-The sum within the node can't be sparse, because the elements to select are the largest of the
-node's sum, so they aren't known before. The result is distributed densely within the node as well,
-since bytes are cheap there.
+The sum within the node can't be sparse, because we're looking for the largest elements of the
+node's sum, and these aren't known up front. The result is distributed densely within the node as
+well, since bytes are cheap there.
 
-**Density.** The density is the fraction of elements that are sent. It's part of the compiled
-program, because it determines the size of the messages. If it changes during training (the
-`warm_up` option), the program is therefore a `lax.switch` with one branch for each density.
+**Density.** The density is the fraction of elements to send. It determines the size of the
+messages, so it's part of the compiled program. If it changes during training (the `warm_up`
+option), the program becomes a `lax.switch` with a branch for each density.
 
-At a density of 1%, our digits task reaches the same accuracy as with a dense mean, at a twentieth
-of its bytes. On a task with prose, where Adam follows the exchange, it ends 2 points behind the
-mean after 400 steps. The gap shrinks to 0.7 points if 10% are sent for the first two fifths of the
-steps (benchmarks/results/exchanges.md).
+At a density of 1%, our digits task reaches the same accuracy as with a dense mean, for a twentieth
+of the bytes. On a prose task with Adam after the exchange, it's 2 points behind the mean after 400
+steps. The gap shrinks to 0.7 points when sending 10% for the first two fifths of the steps
+(benchmarks/results/exchanges.md).
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ Pattern = Literal["flat", "hierarchical"]
 
 
 class TopKState(NamedTuple):
-    """Number of steps, and each rank's residuals: float32 vectors in the tree of the parameters.
+    """Number of steps and each rank's residuals: float32 vectors in the tree of the parameters.
 
-    A residual has as many elements as its leaf, D. In the hierarchical pattern, each of the L ranks
-    of a node only handles its part of the padded leaf, so its residual has D'/L elements.
+    A residual has as many elements as its leaf, D. In the hierarchical pattern, each of a node's L
+    ranks only handles its own part of the padded leaf, so its residual has D'/L elements.
 
-    A step can't detect residuals that were saved with a different number of ranks or nodes if they
-    happen to have the same length. `job.restore` can, and raises: otherwise the unsent residuals of
-    the missing ranks would be silently dropped.
+    If residuals were saved with a different number of ranks or nodes but happen to have the right
+    length, a step can't tell. `job.restore` can, and raises; otherwise, unsent residuals of the
+    missing ranks would be silently dropped.
     """
 
     step: jax.Array
@@ -98,18 +97,19 @@ def top_k(
     Deterministic.
 
     Each selected element is sent as its value and an int32 index. All leaves share two all-gathers,
-    one for the values and one for the indices. Bytes received per rank, on P ranks and with v bytes
-    per value: `(P-1) k (v + 4)`, plus `2(P-1)/P n` for skipped leaves of n bytes.
+    one for values and one for indices. Bytes received per rank, on P ranks and with v bytes per
+    value: `(P-1) k (v + 4)`, plus `2(P-1)/P n` for skipped leaves of n bytes.
 
     `pattern="hierarchical"` is HiTopKComm over `axes=(outer, inner)` of N and L ranks. Each rank
     receives the dense sum of 1/L of each leaf within the node, exchanges the k/L largest elements
-    of this part between nodes, and gathers the dense result within the node. The residuals belong
-    to that 1/L. In total, a rank receives `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, where D' is D
+    of its part between nodes, and gathers the dense result within the node. The residuals belong to
+    that 1/L. Altogether, a rank receives `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, where D' is D
     padded to a multiple of L.
 
-    Within a node, everything is sent densely. For the sum, there's no choice, because the elements
-    to select are the largest of the node's sum and aren't known before. For the result, pairs would
-    take fewer bytes as long as `2 N density < 1`, but bytes are cheap within a node.
+    Within a node, everything is sent densely. We don't have a choice when it comes to the sum,
+    because we're looking for the largest elements of the node's sum, and these aren't known up
+    front. For the result, pairs would take fewer bytes as long as `2 N density < 1`, but bytes are
+    cheap within a node.
 
     ```python
     tx = optax.chain(jaxcross.exchange.top_k(0.01, "batch", warm_up=[(500, 0.1)]), optax.sgd(0.1))
@@ -121,32 +121,32 @@ def top_k(
         density: Fraction of the elements to send.
         axes: One axis name, or a tuple of names that act as a single axis. For `"hierarchical"`, a
             tuple of the outer and the inner axis.
-        selection: How the largest elements are found; see `jaxcross.exchange.select`.
-        error_feedback: Whether to keep what wasn't sent, including the rounding of `wire_dtype`.
-            Without it, training with top-k may stall.
-        skip: (path, leaf) -> whether a leaf is averaged uncompressed. By default, scalars, vectors,
-            and leaves of any shape whose name is `bias` or `scale`.
-        warm_up: `(until_step, density)` pairs, in ascending order of steps: the density before
-            `until_step`.
+        selection: How to find the largest elements; see `jaxcross.exchange.select`.
+        error_feedback: Whether to keep what wasn't sent, including what `wire_dtype` rounds off.
+            Training with top-k may stall without it.
+        skip: (path, leaf) -> whether to average a leaf uncompressed. By default, this applies to
+            scalars, vectors, and leaves of any shape called `bias` or `scale`.
+        warm_up: `(until_step, density)` pairs in ascending order of steps: the density to use
+            before `until_step`.
         wire_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values
             beyond its range are sent as its largest number.
-        bucket: Whether to select the largest elements of all leaves together. That can be cheaper,
-            but layers with small gradients starve.
+        bucket: Whether to select the largest elements across all leaves. That can be cheaper, but
+            starves layers with small gradients.
         pattern: `"flat"` or `"hierarchical"`.
-        inner_ranks: Number of ranks of the inner axis of `"hierarchical"`. It's needed because
-            residuals, of 1/L of each leaf, are created before that axis is bound.
+        inner_ranks: Number of ranks of the inner axis of `"hierarchical"`. We need it because
+            residuals (for 1/L of each leaf) are created before that axis is bound.
 
     Raises:
         ValueError: An argument is out of range; or, at trace time, the size of the inner axis is
             not `inner_ranks`, the state has different shapes than `init` makes, or a compressed
             leaf or bucket has 2^31 elements or more, or is float64.
 
-    Warns in `init` if it compresses nothing, unless you pass your own `skip`.
+    Warns in `init` if there's nothing to compress, unless you pass your own `skip`.
 
     Communicates only in `update`, over its axes. All ranks must call it on the same step.
 
-    Source: error feedback, Stich et al., arXiv 1809.07599; HiTopKComm and MSTopK, Shi et al., arXiv
-    2010.10458.
+    Source: Stich et al., arXiv 1809.07599 (error feedback); Shi et al., arXiv 2010.10458
+    (HiTopKComm and MSTopK).
     """
     density = sparse.check_density(density)
     check_selection(selection)
@@ -195,9 +195,9 @@ def top_k(
                 check_float32(path, x, "the values of `top_k`")
         big = [x for x, c in zip(leaves, chosen, strict=True) if c]
         if big:
-            # The density determines how long the messages are, so it has to be a constant. Each
-            # stage of the warm-up therefore has a branch of its own. The index of the current stage
-            # is the number of stages that have ended.
+            # The density determines the length of the messages, so it has to be a constant. That's
+            # why each stage of the warm-up gets its own branch. The current stage's index is the
+            # number of stages that have ended.
             branches = [partial(_exchange, settings, d) for _, d in stages]
             stage = sum((state.step >= until).astype(jnp.int32) for until, _ in stages[:-1])
             big, residual = (
@@ -228,7 +228,7 @@ class _Settings:
 
     Attributes:
         names: All axes.
-        across: Axes over which pairs are exchanged: with nodes, only the outer one.
+        across: Axes over which pairs are exchanged; with nodes, only the outer axis.
         inner: Number of ranks per node, each of which handles its part of the node's sum; 1 without
             nodes.
         selection: As in `top_k`.
@@ -249,20 +249,20 @@ class _Settings:
 def _exchange(
     settings: _Settings, share: float, leaves: list[jax.Array], residual: list[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the compressed mean of leaves, and this rank's next residuals."""
+    """Returns the compressed mean of the leaves and this rank's next residuals."""
     inner = settings.inner
     shapes = [x.shape for x in leaves]
     vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
     if inner > 1:
-        # Sum densely within the node first. Each rank gets its part of the sum of every leaf.
+        # Sum densely within the node first, which gives each rank its part of every leaf's sum.
         rows = collectives.sum_scatter(
             layouts.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1]
         )
         vectors = layouts.block_columns(rows, shapes, inner)
     if settings.error_feedback:
         vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
-    # The k largest elements are selected from each group separately. A group is a single leaf, or
-    # with the `bucket` option all leaves together.
+    # Select the k largest elements of each group separately. A group is a single leaf or, with the
+    # `bucket` option, all leaves together.
     bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
     groups = [jnp.concatenate(vectors)] if settings.bucket else vectors
     pairs = [select(x, sparse.slots(share, x.size), selection=settings.selection) for x in groups]
@@ -273,8 +273,8 @@ def _exchange(
         bounds[1:],
         [x.dtype for x in leaves],
     )
-    # We send one message with all values and one with all indices, because small leaves would
-    # mostly wait for latency.
+    # Send one message with all values and another with all indices, because small leaves would
+    # spend most of their time waiting for latency.
     counts = list(itertools.accumulate(v.size for v in sent))[:-1]
     every_value = jnp.split(
         collectives.gather(jnp.concatenate(sent), settings.across), counts, axis=1
@@ -287,8 +287,8 @@ def _exchange(
         sparse.sum_of_pairs(v, i, x.size) / ranks
         for v, i, x in zip(every_value, every_index, groups, strict=True)
     ]
-    # From the residuals, we subtract the values as they were sent, i.e. after clipping and
-    # rounding. The errors of clipping and rounding then stay in the residuals and are sent later.
+    # Subtract the values from the residuals as they were sent, i.e. after clipping and rounding.
+    # That way, clipping and rounding errors stay in the residuals and get sent later.
     rests = [
         sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)
     ]
@@ -313,17 +313,17 @@ def _sent_values(
     ends: Sequence[int],
     types: Sequence[DTypeLike],
 ) -> list[jax.Array]:
-    """Returns the selected values of each group as they are sent, clipped and rounded.
+    """Returns each group's selected values the way they're sent, i.e. clipped and rounded.
 
-    Clipping all values to the range of the update's type makes sure that their mean fits this type.
-    In the hierarchical pattern, a value is a sum over the `inner` ranks of a node, so it may be up
-    to `inner` times as large and is clipped to `inner` times the type's largest number.
+    Clipping all values to the range of the update's type ensures that their mean fits that type. In
+    the hierarchical pattern, a value is a sum over a node's `inner` ranks and can be up to `inner`
+    times as large, so it's clipped to `inner` times the type's largest number.
 
     Args:
         settings: Settings of the exchange.
-        values: Selected values of each leaf, or of the single bucket of all leaves.
+        values: Selected values of each leaf, or of the one bucket of all leaves.
         indices: Indices of the first group's values.
-        ends: End of each leaf in the bucket.
+        ends: Where each leaf ends in the bucket.
         types: Element type of each leaf.
     """
     if settings.bucket and len(set(types)) > 1:
@@ -348,9 +348,9 @@ def _saturate_each(
     """Clips each element of a bucket to the range of its leaf's type; leaves end at `ends`."""
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
-    # For each element, look up the leaf that it belongs to, and the range of that leaf's type. An
-    # empty slot has an index beyond the last leaf, and is treated as an element of that leaf. This
-    # does no harm, because its value is 0.
+    # Look up which leaf each element belongs to, and the range of that leaf's type. The index of an
+    # empty slot is beyond the last leaf, so it's treated as part of that leaf, which is harmless
+    # because its value is 0.
     largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(
         mode="clip"
     )

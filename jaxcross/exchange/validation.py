@@ -1,4 +1,4 @@
-"""Checks of arguments, states and leaves."""
+"""Validates arguments, states and leaves."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LARGEST = 2**31 - 1
 
 
 def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
-    """Returns `value` as an int if it is a Python or NumPy integer from `least` to 2^31 - 1.
+    """Returns `value` as an int if it's a Python or NumPy integer from `least` to 2^31 - 1.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It isn't.
     """
     if not is_whole(value) or value < least:
         raise ValueError(
@@ -47,9 +47,9 @@ def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
 
 
 def as_number(value: Any) -> float:
-    """Returns a Python, NumPy or JAX real number as a float, or NaN for any other value.
+    """Converts a Python, NumPy or JAX real number to a float, and anything else to NaN.
 
-    NaN isn't in any range, so a range check on the result rejects other values as well.
+    NaN isn't in any range, so range checks on the result reject other values too.
     """
     if isinstance(value, bool | str | Tracer):
         return math.nan
@@ -60,7 +60,7 @@ def as_number(value: Any) -> float:
 
 
 def part_kept(decay: object, what: str, of: str) -> float:
-    """Returns `decay` as a float, or raises a ValueError if it is not in [0, 1]."""
+    """Returns `decay` as a float, or raises a ValueError if it isn't in [0, 1]."""
     kept = as_number(decay)
     if not 0 <= kept <= 1:
         raise ValueError(
@@ -91,7 +91,7 @@ def check_state(
     params: optax.Params,
     what: str,
 ) -> None:
-    """Raises a ValueError if a state's shapes differ from those that `init` makes of `params`."""
+    """Raises a ValueError if a state's shapes differ from what `init` creates for `params`."""
     made, fresh = (
         dict(jax.tree.leaves_with_path(tree)) for tree in (state, jax.eval_shape(init, params))
     )
@@ -111,7 +111,7 @@ def check_state(
 def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what: str) -> None:
     """Raises a ValueError for a float64 leaf, because `what` is computed in float32.
 
-    In float32, a finite float64 number may become infinite.
+    A finite float64 number can become infinite in float32.
     """
     if jnp.result_type(leaf) == jnp.float64:
         raise ValueError(
@@ -121,9 +121,9 @@ def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what:
 
 
 def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> None:
-    """Raises a ValueError for leaves that are not real floats, which `what` cannot represent.
+    """Raises a ValueError for leaves that aren't real floats, which `what` can't represent.
 
-    With `float64=False`, it refuses float64 leaves as well.
+    With `float64=False`, rejects float64 leaves as well.
     """
     for path, leaf in jax.tree.leaves_with_path(updates):
         if not float64:

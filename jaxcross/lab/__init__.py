@@ -1,14 +1,14 @@
-"""Several hosts on one Linux machine, connected by a link whose rate you choose.
+"""Sets up several hosts on one Linux machine, connected by links whose rate you choose.
 
     python -m jaxcross.lab --rate 500mbit -- mpirun -n 2 python train.py
 
-The hosts are network namespaces, which some machines don't allow. On such a machine, use
-`emulated_link` instead. It doesn't create a link, but makes each exchange of a run take as long as
-it would on a link of the given rate.
+Each host is a network namespace, which some machines don't allow. In that case, fall back to
+`emulated_link`. It doesn't create a link, but makes every exchange of a run take as long as it
+would over a link of the given rate.
 
-network    `Lab`: the hosts, which are network namespaces, and the links between them
-holder     the process that creates the namespaces and holds them; imports nothing of jaxcross
-transfer   a timed TCP transfer between two hosts, of a lab or real ones; `meter` runs on each host
+network    `Lab`: the hosts (network namespaces) and the links between them
+holder     the process that creates the namespaces and keeps them alive; doesn't import jaxcross
+transfer   times a TCP transfer between two hosts, real or in a lab; `meter` runs on either end
 """
 
 from jaxcross._link import emulated_link

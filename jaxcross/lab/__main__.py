@@ -17,8 +17,8 @@ from jaxcross.lab.network import Lab
 def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
     """Runs a command in a lab, waits for it, and returns its exit status.
 
-    If `measure` is true, first prints the rate of a plain TCP transfer between two hosts, in each
-    direction.
+    If `measure` is true, first measures a plain TCP transfer between two hosts in each direction,
+    and prints the rates.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxcross.lab", description="Run a command among hosts on one machine."
@@ -62,12 +62,12 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
 
 
 def _run(lab: Lab, command: Sequence[str]) -> int:
-    """Runs the command, forwards signals to it, and returns its status. A second SIGTERM kills it.
+    """Runs the command, forwards signals to it and returns its status. A second SIGTERM kills it.
 
-    The command is a child of `nsenter`, which enters the lab's namespaces. A signal would only kill
-    `nsenter`, which doesn't forward it to the command. So we run `nsenter` in its own session,
-    where the terminal's signals don't reach it, and send the signals to the command ourselves.
-    SIGINT is sent to the command's whole process group, as a terminal would do after Ctrl-C.
+    The command is a child of `nsenter`, which enters the lab's namespaces. Signalling `nsenter`
+    would only kill `nsenter` itself, because it doesn't forward signals. So we run it in its own
+    session, out of reach of the terminal's signals, and signal the command directly. SIGINT goes to
+    the command's whole process group, just like when a terminal handles Ctrl-C.
     """
     processes: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that arrived before the command started

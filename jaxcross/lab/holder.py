@@ -1,18 +1,18 @@
 """The process that keeps a lab's namespaces alive.
 
-A namespace only exists as long as some process is in it. We can't use the user's own process for
-this, because everything else that it does would then happen inside the namespaces as well. So a
-separate process, the holder, creates the lab and keeps it alive.
+Namespaces vanish along with the last process in them. The user's own process can't hold them open,
+because everything else it does would then happen inside the namespaces too. So we create the lab in
+a separate process, the holder, and that's what keeps it alive.
 
-The holder writes one JSON line to standard output (`pid`, `folder` and `user`, or `error`). Then it
-waits until its standard input is closed, which happens at the latest when the user's process ends.
+The holder writes a single line of JSON to stdout (`pid`, `folder` and `user`, or `error`), then
+blocks until its stdin is closed, which happens at the latest when the user's process exits.
 
-The holder's child is process 1 of the lab's process namespace. When process 1 of a namespace ends,
-the kernel kills all other processes in the namespace, so no process of the lab can be left behind.
+The holder's child is PID 1 of the lab's process namespace. When PID 1 exits, the kernel kills
+everything else in the namespace, so the lab can't leave any processes behind.
 
-The holder is run as a script in Python's isolated mode, and therefore imports only the standard
-library. It has a single thread, because the kernel doesn't let a process with several threads enter
-a new user namespace.
+The holder runs as a script in Python's isolated mode, so it only imports the standard library. It's
+also single-threaded, because the kernel doesn't let a multithreaded process enter a new user
+namespace.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PR_SET_PDEATHSIG = 1
 SUBNET = "10.77.0"
 HEAD = f"{SUBNET}.254"
 FOLDERS = ("/boot", "/srv", "/media", "/mnt")
-"""The lab needs a place for a few files. It mounts a private tmpfs over the first of these folders
-that exists. The folder's own content isn't visible inside the lab then, so these are folders that
-training doesn't need.
+"""The lab needs somewhere to put a few files, so it mounts a private tmpfs over the first of these
+folders that exists. This hides the folder's real contents from everything inside the lab, which is
+why we only list folders that training has no use for.
 """
 
 ENTER = """#!/bin/sh
@@ -53,7 +53,7 @@ exec nsenter --target="$pid" --net --uts -- "$@"
 
 
 def main() -> None:
-    """Creates the lab that the argument describes, reports it, and keeps it until its end."""
+    """Creates the lab described by the argument, reports it, and keeps it alive until closed."""
     request = json.loads(sys.argv[1])
     try:
         user = _leave()
@@ -66,7 +66,7 @@ def main() -> None:
         os.close(ready)
         _first_process(request, notify)
     os.close(notify)
-    # Process 1 notices when standard input is closed. This process only waits for process 1 to end.
+    # PID 1 notices when stdin is closed. All we do here is wait for PID 1 to exit.
     with os.fdopen(ready) as stream:
         answer = json.loads(
             stream.readline() or '{"error": "the first process of the namespace died."}'
@@ -90,11 +90,10 @@ def _unshare(flags: int) -> None:
 
 
 def _leave() -> bool:
-    """Enters new namespaces. Returns whether there's a user namespace among them.
+    """Moves this process into new namespaces. Returns whether they include a user namespace.
 
-    An ordinary user may only create the other namespaces inside a new user namespace. Root may
-    create them without one, so even if the machine forbids user namespaces, root can still create a
-    lab.
+    Unprivileged users can only create the other namespaces inside a new user namespace. Root can do
+    without, so labs still work for root on machines where user namespaces are disabled.
     """
     flags = NEWNS | NEWUTS | NEWPID | NEWNET
     uid = os.getuid()
@@ -113,7 +112,7 @@ def _leave() -> bool:
 
 
 def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
-    """Runs process 1 of the namespace: creates the hosts, then sleeps until the lab is closed."""
+    """Runs PID 1 of the namespace: creates the hosts, then sleeps until the lab is closed."""
     _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         answer: dict[str, Any] = {"folder": str(_build(request))}
@@ -123,9 +122,8 @@ def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
         stream.write(json.dumps(answer) + "\n")
     if "error" in answer:
         os._exit(1)
-    # If the parent of a process in the lab ends first, the process becomes a child of process 1. It
-    # would then remain as a zombie after its end, because process 1 doesn't wait for its children.
-    # Ignoring SIGCHLD makes the kernel remove such processes by itself.
+    # Orphaned processes in the lab get reparented to PID 1. Since it doesn't wait for its children,
+    # they'd linger as zombies after exiting. Ignoring SIGCHLD makes the kernel reap them for us.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while os.read(0, 4096):
         pass
@@ -177,9 +175,9 @@ def _build(request: dict[str, Any]) -> Path:
 
 
 def _shares(cores: list[int], hosts: int) -> list[list[int]]:
-    """Divides the cores among the hosts, as evenly as possible.
+    """Divides the cores among the hosts as evenly as possible.
 
-    If there are more hosts than cores, the lists are empty, i.e. the hosts aren't pinned.
+    With more hosts than cores, all lists are empty, meaning that the hosts aren't pinned.
     """
     if hosts > len(cores):
         return [[]] * hosts
@@ -187,7 +185,7 @@ def _shares(cores: list[int], hosts: int) -> list[list[int]]:
 
 
 def _host(name: str) -> int:
-    """Forks the process that keeps a host's namespaces alive. Returns when the namespaces exist."""
+    """Forks a process that keeps a host's namespaces alive. Returns once they exist."""
     ready, notify = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -243,7 +241,7 @@ def _connect(name: str, pid: int, address: str, request: dict[str, Any]) -> None
 def _await(address: str, patience_s: float = 10.0) -> None:
     """Waits until a host answers.
 
-    A new link takes a moment until it works, and runs that were launched before that have failed.
+    A new link takes a moment to come up, and runs launched before that have been known to fail.
     """
     deadline = time.monotonic() + patience_s
     while True:

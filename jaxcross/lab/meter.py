@@ -1,13 +1,13 @@
-"""One end of a plain TCP transfer between two hosts. `jaxcross.lab.transfer` starts both ends.
+"""Runs one end of a plain TCP transfer between two hosts; `jaxcross.lab.transfer` starts both.
 
-Uses only the standard library, because hosts without jaxcross run it, too.
+Uses only the standard library, because it also has to run on hosts without jaxcross.
 
-meter.py receive SECONDS BURST     prints the port on which it listens and this host's addresses,
-                                   waits for a sender, and prints how many bits per second arrived
-                                   after the first BURST bytes
-meter.py send PORT HOST ...        sends to the first of these names and addresses that answers,
-                                   until the receiver has enough, and prints the facts of the
-                                   connection
+meter.py receive SECONDS BURST     prints its port and this host's addresses, waits for a sender,
+                                   and prints the rate (in bit/s) at which data arrived after the
+                                   first BURST bytes
+meter.py send PORT HOST ...        sends to the first of these names and addresses that answers
+                                   until the receiver has had enough, then prints the connection's
+                                   addresses, interface and round-trip time
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from typing import Any
 BLOCK = bytes(1 << 18)
 SKIP_BYTES = 1 << 20
 SKIP_S = 0.1
-"""The first `SKIP_BYTES` bytes or `SKIP_S` seconds, whichever ends first, aren't timed, because TCP
-first has to ramp up its rate. If the link is shaped by a token bucket, the burst that the bucket
-lets through at full speed isn't timed either.
+"""We start timing after `SKIP_BYTES` bytes or `SKIP_S` seconds, whichever comes first, to give TCP
+a chance to ramp up. If the link is shaped by a token bucket, we also skip the burst that the bucket
+lets through at full speed.
 """
 PATIENCE_S = 60.0
-"""How many seconds longer than requested a transfer may take. This matters on slow links, where
-even a single packet of 64 kB takes long, and where everything that is in flight has to arrive at
+"""How many seconds a transfer may take beyond what was requested. This matters on slow links, where
+even a single 64 kB packet takes a while, and where everything still in flight has to be drained at
 the end.
 """
 CONNECT_S = 10.0
-"""Timeout for connecting to a host, in seconds. In this time, TCP sends the first packet four
-times. If none of these is answered, there's probably a firewall that drops packets.
+"""Timeout for connecting to a host, in seconds. TCP sends the first packet four times within this
+window. If none of them gets an answer, there's probably a firewall dropping them.
 """
 RETRY_S = 3.0
-"""Timeout for each further address of a host, in seconds. It's shorter, because there may be many
-addresses.
+"""Timeout for each additional address of a host, in seconds. This one is shorter, since a host can
+have many addresses.
 """
 
 
 def receive(seconds: float, burst: int) -> None:
-    """Times one connection for `seconds`, or longer if that's needed for two packets to arrive.
+    """Times a connection for `seconds`, or longer if two packets take longer than that to arrive.
 
-    Then reads the connection to its end, so that the link is idle again.
+    Afterwards, drains the connection to leave the link idle again.
 
-    We count bytes when they arrive, i.e. including those that are still in the socket's buffer. If
-    we only counted the bytes that we've read, the result would be wrong whenever another process
-    has the core for a while: bytes pile up in the buffer, and would be counted in a later interval
-    than the one in which they crossed the link.
+    We count bytes on arrival, including any that are still sitting in the socket's buffer. Counting
+    only the bytes we've read would skew the result whenever another process takes the core for a
+    while: bytes would pile up in the buffer and be attributed to a later interval than the one in
+    which they crossed the link.
     """
     with socket.create_server(("", 0)) as server:
         server.settimeout(PATIENCE_S)
@@ -80,10 +80,9 @@ def receive(seconds: float, burst: int) -> None:
             total += count
             before = time.perf_counter()
             arrived = total + _unread(connection)
-            # Count the bytes first, and then take the time. Another process may get the core
-            # between the two. In this order, that makes the measured time too long, and the rate
-            # too low. In the other order, the time might be too short, and the rate could exceed
-            # that of the link, which is impossible.
+            # Read the byte count before the clock. If we lose the core between the two, we
+            # overestimate the elapsed time, and the rate comes out a bit low. The other way round,
+            # it could come out higher than the link's actual rate, which is impossible.
             end = time.perf_counter()
             if skipped == 0 and total >= burst and (total >= SKIP_BYTES or end - begin >= SKIP_S):
                 skipped = arrived
@@ -106,16 +105,16 @@ def receive(seconds: float, burst: int) -> None:
 
 
 def _unread(connection: socket.socket) -> int:
-    """Returns the number of bytes that have arrived but haven't been read yet."""
+    """Returns how many bytes have arrived but haven't been read yet."""
     return struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0]
 
 
 def send(hosts: list[str], port: int) -> None:
     """Sends until the other end closes its half of the connection.
 
-    Bytes that are still in the socket's buffer when the measurement ends have to cross the link
-    afterwards, which takes a long time if the link is slow. So we limit how many bytes may wait in
-    the buffer, to an eighth of those already sent, or 64 KiB if that's more.
+    Whatever is still in the socket's buffer when the measurement ends has to cross the link anyway,
+    and on a slow link that takes a long time. So we cap the unsent bytes in the buffer at an eighth
+    of what's already been sent (or 64 KiB, if that's more).
     """
     with _connected(hosts, port) as connection:
         facts = facts_of(connection)
@@ -135,7 +134,7 @@ def send(hosts: list[str], port: int) -> None:
 def _connected(hosts: list[str], port: int) -> socket.socket:
     """Connects to the first host that answers.
 
-    If no host answers, reports why each attempt failed and ends this process.
+    If none of them does, exits with a message that says why each attempt failed.
     """
     failed: list[str] = []
     for host in hosts:
@@ -147,9 +146,9 @@ def _connected(hosts: list[str], port: int) -> socket.socket:
 
 
 def facts_of(connection: socket.socket) -> dict[str, Any]:
-    """Returns the addresses of both ends, and the network interface of this end.
+    """Returns the addresses of both ends and the network interface on this end.
 
-    The interface is "" if no interface has this end's address.
+    The interface is "" if none of them has this end's address.
     """
     source = connection.getsockname()[0]
     target = connection.getpeername()[0]
@@ -166,9 +165,9 @@ def _address(connection: socket.socket, interface: str) -> str:
 
 
 def _round_trip_us(connection: socket.socket) -> int:
-    """Returns the connection's shortest round-trip time according to the kernel.
+    """Returns the shortest round-trip time the kernel has seen on this connection.
 
-    The first packets cross an idle link, so the shortest time doesn't include any queueing.
+    The first packets travel over an idle link, so the minimum doesn't include any queueing delay.
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return struct.unpack_from("I", info, _MIN_RTT)[0]

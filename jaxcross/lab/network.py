@@ -1,17 +1,17 @@
-"""Several hosts on one Linux machine, connected by a link whose rate you choose.
+"""Sets up several hosts on one Linux machine, connected by links whose rate you choose.
 
-With such a lab, you can run MPI over real TCP without a cluster.
+This lets you run MPI over real TCP without a cluster.
 
-Each host is a network namespace with its own host name. It's connected to a switch (a bridge) by a
-link that is shaped in both directions.
+Each host is a network namespace with its own hostname, connected to a switch (a bridge) by a link
+that's shaped in both directions.
 
-Nothing on the machine itself is changed, because all of this is inside one private set of
-namespaces, and several labs can run side by side. You don't need to be root if the kernel allows
-users to create namespaces.
+Everything lives inside a private set of namespaces, so the machine itself is left untouched and you
+can run several labs side by side. You don't even need root, as long as the kernel lets users create
+namespaces.
 
-The namespaces belong to a separate process, the holder, which runs only as long as this process
-keeps a pipe to it open. If this process ends in any way, even by `kill -9`, the pipe is closed, the
-holder ends, and the kernel removes the hosts, the links and the processes in them.
+The namespaces belong to a separate process, the holder, which only runs while this process keeps a
+pipe to it open. However this process dies (`kill -9` included), the pipe gets closed, the holder
+exits, and the kernel cleans up the hosts, the links and any processes still running inside.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "
 
 
 class Lab:
-    """A context manager. While it's open, hosts `h0`, `h1` ... exist. Entering takes about 0.2 s.
+    """A context manager that provides hosts `h0`, `h1`, ... Entering it takes about 0.2 s.
 
     Args:
         hosts: Number of hosts.
-        rate: The rate of each host's link in each direction, in the notation of `tc` (e.g.
+        rate: The rate of each host's link in each direction, written the way `tc` does (e.g.
             `500mbit`). If None, the links aren't shaped.
-        latency: The delay that is added to each packet that a host sends (e.g. `1ms`). This
-            requires a kernel with netem. If None, no delay is added.
+        latency: Delay added to every packet a host sends (e.g. `1ms`). This requires a kernel with
+            netem. If None, no delay is added.
         burst_kb: How many kilobytes an idle link lets through at full speed.
 
     Raises:
-        OSError: (when entering) The machine doesn't allow it. The message says which step failed.
+        OSError: (when entering) The machine can't run a lab. The message says which step failed.
         ValueError: A rate, latency, burst or number of hosts is invalid.
 
     Example:
@@ -90,7 +90,7 @@ class Lab:
                 continue
             elsewhere = shutil.which(tool, path=SBIN)
             if elsewhere is not None:
-                # These tools are often in a folder that is only on root's path.
+                # These tools often live in a folder that's only on root's PATH.
                 folder = Path(elsewhere).parent
                 raise OSError(
                     f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. "
@@ -109,9 +109,9 @@ class Lab:
             "latency": self.latency,
             "burst_kb": self.burst_kb,
         }
-        # The option -I is needed because Python would otherwise put the script's folder first on
-        # its import path, where our modules could shadow those of the standard library. The holder
-        # gets its own session, so that Ctrl-C only reaches the command and doesn't end the lab.
+        # Without -I, Python would put the script's folder first on its import path, where our
+        # modules could shadow those of the standard library. The holder gets its own session so
+        # that Ctrl-C only reaches the command and doesn't tear down the lab.
         self._holder = subprocess.Popen(
             [sys.executable, "-I", str(HOLDER), json.dumps(request)],
             stdin=subprocess.PIPE,
@@ -140,7 +140,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Removes the hosts and kills whatever still runs on them."""
+        """Removes the hosts and kills anything still running on them."""
         holder = self._holder
         self._holder = None
         if holder is None:
@@ -159,7 +159,7 @@ class Lab:
 
     @property
     def _open(self) -> dict[str, Any]:
-        """The facts that the holder has sent, such as the process id and the folder to use."""
+        """What the holder told us, such as its process id and the lab's folder."""
         if self._holder is None:
             raise ValueError("the lab is closed: use it inside its `with` block.")
         return self._facts
@@ -176,7 +176,7 @@ class Lab:
     def wrap(self, command: Sequence[str]) -> list[str]:
         """Returns the command line that runs `command` inside the lab.
 
-        The command runs on the machine `head`, from which all hosts can be reached.
+        The command runs on a machine called `head`, which can reach all hosts.
         """
         user = ["--user", "--preserve-credentials"] if self._open["user"] else []
         enter = [
@@ -188,7 +188,7 @@ class Lab:
             "--uts",
             "--pid",
         ]
-        # Entering a mount namespace changes the working directory to its root, so change back.
+        # Entering a mount namespace resets the working directory to its root, so change back.
         return [*enter, "--", "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()), *command]
 
     def wrap_host(self, host: int, command: Sequence[str]) -> list[str]:
@@ -197,13 +197,13 @@ class Lab:
         return self.wrap([f"{self._open['folder']}/enter", f"h{host}", shlex.join(command)])
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Returns an environment in which a plain `mpirun -n N` uses the hosts and their TCP links.
+        """Returns an environment in which a plain `mpirun -n N` uses the lab's hosts and TCP links.
 
-        In this environment, `mpirun` spreads the ranks over the hosts. The machine's cores are
-        divided among the hosts, and each host's ranks are pinned to that host's cores before Python
-        starts. If there are more hosts than cores, nothing is pinned.
+        With it, `mpirun` spreads the ranks over the hosts. The machine's cores are split between
+        the hosts, and every rank is pinned to its host's share before Python starts. With more
+        hosts than cores, nothing is pinned.
 
-        The environment also has `JAXCROSS_LINK`, so that the reports of runs describe the link.
+        It also sets `JAXCROSS_LINK`, which tells the reports of runs how to describe the link.
         """
         folder = self._open["folder"]
         return {
@@ -218,9 +218,9 @@ class Lab:
             # Open MPI 5
             "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
             "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
-            # Open MPI creates a session folder, which it names after the host and the process id.
-            # These are the same in every lab, so two labs on one machine would use the same folder.
-            # To avoid this, we put the folder inside the lab.
+            # Open MPI names its session folder after the host and the process id, and both are the
+            # same in every lab. To keep two labs on one machine from sharing a folder, put it
+            # inside the lab.
             "PRTE_MCA_prte_tmpdir_base": folder,
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
@@ -232,16 +232,16 @@ class Lab:
         }
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Runs a command in the lab like `subprocess.run`, in `environment()`. Waits for it."""
+        """Runs a command in the lab, in `environment()`, and waits for it like `subprocess.run`."""
         options["env"] = self.environment(options.pop("env", None))
         return subprocess.run(self.wrap(command), check=False, **options)
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of every link, in both directions. Open connections aren't affected.
+        """Changes the rate of every link, in both directions. Open connections survive this.
 
         Raises:
             ValueError: The rate is invalid, or the links were created unshaped.
-            OSError: The kernel refused. The message is the kernel's.
+            OSError: The kernel refused. The message comes from the kernel.
         """
         _check_rate(rate)
         if self.rate is None:
@@ -266,13 +266,13 @@ class Lab:
         self.rate = rate
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Disconnects a host from the switch, or connects it again.
+        """Disconnects a host from the switch, or reconnects it.
 
-        While the host is disconnected, its connections stay open, but no data gets through.
+        While a host is disconnected, its connections stay open but no data gets through.
 
         Raises:
             ValueError: There is no such host.
-            OSError: The kernel refused. The message is the kernel's.
+            OSError: The kernel refused. The message comes from the kernel.
         """
         self._check_host(host)
         line = self.wrap(["ip", "link", "set", "dev", f"to-h{host}", "up" if up else "down"])
@@ -281,9 +281,9 @@ class Lab:
             raise OSError(f"the link of host `h{host}` was not changed: {done.stderr.strip()}")
 
     def dropped_packets(self) -> int:
-        """Returns how many packets the links have dropped since the lab was created.
+        """Returns how many packets the links have dropped so far.
 
-        Counts both directions. Returns 0 if the links aren't shaped.
+        Counts both directions. Always 0 if the links aren't shaped.
         """
         lines = [
             self.wrap(["tc", "-s", "qdisc", "show", "dev", f"to-h{host}"])
@@ -306,14 +306,14 @@ class Lab:
             )
 
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
-        """Measures the bits per second of a plain TCP transfer from host 0 to host 1, and back.
+        """Measures the rate of a plain TCP transfer from host 0 to host 1 and back, in bit/s.
 
-        Waits for twice `seconds`, once for each direction. If the link is slower than a few Mbit/s,
-        it takes longer, because at least a few packets have to arrive, and then everything that is
-        still in flight.
+        Blocks for twice `seconds`, once per direction. On links slower than a few Mbit/s it takes
+        longer, since at least a few packets have to arrive and everything still in flight needs to
+        drain.
 
-        The result is about 4% less than the link's rate, because we count the bytes that arrive at
-        the receiver's socket, and these don't include headers.
+        Expect about 4% less than the link's nominal rate: we count bytes at the receiver's socket,
+        which leaves out the headers.
 
         Raises:
             OSError: There is only one host, or the transfer failed.
@@ -337,7 +337,7 @@ class Lab:
         return done.bits_per_s
 
     def bytes_crossed(self) -> int:
-        """Returns how many bytes all hosts have sent since the lab was created, with headers."""
+        """Returns how many bytes (including headers) all hosts have sent so far."""
         lines = Path(f"/proc/{self._open['pid']}/net/dev").read_text().splitlines()
         counters = dict(line.split(":", 1) for line in lines if ":" in line)
         ports = [values for name, values in counters.items() if name.strip().startswith("to-h")]
@@ -347,7 +347,7 @@ class Lab:
 def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
     """Returns the `tc` arguments for a link of this rate.
 
-    The holder can't import this function, so it has its own copy of the arguments.
+    The holder can't import this function, so it keeps its own copy of these arguments.
     """
     return ("tbf", "rate", rate, "burst", f"{burst_kb}kb", "latency", "100ms")
 
@@ -363,9 +363,9 @@ def _check_rate(rate: str) -> None:
 
 
 def available() -> str | None:
-    """Returns None if this machine can run a lab, otherwise the reason why it can't.
+    """Returns None if this machine can run a lab, or else the reason it can't.
 
-    Finds out by creating a lab, which takes about 0.2 s.
+    Finds out by actually creating a lab, which takes about 0.2 s.
     """
     try:
         with Lab(hosts=2):

@@ -1,7 +1,6 @@
 """Measures a plain TCP transfer from one host to another.
 
-The hosts may be those of a lab or real machines, because all we need is a way to run a command on
-each of them.
+These can be hosts in a lab or real machines. All we need is some way to run a command on each.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class Transfer:
     """A finished transfer.
 
     Attributes:
-        bits_per_s: The rate at the receiver's socket. It doesn't include headers, so it's about 4%
-            less than the link's rate.
-        round_trip_us: The shortest round-trip time of the transfer's packets, in microseconds.
+        bits_per_s: The rate at the receiver's socket. This excludes headers, so it's about 4% below
+            the link's rate.
+        round_trip_us: Shortest round-trip time seen during the transfer, in microseconds.
         source: Address of the sender.
         target: Address of the receiver.
-        interface: The sender's network interface, or "" if no interface has that address.
+        interface: The sender's network interface, or "" if none has that address.
     """
 
     bits_per_s: float
@@ -52,32 +51,34 @@ def measure_transfer(
     burst_bytes: int = 0,
     by_name: bool = True,
 ) -> Transfer:
-    """Sends from one host to a free port of another host for about `seconds`, and measures it.
+    """Sends from one host to a free port on another for about `seconds`, and measures the rate.
 
-    If the link is slower than a few Mbit/s, this takes longer than `seconds`, because at least a
-    few packets have to arrive, and then everything that is still in flight. It takes at most a
-    minute and a half.
+    On links slower than a few Mbit/s, this overruns `seconds`, because at least a few packets have
+    to arrive and everything still in flight needs to drain. It never takes more than a minute and a
+    half.
 
     Args:
         on_source: Returns the command line that runs a command on the sender.
         on_target: Returns the command line that runs a command on the receiver.
         target: The receiver's name.
-        python: Path of the Python interpreter on both hosts. It reads the program from its standard
-            input, so no package needs to be installed there.
-        seconds: For how many seconds to measure.
-        burst_bytes: How many bytes an idle link lets through at full speed. They aren't measured.
-        by_name: Whether the sender must be able to resolve the receiver's name. If False, the
-            sender also tries the receiver's addresses.
+        python: Path of the Python interpreter, which must be the same on both hosts. We pipe the
+            program into it, so nothing needs to be installed there.
+        seconds: How long to measure, in seconds.
+        burst_bytes: How many bytes an idle link lets through at full speed. These are left out of
+            the measurement.
+        by_name: Whether the sender must be able to resolve the receiver's name. If False, it tries
+            the receiver's addresses as well.
 
     Raises:
-        OSError: The transfer failed. The message comes from the end that failed.
+        OSError: The transfer failed. The message comes from whichever end failed.
     """
     meter = [python, "-I", "-"]
     with _running(
         on_target([*meter, "receive", str(seconds), str(burst_bytes)]), seconds
     ) as receiver:
         assert receiver.stdout is not None
-        # The first lines may come from the shell's startup files on that host, so skip to the port.
+        # The shell's startup files on that host may print something first, so skip ahead to the
+        # port.
         words = next(
             (words for line in receiver.stdout if (words := line.split()) and words[0].isdecimal()),
             None,
@@ -100,7 +101,7 @@ def measure_transfer(
 def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[str]]:
     """A context that starts one end of a transfer.
 
-    The process is killed at the end of the context, or earlier if it exceeds the time limit.
+    Kills the process on exit from the context, or earlier if it runs over the time limit.
     """
     with METER.open() as script:
         process = subprocess.Popen(
@@ -123,10 +124,10 @@ def _running(line: Sequence[str], seconds: float) -> Iterator[subprocess.Popen[s
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a process, which must lead its own process group, and its children.
+    """Kills a process and its children. The process must be the leader of its own process group.
 
-    If the children survived, they would keep the pipe with its output open, and whoever reads from
-    this pipe would wait forever.
+    Any surviving children would keep the output pipe open, and whoever reads from it would block
+    forever.
     """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

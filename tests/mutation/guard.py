@@ -30,12 +30,29 @@ def main(command: list[str]) -> int:
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         ended = os.pidfd_open(child.pid)
-        ready, _, _ = select.select([ended, sys.stdin], [], [])
+        ready: list[object] = []
+        while not ready:
+            ready, _, _ = select.select([ended, sys.stdin], [], [], 1.0)
+            reap_orphans(child.pid)
         return child.wait() if ended in ready else STOPPED
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         end_all()
+
+
+def reap_orphans(command: int) -> None:
+    """Collects the orphans that have ended, but not the command itself.
+
+    This can't wait until the end. The kernel only ends a PID namespace once all of its processes
+    have been collected, including those that were orphaned and became our children. So a test that
+    closes a lab would wait for us forever.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == command:
+                break
+            os.waitpid(ended.si_pid, 0)
 
 
 def end_all() -> None:
