@@ -1,4 +1,4 @@
-"""Turns ImageNet records into batches without TensorFlow, sharded by the world's ranks.
+"""Turns ImageNet records into batches without TensorFlow, sharded across the world's ranks.
 
     records.py   opens a TFDS folder or URL as a sequence of records (JPEG bytes and label)
     augment.py   turns a JPEG into one normalised image
@@ -8,7 +8,7 @@
                  `next_use.py` decides which records to keep
     synth.py     writes a small data set in the real format, for machines without ImageNet
 
-Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
+Nothing here communicates: each rank works out its own shard from `rank`, `size` and `seed`.
 """
 
 from typing import TYPE_CHECKING
