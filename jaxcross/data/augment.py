@@ -1,4 +1,4 @@
-"""Turns a JPEG into one normalised image, with the usual ImageNet augmentation and evaluation crop.
+"""Turns a JPEG into a normalised image, with the usual ImageNet augmentation and evaluation crop.
 
 These are pure functions: the result depends only on the JPEG's bytes and, in training, on the
 random generator you pass in. Given the same arguments, every rank produces exactly the same image.

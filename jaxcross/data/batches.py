@@ -141,8 +141,9 @@ def _decoded(example: Mapping[str, Any]) -> tuple[np.ndarray, int]:
 class Batches(Iterator[Batch]):
     """A resumable iterator over one rank's batches, as NumPy arrays.
 
-    Each batch is `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`. `next` waits
-    for the batch to be decoded, but never communicates. All ranks get the same number of batches.
+    Batches have the form `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`.
+    Calling `next` waits for the batch to be decoded, but never communicates. All ranks get the same
+    number of batches.
 
     The iterator's position is the number of batches taken so far. To resume, pass this number as
     `start_step`, or save the result of `get_state` and restore it with `set_state`. Not

@@ -17,7 +17,7 @@ class SharedDecode:
 
     A decoded batch is kept until every reader has taken it, up to a limit of `window` batches.
     Readers never wait for one another, so a job that runs ahead, pauses or ends can't hang the
-    others. A reader that falls more than `window` batches behind the fastest one decodes its own
+    others. A reader that falls more than `window` batches behind the fastest reader decodes its own
     batches again (`redecoded` counts these). It still gets bit for bit the same data, because a
     batch depends only on its number.
 

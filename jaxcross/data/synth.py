@@ -30,8 +30,8 @@ def class_image(
 ) -> np.ndarray:
     """Returns a uint8 BGR image whose hue and stripe width depend on the class.
 
-    Everything else is random. Cropping or flipping the image leaves the hue and the stripe width
-    alone, so the class can be learned even under the usual augmentation.
+    Everything else about the image is random. Cropping or flipping the image leaves the hue and the
+    stripe width alone, so the class can be learned even under the usual augmentation.
     """
     hue = 180 * label / classes + rng.normal(0, 20 / classes)
     base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[

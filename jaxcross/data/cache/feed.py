@@ -202,9 +202,10 @@ class Feed:
     def _has_room(self, count: int) -> bool:
         """Waits until we can read the next group. Returns False if the feed has ended.
 
-        Normally that's when the group and the records not yet taken fit into `ahead_records`
-        together. But if a thread is already waiting for a record beyond what we've read, we go
-        ahead regardless, because that thread would otherwise wait forever.
+        Normally, we can read the next group of records once it fits into `ahead_records` along with
+        the records that haven't been taken yet. But if a thread is already waiting for a record
+        beyond what we've read, we go ahead regardless, because that thread would otherwise wait
+        forever.
         """
         with self._changed:
             self._awaited = count
@@ -232,7 +233,7 @@ class Feed:
 
     def _read_group(self, stream: OwnStream, group: range) -> None:
         missing: dict[int, int] = {}  # maps records that aren't in any level to their positions
-        # Look up the whole group in the cache first, delivering what's there. By then we know
+        # Look up the whole group in the cache first, delivering what's there. After that, we know
         # everything that's missing and can fetch it from the origin in one go.
         for position in group:
             record = stream.take(position)

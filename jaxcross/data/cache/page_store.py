@@ -133,9 +133,9 @@ class PageStore:
                 "node the same one."
             )
         self._data = os.open(self._folder / "data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # A header of 8-byte words, followed by two arrays with one 4-byte integer per page. The
-        # first array maps each page to the next page of the same record. The second is the stack of
-        # free pages, which has to have room for all pages.
+        # The file has a header of 8-byte words, followed by two arrays with one 4-byte integer per
+        # page. The first array maps each page to the next page of the same record. The second is
+        # the stack of free pages, which has to have room for all pages.
         words = np.frombuffer(_map(self._folder / "pages"), np.int64)
         self._header = words[:HEADER]
         tables = words[HEADER:].view(np.uint32)
@@ -143,9 +143,10 @@ class PageStore:
         self._free = tables[self.n_pages :]
         self._rows = np.empty((0, 4), np.uint32)
         self._map_rows()
-        # The first user can't trust the level's files: they may be new, or left over from a machine
-        # that crashed. It sets the dirty flag, as if a process had died in the middle of a change.
-        # That makes `_locked` check the rows and rebuild the stack of free pages.
+        # The first process to use the level can't trust its files: they may be new, or left over
+        # from a machine that crashed. It sets the dirty flag, as if a process had died in the
+        # middle of a change. That makes `_locked` check the rows and rebuild the stack of free
+        # pages.
         if self._users.is_first:
             self._header[DIRTY] = 1
         with self._locked():
@@ -269,7 +270,7 @@ class PageStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the level's lock. If a process died while changing the level, repairs it first."""
+        """Holds the level's lock, after repairing the level if a process died mid-change."""
         with self._lock:
             if self._header[DIRTY] and not self._is_closed:
                 self._recount()
@@ -378,7 +379,7 @@ class PageStore:
         return bytes(found) if zlib.crc32(found, salt) == crc else None
 
     def _is_one_run(self, first: int, nbytes: int) -> bool:
-        """Whether a record's pages are adjacent, as they are until the level drops something."""
+        """Whether a record's pages are adjacent, as they are until the first eviction."""
         count = pages_of(nbytes)
         if not 1 <= first <= first + count - 1 <= self.n_pages:
             return False

@@ -33,8 +33,8 @@ from jaxcross.data.cache.next_use import NEVER, NextUse, Order
 
 _log = logging.getLogger("jaxcross")
 
-# Each file starts with four 8-byte integers: the number of the split's first record, the number of
-# records, the stream's position, and whether the table that follows is complete.
+# Each stream's file starts with four 8-byte integers: the number of the split's first record, the
+# number of records, the stream's position, and whether the table that follows is complete.
 HEADER = 4
 COMPLETE = 1
 START_S = 1.0
@@ -206,7 +206,7 @@ class Streams:
         return np.maximum(nearest, 0)
 
     def are_several(self) -> bool:
-        """Whether more than one stream is open on the node. The answer may be a second old."""
+        """Whether more than one stream is open on the node. May be up to a second out of date."""
         if time.monotonic() - self._counted_s > COUNT_S:
             self._are_several = len(self._refreshed()) > 1
             self._counted_s = time.monotonic()
