@@ -107,7 +107,7 @@ def crossover(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
 ) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
-    """Runs a train step over MPI, with its exchanges separated from its computation.
+    """Wraps a train step to run over MPI, with its exchanges separated from its computation.
 
     Called outside a job, the result behaves like `jax.jit(step)` on every rank. A second thread
     performs the step's exchanges while the calling thread computes whatever doesn't depend on them.
