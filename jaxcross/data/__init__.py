@@ -1,14 +1,14 @@
-"""Turns ImageNet records into batches without TensorFlow, sharded by the world's ranks.
+"""Turns ImageNet records into batches without TensorFlow, sharded across the world's ranks.
 
     records.py   opens a TFDS folder or URL as a sequence of records (JPEG bytes and label)
-    augment.py   turns a JPEG into one normalised image
+    augment.py   turns a JPEG into a normalised image
     batches.py   turns records into a seeded, resumable iterator of batches
-    shared.py    decodes each batch only once for several jobs
+    shared.py    decodes each batch just once for several jobs
     cache/       keeps records of slow storage in memory and on the node's disk;
                  `next_use.py` decides which records to keep
     synth.py     writes a small data set in the real format, for machines without ImageNet
 
-Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
+Nothing here communicates: each rank works out its own shard from `rank`, `size` and `seed`.
 """
 
 from typing import TYPE_CHECKING

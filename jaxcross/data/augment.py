@@ -1,7 +1,7 @@
-"""Turns a JPEG into one normalised image, with the usual ImageNet augmentation and evaluation crop.
+"""Turns a JPEG into a normalised image, with the usual ImageNet augmentation and evaluation crop.
 
-All functions are pure: the image depends only on the JPEG's bytes and, in training, on the random
-generator that's passed in. So every rank gets the same image from the same arguments.
+These are pure functions: the result depends only on the JPEG's bytes and, in training, on the
+random generator you pass in. Given the same arguments, every rank produces exactly the same image.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ MEAN_RGB = np.array([0.485, 0.456, 0.406], np.float32)
 STDDEV_RGB = np.array([0.229, 0.224, 0.225], np.float32)
 AREA = (0.08, 1.0)
 ASPECT = (3 / 4, 4 / 3)
-# In evaluation, we scale the image's shorter side to 256/224 of `image_size`, and keep the centre.
+# For evaluation, we resize the shorter side to 256/224 of `image_size` and keep the centre.
 CROP_SHARE = 224 / 256
 ATTEMPTS = 10
 
 
 def decode(jpeg: bytes) -> np.ndarray:
-    """Decodes a JPEG to uint8 BGR `[height, width, 3]`. Ignores EXIF rotations, as TFDS does.
+    """Decodes a JPEG to uint8 BGR `[height, width, 3]`. Like TFDS, ignores any EXIF rotation.
 
     Raises:
         ValueError: The bytes aren't an image.
@@ -31,7 +31,7 @@ def decode(jpeg: bytes) -> np.ndarray:
         flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
         try:
             image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), flags)
-        except cv2.error as error:  # e.g. because it has more pixels than OpenCV allows
+        except cv2.error as error:  # e.g. if it exceeds OpenCV's pixel limit
             raise ValueError(
                 f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {error}"
             ) from error
@@ -43,8 +43,8 @@ def decode(jpeg: bytes) -> np.ndarray:
 def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """Returns top, left, height and width of a random crop.
 
-    Its area is 8% to 100% of the image's, and its aspect ratio 3/4 to 4/3. See Szegedy et al.,
-    2015.
+    The crop covers 8% to 100% of the image's area, with an aspect ratio between 3/4 and 4/3, as in
+    Szegedy et al., 2015.
     """
     area = height * width
     for _ in range(ATTEMPTS):
@@ -73,8 +73,8 @@ def _finish(
 ) -> np.ndarray:
     top, left, height, width = box
     crop = image[top : top + height, left : left + width]
-    # Averaging over areas avoids aliasing when an image is scaled down. When it's scaled up,
-    # averaging would show blocks, so we interpolate linearly instead.
+    # Area averaging avoids aliasing when we scale an image down, but makes it look blocky when we
+    # scale it up. Use linear interpolation in that case.
     shrinks = height > image_size and width > image_size
     crop = cv2.resize(
         crop,
@@ -90,7 +90,7 @@ def _finish(
 
 
 def train_crop(image: np.ndarray, image_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Crops, scales and flips a decoded image at random, and normalises it.
+    """Takes a random crop of a decoded image, resizes it, maybe flips it, and normalises it.
 
     Returns:
         float32 RGB `[image_size, image_size, 3]`.
@@ -100,7 +100,7 @@ def train_crop(image: np.ndarray, image_size: int, rng: np.random.Generator) -> 
 
 
 def eval_crop(image: np.ndarray, image_size: int) -> np.ndarray:
-    """Crops and scales the centre of a decoded image, and normalises it.
+    """Takes a centre crop of a decoded image, resizes it and normalises it.
 
     Returns:
         float32 RGB `[image_size, image_size, 3]`.

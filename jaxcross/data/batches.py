@@ -1,6 +1,6 @@
-"""Turns records into batches: shuffles them by a seed, and takes and decodes this rank's share.
+"""Turns records into batches: shuffles them with a seed, then picks and decodes this rank's shard.
 
-Grain's threads do the reading and decoding.
+The reading and decoding happens in Grain's threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Batch = dict[str, np.ndarray]
 
 
 class StreamPosition(NamedTuple):
-    """What's at one position of a rank's stream: a record's number and the number of the pass."""
+    """An entry in a rank's stream: which record to read, and in which pass over the data."""
 
     record: int
     epoch: int
@@ -31,12 +31,12 @@ class StreamPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStream:
-    """Everything that determines a rank's batches.
+    """The full recipe for one rank's batches.
 
-    The batches don't depend on anything else, such as the number of threads or other processes.
+    Nothing else affects them: not the number of threads, and not what other processes are doing.
 
     Attributes:
-        steps: Total number of batches; `None` if the stream never ends.
+        steps: Total number of batches; `None` for an endless stream.
     """
 
     records: Records
@@ -50,29 +50,27 @@ class BatchStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of full batches that every rank gets per pass. All ranks skip the remainder."""
+        """Number of full batches per rank and pass. The remainder is skipped on all ranks."""
         return len(self.records) // (self.batch_size * self.size)
 
     @property
     def order(self) -> grain.MapDataset:
         """The record number at each position of this rank's endless stream.
 
-        In training, every pass is shuffled differently.
+        For training, each pass is shuffled differently.
         """
         order = grain.MapDataset.range(len(self.records))
         if self.train:
             order = order.shuffle(seed=self.seed % 2**32)
-        # We take this rank's number and the number of ranks from our own `world`. JAX can't tell
-        # us: under mpirun, it considers itself process 0 of 1 on every rank, so all ranks would
-        # read the same records.
+        # Use the rank and size from our own `world`, not JAX's: under mpirun, JAX believes it's
+        # process 0 of 1 on every rank, so all ranks would end up reading the same records.
         return order[self.rank :: self.size][: self.steps_per_epoch * self.batch_size].repeat()
 
     def example(self, position: StreamPosition, arrival: Arrival | None = None) -> Batch:
         """Reads, decodes and augments a record.
 
-        The random augmentation depends only on the seed, the pass over the data set and the record.
-        If records are read through a cache, `arrival` is the record that the cache has already
-        read.
+        The augmentation is seeded by the stream's seed, the pass and the record, so it's
+        reproducible. When there's a cache, pass the record it has already read as `arrival`.
         """
         try:
             image, label = self._image(position.record, arrival)
@@ -101,7 +99,7 @@ class BatchStream:
         return sys.maxsize // 2 if self.steps is None else self.steps * self.batch_size
 
     def feed(self, step: int) -> Feed | None:
-        """Starts reading ahead from batch `step` on. Returns None if there's no cache."""
+        """Starts reading ahead from batch `step` onwards. Returns None without a cache."""
         if self.records.cached is None:
             return None
         order = self.order
@@ -124,8 +122,8 @@ class BatchStream:
                 return self.example(
                     StreamPosition(record=int(cast(int, order[position])), epoch=epoch)
                 )
-            # The arrival contains the record's number, so we don't have to look it up in Grain's
-            # order, which takes 0.1 ms.
+            # The arrival already carries the record's number, which saves us a 0.1 ms lookup in
+            # Grain's order.
             arrival = feed.take(position)
             return self.example(StreamPosition(record=arrival.record, epoch=epoch), arrival)
 
@@ -141,18 +139,20 @@ def _decoded(example: Mapping[str, Any]) -> tuple[np.ndarray, int]:
 
 
 class Batches(Iterator[Batch]):
-    """One rank's batches, as NumPy arrays. The iterator is resumable.
+    """A resumable iterator over one rank's batches, as NumPy arrays.
 
-    Each batch is `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`. `next` waits
-    until the batch has been decoded, but never communicates. All ranks get the same number of
-    batches. The iterator's position is the number of batches taken so far. To resume from it, pass
-    this number as `start_step`, or save the result of `get_state` and pass it to `set_state`. Not
+    Batches have the form `{"image": float32 [batch, size, size, 3], "label": int32 [batch]}`.
+    Calling `next` waits for the batch to be decoded, but never communicates. All ranks get the same
+    number of batches.
+
+    The iterator's position is the number of batches taken so far. To resume, pass this number as
+    `start_step`, or save the result of `get_state` and restore it with `set_state`. Not
     thread-safe.
 
     Attributes:
-        steps: Total number of batches, counted from step 0; `None` if the stream never ends.
+        steps: Total number of batches, counted from step 0; `None` for an endless stream.
         steps_per_epoch: Number of batches in one pass over the data set.
-        num_classes: Number of values that `label` can take.
+        num_classes: Number of distinct values of `label`.
         step: Number of batches taken so far, counted from step 0 (rather than from `start_step`).
     """
 
@@ -178,7 +178,7 @@ class Batches(Iterator[Batch]):
     def at(self, step: int) -> Batches:
         """Returns a new iterator over the same batches, starting at batch `step`.
 
-        It reads nothing until it's asked for a batch.
+        Nothing is read until you ask it for a batch.
         """
         return Batches(self._stream, threads=self._threads, start_step=step)
 
@@ -195,24 +195,24 @@ class Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except Exception:
-            # Grain's iterator would continue after the unreadable record, so the record would be
-            # missing from the batches. Instead, we close the iterator. The next call then opens a
-            # new one at the same position, and raises the same error again.
+            # If we kept using Grain's iterator, it would carry on after the unreadable record and
+            # silently leave that record out. Close it instead: the next call then opens a new
+            # iterator at the same position and raises the same error again.
             self.close()
             raise
         self.step += 1
         return batch
 
     def waited_s(self) -> dict[str, float]:
-        """Returns how many seconds the reading threads have waited for each cache level.
+        """Returns how many seconds the reading threads have spent waiting for each cache level.
 
-        Empty if there's no cache.
+        Empty without a cache.
         """
         feed = self._feed
         return {} if feed is None else feed.waited_s()
 
     def close(self) -> None:
-        """Stops the reading threads. If you call `next` again, they restart at the current step."""
+        """Stops the reading threads. Calling `next` again restarts them at the current step."""
         iterator = self._iterator
         self._iterator = None
         feed = self._feed
@@ -223,9 +223,9 @@ class Batches(Iterator[Batch]):
             iterator.close()
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position, and the settings for which it's valid, as a JSON-compatible dict.
+        """Returns the position and the settings it's valid for, as a JSON-compatible dict.
 
-        Pass it to `set_state` to resume.
+        To resume, pass it to `set_state`.
         """
         stream = self._stream
         names = ("batch_size", "image_size", "rank", "size", "seed", "train")
@@ -237,13 +237,13 @@ class Batches(Iterator[Batch]):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to the position in `state`.
+        """Restores the position in `state`.
 
-        The next batches will be the same as those after the call of `get_state`.
+        From here on, you get the same batches as after the corresponding call to `get_state`.
 
         Raises:
-            ValueError: The state belongs to a different stream, in which the position would refer
-                to different images, or its `step` isn't a number of batches.
+            ValueError: The state was saved from a different stream, where the same position would
+                mean different images; or its `step` isn't a number of batches.
         """
         own = self.get_state()
         differ = [name for name in own if name != "step" and own[name] != state.get(name)]
@@ -305,29 +305,26 @@ def train_batches(
     split: str = "train",
     cache: Cache | None = None,
 ) -> Batches:
-    """Opens one rank's training stream: shuffled on each pass, randomly cropped and flipped.
+    """Opens one rank's training stream, reshuffled on every pass and randomly cropped and flipped.
 
-    Opening the stream only reads metadata, and doesn't communicate. Which images a rank gets in a
-    step follows from the seed, the batch size, the rank and the number of ranks. How an image is
-    cropped and flipped follows from the seed and the number of the pass, so the augmented images
-    are the same on any number of ranks.
+    This only reads metadata and doesn't communicate. The seed, batch size, rank and number of ranks
+    determine which images a rank gets at each step. How an image is cropped and flipped depends
+    only on the seed and the pass, so you get the same augmented images on any number of ranks.
 
     Args:
-        data_dir: TFDS's root folder, the data set's folder in it, or the versioned folder. With a
-            cache, it can also be the URL of the versioned folder.
+        data_dir: TFDS's root folder, the data set's folder inside it, or the versioned folder. With
+            a cache, the URL of a versioned folder works too.
         batch_size: Number of images per rank and step.
         image_size: Height and width in pixels.
         rank: `world.rank`.
         size: `world.size`.
-        seed: Seed of the order and the augmentation. Must be the same on all ranks.
-        steps: End after this many batches. Without `steps` and `epochs`, the stream never ends.
-        epochs: End after this many passes.
-        start_step: Start at this batch, in order to resume. `steps` and `epochs` are still counted
-            from batch 0.
+        seed: Seed for shuffling and augmentation. Must be the same on all ranks.
+        steps: Stop after this many batches. Without `steps` or `epochs`, the stream is endless.
+        epochs: Stop after this many passes.
+        start_step: Batch to resume from. `steps` and `epochs` are still counted from batch 0.
         threads: Number of reading threads.
         split: Name of the split.
-        cache: Cache through which the records are read. The batches are the same with or without a
-            cache.
+        cache: Cache to read the records through. It doesn't affect the contents of the batches.
 
     Raises:
         FileNotFoundError: `data_dir` doesn't exist.
@@ -359,12 +356,12 @@ def eval_batches(
     split: str = "validation",
     cache: Cache | None = None,
 ) -> Batches:
-    """Opens one rank's evaluation stream: in stored order, with a central crop of each image.
+    """Opens one rank's evaluation stream: records in stored order, each cropped at the centre.
 
-    The stream ends after one pass over the split, or after `steps` batches. The other arguments are
-    the same as for `train_batches`. Since every rank must get the same number of full batches, the
-    last records of the split may be left out. If every record must count, choose `batch_size` such
-    that the number of records is a multiple of `batch_size * size`.
+    The stream ends after one pass over the split, or after `steps` batches. The other arguments
+    work as in `train_batches`. Every rank has to get the same number of full batches, so a few
+    records at the end of the split may be left out. If you can't afford to lose any, choose a
+    `batch_size` such that the number of records is a multiple of `batch_size * size`.
 
     Raises:
         FileNotFoundError: `data_dir` doesn't exist.

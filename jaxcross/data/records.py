@@ -25,8 +25,8 @@ REMEDY = (
     "imagenet2012 --file_format=array_record --data_dir=DIR --manual_dir=FOLDER_OF_THE_TAR_FILES`, "
     "and pass DIR."
 )
-# These small files contain a data set's metadata. TFDS can only read them from a local folder, so
-# if the data set is at a URL, we copy them into the cache.
+# Small files with a data set's metadata. TFDS can only read these from a local folder, so for a
+# data set at a URL, we copy them into the cache.
 _REQUIRED = (INFO_FILE, "features.json")
 _OPTIONAL = ("label.labels.txt", "metadata.json")
 
@@ -35,14 +35,14 @@ _OPTIONAL = ("label.labels.txt", "metadata.json")
 class Records:
     """One split of a data set: a sequence of `{"image": JPEG bytes, "label": int, ...}`.
 
-    A record is read when you index it.
+    Indexing reads the record.
 
     Attributes:
-        folder: The versioned TFDS folder that contains the split, or its URL.
+        folder: The versioned TFDS folder containing the split, or its URL.
         split: For example `train` or `validation`.
-        num_classes: Number of values that `label` can take.
+        num_classes: Number of distinct values of `label`.
         source: Random access by record number. Safe to use from several threads.
-        cached: The same records, read through a cache; None if there's no cache.
+        cached: The same records, read through the cache; None without a cache.
     """
 
     folder: Path | str
@@ -55,7 +55,7 @@ class Records:
         return len(self.source)
 
     def read(self, record: int) -> tuple[bytes, int]:
-        """Reads one record, and returns its JPEG bytes and its label. Waits for the disk."""
+        """Reads a record and returns its JPEG bytes and label. Waits for the disk."""
         example = self.source[record]
         return example["image"], int(example["label"])
 
@@ -65,9 +65,9 @@ class _RemoteFolder(NamedTuple):
 
     Attributes:
         fs: The file system.
-        path: The data set's folder in this file system.
+        path: The data set's folder on this file system.
         metadata: A local folder with copies of the metadata files.
-        identity: Text that changes if the URL or the metadata changes.
+        identity: A string that changes whenever the URL or the metadata does.
     """
 
     fs: Any
@@ -79,8 +79,8 @@ class _RemoteFolder(NamedTuple):
 def find_folder(data_dir: str | Path) -> Path:
     """Returns the versioned folder in `data_dir`.
 
-    You can pass TFDS's root folder, the data set's folder, or the versioned folder itself. If there
-    are several versions of the data set, we choose the newest one.
+    `data_dir` can be TFDS's root folder, the data set's folder, or the versioned folder itself. If
+    several versions exist, we pick the newest.
 
     Raises:
         FileNotFoundError: `data_dir` doesn't exist.
@@ -109,20 +109,20 @@ def find_folder(data_dir: str | Path) -> Path:
 def open_records(
     data_dir: str | Path, split: str = "train", *, cache: Cache | None = None
 ) -> Records:
-    """Opens one split for reading. Reads only metadata until you index a record.
+    """Opens a split. Only reads metadata; records are read when you index them.
 
     Args:
-        data_dir: A folder (see `find_folder`). With a cache, it can also be the URL of a versioned
-            folder on any file system that fsspec supports.
+        data_dir: A folder (see `find_folder`). With a cache, also the URL of a versioned folder on
+            any file system supported by fsspec.
         split: Name of the split.
-        cache: Cache through which the records are read.
+        cache: Cache to read the records through.
 
     Raises:
         FileNotFoundError: `data_dir` doesn't exist.
-        OSError: The storage behind a URL doesn't answer.
-        ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format, doesn't have this split,
-            or contains no labelled images; or it's a URL and there's no cache; or the cache's
-            folder is inside the data set's folder.
+        OSError: The storage behind a URL doesn't respond.
+        ValueError: `data_dir` isn't a TFDS data set in ArrayRecord format, lacks this split, or
+            contains no labelled images; or it's a URL and there's no cache; or the cache's folder
+            is inside the data set's folder.
     """
     remote = None
     if _is_url(data_dir):
@@ -159,7 +159,7 @@ def open_records(
             f"The data set in `{where}` has the features {sorted(features)}; training needs "
             f"`image` (JPEG) and `label`. {REMEDY}"
         )
-    # Tell TFDS not to decode the JPEGs. OpenCV decodes them later, without holding the GIL.
+    # Keep TFDS from decoding the JPEGs. We use OpenCV for that, which releases the GIL.
     decoders = {"image": tfds.decode.SkipDecoding()}
     known: dict[str, Any] = {
         "folder": where if remote else folder,
@@ -179,7 +179,7 @@ def open_records(
 
 
 def _is_url(data_dir: str | Path) -> bool:
-    """Whether `data_dir` is a URL that fsspec opens, such as `https://...` or `s3://...`."""
+    """Whether `data_dir` is a URL for fsspec, such as `https://...` or `s3://...`."""
     return isinstance(data_dir, str) and "://" in data_dir
 
 
@@ -189,7 +189,7 @@ def _open_remote(url: str, cache: Cache) -> _RemoteFolder:
     Raises:
         FileNotFoundError: There is no data set at `url`.
         ImportError: The file system needs a package that isn't installed; fsspec names it.
-        OSError: The storage doesn't answer.
+        OSError: The storage doesn't respond.
         ValueError: fsspec doesn't know this file system.
     """
     fs, path = fsspec.core.url_to_fs(url.rstrip("/"), **cache.storage_options)
@@ -204,7 +204,7 @@ def _open_remote(url: str, cache: Cache) -> _RemoteFolder:
                     "that TFDS prepared with `--file_format=array_record`, for example "
                     "`s3://bucket/imagenet2012/5.1.0`."
                 ) from error
-        except Exception as error:  # each file system of fsspec raises errors of its own
+        except Exception as error:  # fsspec's file systems all raise different errors
             raise OSError(
                 f"`{url}/{name}` cannot be read: {type(error).__name__}: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Decodes each batch only once for several jobs that read the same batches."""
+"""Decodes each batch just once when several jobs read the same batches."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from jaxcross.data.batches import Batch, Batches
 
 
 class SharedDecode:
-    """Decodes each batch of a stream once, and hands it to several readers, on any threads.
+    """Decodes each batch of a stream once and shares it among several readers, on any threads.
 
-    A decoded batch is kept until every reader has taken it, but at most `window` batches are kept.
-    No reader waits for another one to catch up, so a job that runs ahead, pauses or ends can't hang
-    the others. If a reader falls more than `window` batches behind the fastest reader, it decodes
-    its batches again for itself, which `redecoded` counts. It still gets bit for bit the same
-    batches, because a batch depends only on its number.
+    A decoded batch is kept until every reader has taken it, up to a limit of `window` batches.
+    Readers never wait for one another, so a job that runs ahead, pauses or ends can't hang the
+    others. A reader that falls more than `window` batches behind the fastest reader decodes its own
+    batches again (`redecoded` counts these). It still gets bit for bit the same data, because a
+    batch depends only on its number.
 
-    How much this saves depends on when the jobs need a batch. Jobs that run interleaved stay within
-    a few batches of each other, so each batch is decoded just once. Jobs that run one after the
-    other share nothing, because at most `window` batches are kept.
+    How much work this saves depends on how closely the jobs run together. Interleaved jobs stay
+    within a few batches of each other, so each batch is decoded exactly once. Jobs that run one
+    after the other gain nothing, because we only keep `window` batches.
 
-    Jobs can share a stream if they need the same images, i.e. if they read the same split of the
-    same folder with the same seed, batch size and image size. A job with a different seed needs
-    another stream. All readers get the same arrays, so these are read-only.
+    Jobs can share a stream as long as they want the same images, i.e. they read the same split of
+    the same folder with the same seed, batch size and image size. A job with a different seed needs
+    its own stream. The arrays are shared between readers and therefore read-only.
 
     Args:
-        batches: The stream, positioned where the first reader starts. It isn't advanced.
-        window: Maximum number of batches kept. They take `window` times the memory of one batch.
+        batches: The stream, positioned where the readers start. It isn't advanced.
+        window: Maximum number of batches to keep, which takes `window` times the memory of a batch.
 
     Attributes:
-        decoded: Number of batches decoded for all readers.
-        redecoded: Number of batches that a late reader decoded again for itself.
-        served: Number of batches handed out, to all readers together.
+        decoded: Number of batches decoded on behalf of all readers.
+        redecoded: Number of batches that stragglers decoded again for themselves.
+        served: Number of batches handed out, summed over all readers.
 
     Example:
         >>> shared = SharedDecode(train_batches(folder, batch_size=64))  # doctest: +SKIP
@@ -51,17 +51,16 @@ class SharedDecode:
         self._window = window
         self._kept: deque[Batch] = deque()
         self._start = batches.step
-        # The number of the oldest kept batch. The next batch to decode has the number
-        # `_first + len(_kept)`.
+        # Number of the oldest batch in `_kept`. The next batch to decode is `_first + len(_kept)`.
         self._first = batches.step
-        # True as long as the shared stream hasn't decoded a batch at its current position. Until
-        # then, a reader that resumes at an earlier step may move the stream back, because no reader
-        # has taken a batch from it.
+        # True until the shared stream decodes a batch at its current position. Up to that point
+        # nobody has taken anything from it, so a reader that resumes at an earlier step may still
+        # rewind it.
         self._untouched = True
         self._readers: list[SharedReader] = []
-        self._lock = threading.Lock()  # protects the attributes; never held for long
-        # Held by a reader while it decodes the next batch for all readers, so that no other reader
-        # decodes the same batch. A thread that needs both locks must take this one first.
+        self._lock = threading.Lock()  # protects the attributes; only held briefly
+        # Held while a reader decodes the next batch on behalf of everyone, to keep another reader
+        # from decoding it too. Lock order: take this before `_lock`.
         self._decoding = threading.Lock()
         self.decoded = 0
         self.redecoded = 0
@@ -76,9 +75,9 @@ class SharedDecode:
         return self._batches.waited_s()
 
     def reader(self, *, start_step: int | None = None) -> SharedReader:
-        """Adds a reader that starts at `start_step`, or where the stream started.
+        """Adds a reader, starting at `start_step` or else at the stream's initial position.
 
-        It reads nothing until it's asked for a batch.
+        Nothing is read until you ask it for a batch.
         """
         reader = SharedReader(
             self, self._batches.at(self._start if start_step is None else start_step)
@@ -88,17 +87,17 @@ class SharedDecode:
         return reader
 
     def _moved(self) -> None:
-        """Moves the shared stream if necessary, after a reader has been repositioned.
+        """Repositions the shared stream, if necessary, after a reader has moved.
 
-        The shared stream decodes batches in order. Suppose that all jobs resume from a checkpoint
-        at step 1,000. If the shared stream stayed at step 0, each job would decode its batches
-        separately for the rest of the run. So if all readers are ahead of the shared stream, we
-        move it to the slowest of them.
+        Suppose all jobs resume from a checkpoint at step 1,000. The shared stream decodes in order,
+        so if it stayed at step 0, it would never catch up and each job would be left decoding its
+        own batches for the rest of the run. So when all readers are ahead of the shared stream, we
+        move it up to the slowest of them.
         """
         with self._decoding, self._lock:
-            # Ignore readers that were never asked for a batch, e.g. because their job had already
-            # finished in an earlier run. They'd stay at their first step, and the shared stream
-            # could never move past it.
+            # Ignore readers that have never been asked for a batch, e.g. because their job had
+            # already finished in an earlier run. They'd sit at their first step forever and keep
+            # the shared stream from moving past it.
             first = min((reader.step for reader in self._readers if reader.asked), default=0)
             at = self._first + len(self._kept)
             if first > at or (first < at and self._untouched):
@@ -115,9 +114,9 @@ class SharedDecode:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops batches that all readers have taken, and the oldest ones beyond the window.
+        """Drops batches that everyone has taken, and any that no longer fit the window.
 
-        The caller must hold `_lock`.
+        Call with `_lock` held.
         """
         needed = min(
             (reader.step for reader in self._readers), default=self._first + len(self._kept)
@@ -127,9 +126,9 @@ class SharedDecode:
             self._first += 1
 
     def _take(self, reader: SharedReader) -> tuple[Batch | None, bool]:
-        """Returns the reader's next batch, or None if that batch isn't kept.
+        """Returns the reader's next batch, or None if we don't have it.
 
-        Also returns whether it's the next batch to decode for all readers.
+        The second value says whether it's the batch that the shared stream would decode next.
         """
         with self._lock:
             place = reader.step - self._first
@@ -148,7 +147,8 @@ class SharedDecode:
         batch, is_next = self._take(reader)
         if is_next:
             with self._decoding:
-                # While we waited for the lock, another reader may have decoded the batch.
+                # Check again: another reader may have decoded the batch while we waited for the
+                # lock.
                 batch, is_next = self._take(reader)
                 if is_next:
                     return self._decode(reader)
@@ -180,8 +180,8 @@ class SharedReader(Iterator[Batch]):
 
     Attributes:
         step: Number of batches taken so far, counted from step 0.
-        own: A private stream, used if this reader is too far from the shared one.
-        asked: Whether the reader has been asked for a batch, or repositioned.
+        own: A private stream to fall back to when this reader is too far from the shared one.
+        asked: Whether anyone has asked this reader for a batch or repositioned it.
     """
 
     def __init__(self, shared: SharedDecode, own: Batches) -> None:
@@ -213,11 +213,11 @@ class SharedReader(Iterator[Batch]):
         return self._shared._next(self)
 
     def waited_s(self) -> dict[str, float]:
-        """See `Batches.waited_s`. Covers the stream that all readers share."""
+        """See `Batches.waited_s`. Only covers the shared stream."""
         return self._shared.waited_s()
 
     def close(self) -> None:
-        """Removes this reader, and closes its private stream. No more batches are kept for it."""
+        """Removes this reader, so that no more batches are kept for it, and closes its stream."""
         self._shared._leave(self)
         self.own.close()
 

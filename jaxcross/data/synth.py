@@ -1,6 +1,6 @@
 """Writes a small data set in ImageNet's real format.
 
-The images aren't noise: one can tell an image's class from it, so a model's accuracy can improve.
+The images aren't just noise. Their class is visible, so a model can learn something from them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def class_image(
 ) -> np.ndarray:
     """Returns a uint8 BGR image whose hue and stripe width depend on the class.
 
-    Everything else in the image is random. A random crop or a flip changes neither the hue nor the
-    width of the stripes, so a model can learn the class even with the usual augmentation.
+    Everything else about the image is random. Cropping or flipping the image leaves the hue and the
+    stripe width alone, so the class can be learned even under the usual augmentation.
     """
     hue = 180 * label / classes + rng.normal(0, 20 / classes)
     base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[
         0, 0
     ].astype(np.float32)
-    # Draw the image at a quarter of its width and height, and scale it up. That makes it smooth
-    # like a photograph, so that its JPEG file has about the same size as a photograph's.
+    # Draw at a quarter of the width and height, then scale up. That makes the image about as smooth
+    # as a photograph, and its JPEG about as large.
     rows, columns = np.mgrid[0 : max(1, height // 4), 0 : max(1, width // 4)].astype(np.float32)
     angle = rng.uniform(-0.6, 0.6)
     period = 6 + 4 * (label % 4)
@@ -76,23 +76,22 @@ def synthesise(
 ) -> Path:
     """Writes a small `imagenet2012`, and returns its folder.
 
-    The split `train` has `images` images, and `validation` has a quarter of that number. We write
-    the data set to a temporary folder next to its final one, and rename that folder when it's
-    complete, so an interrupted run leaves no incomplete data set behind. If you call this function
-    again with the same arguments, it finds the data set and writes nothing. Waits for the disk.
-    Call it on one rank only.
+    The `train` split gets `images` images, and `validation` a quarter of that. We write to a
+    temporary folder beside the final one and rename it at the end, so an interrupted run never
+    leaves a half-written data set behind. Calling this again with the same arguments finds the
+    existing data set and writes nothing. Waits for the disk. Call it on one rank only.
 
     Args:
-        data_dir: TFDS's root folder. The data set becomes `data_dir/imagenet2012/5.1.0`.
+        data_dir: TFDS's root folder. The data set goes into `data_dir/imagenet2012/5.1.0`.
         images: Number of training images.
-        classes: Number of classes. Labels 0 to `classes - 1` are assigned in turn.
+        classes: Number of classes. Images cycle through the labels 0 to `classes - 1`.
         width: Width of each image in pixels.
         height: Height of each image in pixels.
-        seed: Seed of everything that's random in the images.
-        progress: Called every few images with the number of images written so far and the total.
+        seed: Seed for everything random in the images.
+        progress: Called every few images with the number written so far and the total.
 
     Raises:
-        ValueError: A number isn't positive, or there's already a different data set in that folder.
+        ValueError: A number isn't positive, or the folder already contains a different data set.
     """
     arguments = {"images": images, "classes": classes, "width": width, "height": height}
     for name, value in arguments.items():
@@ -107,7 +106,7 @@ def synthesise(
     partial = Path(tempfile.mkdtemp(prefix=f"{VERSION}.incomplete-", dir=folder.parent))
     try:
         _write(partial, arguments, progress)
-        partial.chmod(0o755)  # `mkdtemp` creates a folder that only its owner can read
+        partial.chmod(0o755)  # `mkdtemp` makes it readable by its owner only
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -131,9 +130,8 @@ def _check_same(folder: Path, arguments: dict[str, int]) -> None:
 def _write(
     folder: Path, arguments: dict[str, int], progress: Callable[[int, int], None] | None
 ) -> None:
-    # TFDS also has builder classes, which generate a data set themselves. But a builder would
-    # download its description from the network, so we use TFDS's writer for data that comes from
-    # elsewhere.
+    # TFDS's builder classes can generate data sets too, but a builder downloads its description
+    # from the network. So we use TFDS's writer for externally generated data instead.
     identity = DatasetIdentity(
         name=NAME, version=tfds.core.Version(VERSION), data_dir=str(folder), module_name=__name__
     )
@@ -167,7 +165,7 @@ def _write(
         for example in _examples(split, count, classes, width, height, arguments["seed"]):
             pending.append(example)
             written += 1
-            # The writer rewrites its metadata on every call, so we pass it many records at once.
+            # Every call rewrites the metadata, so pass the writer many records at once.
             if len(pending) == 64:
                 writer.add_examples({split: pending})
                 pending = []

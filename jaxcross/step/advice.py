@@ -27,20 +27,20 @@ _log = logging.getLogger("jaxcross")
 def advise(traced: Traced, program: Program, warned: set[str]) -> None:
     """Warns if a step does something that's legal but probably a mistake.
 
-    There's a warning for each of these problems:
+    We warn about each of these problems:
 
-    - The step exchanges nothing, so every rank trains a model of its own.
-    - It exchanges inside a loop, so that the exchanges can't overlap with any computation.
-    - It exchanges every mini- or micro-batch separately, although once would be enough.
-    - It averages over ranks what each rank has already averaged over its own batch.
-    - Its optimizer differentiates the loss itself, so the gradient isn't exchanged.
-    - The state comes back with different element types, so the next step is compiled again.
+    - The step doesn't exchange anything, so every rank trains its own model.
+    - It exchanges inside a loop, where exchanges can't overlap with computation.
+    - It exchanges once per mini- or micro-batch when a single exchange would do.
+    - It averages over the ranks what each rank has already averaged over its own batch.
+    - Its optimizer differentiates the loss itself, so the gradient never gets exchanged.
+    - The state comes back with different element types, which makes the next step recompile.
 
     Args:
         traced: The step.
         program: The program that the step was cut into.
-        warned: The warnings logged so far. A warning that's in this set isn't logged again, even if
-            the step is compiled several times. Updated in place.
+        warned: The warnings logged so far, updated in place. Each is only logged once, even if the
+            step is compiled several times.
     """
     if not program.exchanges and not program.local_step:
         axes = quoted(n for n, _ in program.axes)
@@ -86,7 +86,7 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
 
 
 def _advice(traced: Traced) -> Iterator[str]:
-    """Yields one warning text per problem that we find in a step."""
+    """Yields a warning for each problem found in a step."""
     name = traced.name
     for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
         yield (
@@ -131,15 +131,15 @@ def _advice(traced: Traced) -> Iterator[str]:
 
 
 def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.ShapedArray] | None:
-    """Finds the first leaf of the state that comes back with a different element type.
+    """Finds the first leaf of the state whose element type changes over the step.
 
-    We can't know which argument is the state, so we guess: it's a donated argument that has the
-    same structure and shapes as one of the results. An argument that isn't donated doesn't count,
-    because it may be the parameters of a model, and the result that looks like it may be their
-    gradients rather than new parameters.
+    We have no way of knowing which argument is the state, so we guess: it's a donated argument with
+    the same structure and shapes as one of the results. We ignore arguments that aren't donated,
+    because these could be a model's parameters, in which case the lookalike result might be their
+    gradients instead of new parameters.
 
     Returns:
-        The leaf's path, and its types before and after the step; None if there's no such leaf.
+        The leaf's path and its types before and after the step, or None if there's no such leaf.
     """
     positional, named = traced.in_tree.children()
     args = [*positional.children(), *named.children()]
@@ -163,9 +163,9 @@ def _changed_type(traced: Traced) -> tuple[str, compat.ShapedArray, compat.Shape
 
 
 def _results(tree: TreeDef) -> Iterator[tuple[int, TreeDef]]:
-    """Yields the structure of a step's results, then that of each element if they're a tuple.
+    """Yields the structure of a step's results and, if they're a tuple, of each element.
 
-    Each structure is preceded by the number of its first leaf.
+    Each structure comes with the index of its first leaf.
     """
     yield 0, tree
     node = tree.node_data()

@@ -1,9 +1,9 @@
-"""`nonfinite="skip"`: steps that keep their old state if an exchange isn't finite.
+"""`nonfinite="skip"`: steps that keep their old state after a non-finite exchange.
 
-The ranks decide whether to skip a step in a vote, which takes place after the step's exchanges. To
-let the compiled step depend on the outcome, we add a boolean argument to it, the commit flag. For
-each array of the state, the step then returns the new value if the flag is true, and the old value
-otherwise. The exchanges don't read the flag, so they can run before the vote.
+After a step's exchanges, the ranks vote on whether to skip it. To make the compiled step depend on
+the outcome, we give it an extra boolean argument, the commit flag. For each array of the state, the
+step then returns the new value if the flag is true, and the old value otherwise. The exchanges
+don't depend on the flag, so they don't have to wait for the vote.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError
 from jaxcross.jobs import form_of
 
-Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see `form_of`
+Form: TypeAlias = tuple[Any, list[Any]]  # structure, followed by shapes and types; see `form_of`
 
 
 @cache
 def commit_flag() -> jax.Array:
-    """Returns the value that a call passes as its commit flag, True.
+    """Returns the default value of the commit flag, True.
 
-    If the ranks vote to skip the step, it's replaced by False.
+    It's replaced by False if the ranks vote to skip the step.
     """
     return jnp.ones((), bool)
 
@@ -36,28 +36,28 @@ def commit_flag() -> jax.Array:
 def with_commit_flag(
     function: Callable[..., PyTree], name: str, state: Sequence[int | str], *, donated: bool
 ) -> Callable[..., PyTree]:
-    """Returns `function` with a commit flag as an additional last positional argument.
+    """Returns `function` with a commit flag as an extra last positional argument.
 
-    If the flag is False, the returned function computes the same results, except that the state
-    keeps its old values. The state consists of the arguments whose numbers or names are in `state`.
-    For each of these, we search the results for a part with the same structure, shapes and types,
-    which may be anywhere in the results. If the argument is a single array, we only accept a whole
-    result. If `donated` is false, the results needn't contain a state, because the step may be an
-    evaluation.
+    If the flag is False, the new function returns the same results except that the state keeps its
+    old values. The state consists of the arguments whose numbers or names are listed in `state`.
+
+    For each argument that's part of the state, we look for a part of the results with the same
+    structure, shapes and types, at any depth. An argument that's just a single array only matches a
+    top-level result. If `donated` is false, it's fine if the results don't contain any state,
+    because the step may be an evaluation.
 
     Raises:
         CutError: (when traced) No result looks like a donated argument, several results look like
             the same argument, or a donated argument seems to come back in a different structure.
-            Or, without donated arguments, an argument that isn't in `state` comes back alongside
-            one that is.
+            Without donated arguments: an argument that isn't in `state` comes back alongside an
+            argument that is.
     """
 
     def flagged(*args: PyTree, **kwargs: PyTree) -> PyTree:
         *given, commits = args
-        # We need the arguments' old values in case the step is skipped. But a step may write new
-        # values into a dict that it was given, and return this dict. So we first copy the dicts and
-        # other containers, without copying the arrays in them, and take the old values from these
-        # copies.
+        # We need the old values of the arguments in case the step is skipped. But a step may update
+        # a dict it was given in place and return it. So copy the dicts and other containers first
+        # (but not the arrays in them), and take the old values from the copies.
         own = {
             place: jax.tree.map(lambda leaf: leaf, argument)
             for place, argument in (*enumerate(given), *kwargs.items())
@@ -73,7 +73,8 @@ def with_commit_flag(
                 "See docs/howto/nonfinite.md#what-skip-needs."
             )
         fixed = [place for place, *_ in static if isinstance(place, int)]
-        # Error messages number the arguments as the caller does, i.e. including the static ones.
+        # Number the arguments in error messages as the caller would, i.e. including static
+        # arguments.
         numbers = [n for n in range(len(given) + len(fixed)) if n not in fixed]
         called = {**dict(enumerate(numbers)), **{key: key for key in kwargs}}
         if donated:
@@ -92,7 +93,7 @@ def with_commit_flag(
 
 
 class _Results:
-    """A step's results, whose state keeps its old values unless the step is committed."""
+    """A step's results, in which the state only changes if the step is committed."""
 
     def __init__(self, results: PyTree, name: str) -> None:
         flat, self._structure = jax.tree.flatten_with_path(results)
@@ -100,23 +101,23 @@ class _Results:
         self._name = name
         self._paths = [path for path, _ in flat]
         self._leaves = [leaf for _, leaf in flat]
-        self.kept: set[int] = set()  # numbers of the leaves that are state
+        self.kept: set[int] = set()  # indices of the leaves that are state
 
     def tree(self) -> PyTree:
         """Returns the results in their original structure."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def keep(self, states: dict[int | str, PyTree], commits: jax.Array) -> list[int | str]:
-        """Makes the parts of the results that are state depend on the commit flag, `commits`.
+        """Makes every part of the results that's state depend on the commit flag, `commits`.
 
-        Returns the numbers or names of the arguments for which there's no such part.
+        Returns the numbers or names of the arguments we couldn't find in the results.
         """
         lacking: list[int | str] = []
         alike = _by_form(states)
-        # An argument may happen to have the same form (structure, shapes and types) as an inner
-        # part of some larger state. So we first match the forms that occur closest to the top of
-        # the results. Once the larger state has been matched as a whole, its inner parts can't be
-        # mistaken for that argument.
+        # An argument may happen to have the same form (structure, shapes and types) as some inner
+        # part of a larger state. So start with the forms closest to the top of the results: once
+        # the larger state has been matched as a whole, its inner parts can't be mistaken for that
+        # argument any more.
         for kind, numbers in sorted(alike, key=lambda item: self._positions(item[0])[0]):
             depth, parts = self._positions(kind)
             if parts and not depth:
@@ -141,10 +142,9 @@ class _Results:
     def check_scattered(self, donated: dict[int | str, PyTree]) -> None:
         """Raises CutError if a donated argument seems to come back in a different structure.
 
-        When a step is skipped, the state must keep its old values. We find the state in the results
-        by the structure of the donated arguments. If a donated argument comes back in a different
-        structure, we can't find it there, so its arrays would change even though the step was
-        skipped.
+        A skipped step must leave the state as it was. We find the state among the results by the
+        structure of the donated arguments. If a donated argument came back in a different
+        structure, we'd miss it, and its arrays would change even in a step that's skipped.
         """
         free = Counter(
             form_of([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1]
@@ -161,7 +161,7 @@ class _Results:
                 )
 
     def check_others(self, others: dict[int | str, PyTree]) -> None:
-        """Raises CutError if an argument that isn't declared as state seems to be state."""
+        """Raises CutError if an argument that isn't declared as state looks like state."""
         for place, old in others.items():
             kind = form_of(old)
             if _arrays(old) and not _bare(kind) and self._positions(kind)[1]:
@@ -173,12 +173,12 @@ class _Results:
                 )
 
     def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:
-        """Returns the smallest depth at which parts of this form occur, and each part's leaves.
+        """Finds parts of this form closest to the top. Returns their depth and each part's leaves.
 
-        We use this to find an argument's new value among the step's results. A part that already
-        belongs to another argument doesn't count. If the argument is a single array, only a whole
-        result counts, i.e. what the step returns, or an element of the tuple that it returns.
-        Deeper inside, an array of the right shape could just as well be a metric.
+        We use this to find an argument's new value among the step's results, skipping parts that
+        already belong to another argument. A single array only matches a top-level result, i.e.
+        what the step returns or an element of the tuple it returns. Any deeper, an array of the
+        right shape might just as well be a metric.
         """
         found: list[tuple[int, list[int]]] = []
         for path, part in jax.tree.leaves_with_path(
@@ -196,7 +196,7 @@ class _Results:
 
 
 def _by_form(states: dict[int | str, PyTree]) -> list[tuple[Form, list[int | str]]]:
-    """Groups the arguments by their form. Leaves out arguments that contain no arrays."""
+    """Groups the arguments by form, leaving out those without arrays."""
     found: list[tuple[Form, list[int | str]]] = []
     for number, state in states.items():
         own = form_of(state)
@@ -214,5 +214,5 @@ def _bare(kind: Form) -> bool:
 
 
 def _arrays(tree: PyTree) -> list[PyTree]:
-    """Returns the leaves that aren't scalars, because scalars may be metrics."""
+    """Returns all leaves except scalars, which may be metrics."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.ndim(leaf)]

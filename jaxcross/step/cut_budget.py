@@ -1,8 +1,8 @@
-"""Limits how long a search for the fastest cut may take, if the length of the run is known.
+"""Limits the search for the fastest cut to a fraction of the run, if its length is known.
 
-To find out into how many segments a step should be cut, we compile and time several cuts. In a
-short run, that would take longer than the best cut can save, so we limit the time. All ranks use
-the same limit and the same measured times, so they end the search at the same point.
+To find out how many segments to cut a step into, we compile and time several cuts. In a short run,
+that can take longer than even the best cut would save, so there's a time limit. All ranks apply the
+same limit to the same measurements, which means that they end the search at the same point.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import numpy as np
 from jaxcross.world import RunOnAllRanks
 
 SHARE = 0.25
-"""The largest fraction of the run's time, at the speed of uncut steps, that a search may take.
+"""Maximum share of the run that a search may take, assuming that all steps are uncut.
 
-The best cuts that we've measured save a sixth to a third of the run's time. A search spends most of
-its time compiling, which takes as long for a short run as for a long one, so in a short run it
-can't pay off.
+The best cuts we've measured save between a sixth and a third of the run. Most of a search goes into
+compiling, which takes just as long for a short run, so there it can't pay off.
 """
 
 
 @final
 class Budget:
-    """Keeps track of the time that a search has left.
+    """Keeps track of the time a search has left.
 
     Args:
-        steps: The run's number of steps, identical on all ranks. None if it isn't known, in which
-            case there's no limit.
+        steps: Number of steps in the run, identical on all ranks. None if unknown, in which case
+            there's no limit.
         run_on_all_ranks: Runs work that communicates.
 
     Attributes:
-        limit_s: Seconds that the search may take. Infinite until `set` is called.
+        limit_s: Time limit in seconds. Infinite until `set` is called.
     """
 
     def __init__(self, steps: int | None, run_on_all_ranks: RunOnAllRanks) -> None:
@@ -42,19 +41,19 @@ class Budget:
         self._run_on_all_ranks = run_on_all_ranks
         self.limit_s = math.inf
         self._marked_s = time.perf_counter()
-        self._spent_s: float | None = None  # on cuts, without the uncut step, which runs anyway
+        self._spent_s: float | None = None  # excluding the uncut step, which runs anyway
 
     def set(self, uncut_s: float) -> None:
-        """Sets the limit from the time of an uncut step, `uncut_s`."""
+        """Sets the limit, given the duration of an uncut step."""
         if self.steps is not None:
             self.limit_s = SHARE * self.steps * uncut_s
 
     def allows_another(self) -> bool:
         """Whether there's time to try another cut.
 
-        We assume that compiling and timing the next cut takes at least as long as it took for the
-        previous one, i.e. the time since the previous call. The slowest rank's time counts, so that
-        all ranks get the same answer. Waits for all ranks, unless there's no limit.
+        We assume that the next cut will take at least as long to compile and time as the previous
+        cut, i.e. the time since the last call. The slowest rank's time counts, so that all ranks
+        get the same answer. Waits for all ranks, unless there's no limit.
         """
         if math.isinf(self.limit_s):
             return True

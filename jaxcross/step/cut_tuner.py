@@ -1,10 +1,10 @@
-"""Finds the fastest cut of a step that runs alone under `cut="auto"`, by timing several.
+"""`cut="auto"`: finds the fastest cut of a step that runs alone by timing several.
 
-If we cut the backward pass, its first gradients can be exchanged while the remaining ones are still
-being computed (wait-free backpropagation). On the other hand, XLA can't fuse operations across a
-cut, more intermediate values have to stay in memory, and each segment costs a dispatch. Whether a
-cut pays off depends on the network between the ranks, so we measure it. The timed steps run on
-copies of the arguments, so they don't affect the training.
+Cutting the backward pass lets us exchange the first gradients while the rest are still being
+computed (wait-free backpropagation). On the other hand, XLA can't fuse operations across a cut,
+more intermediate values have to stay in memory, and every segment costs a dispatch. Whether a cut
+pays off depends on the network between the ranks, so we measure it. To keep this from affecting the
+training, the timed steps run on copies of the arguments.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)
 _WARM_UP_STEPS = 2  # per cut, untimed: the first steps are slower, as they get memory from the OS
 _TIMED_STEPS = 2
-_LARGEST_BYTES = 2**24  # a larger cache file can't be ours, so we don't read it
+_LARGEST_BYTES = 2**24  # a cache file larger than this can't be ours, so we ignore it
 _SAME_STEP_RATIO = 1.25  # if uncut step times differ by more, the network or machine has changed
-_QUIET_S = 5.0  # minimum time between two progress messages of a search
+_QUIET_S = 5.0  # minimum time between progress messages of a search
 _WORTH = 0.99  # a finer cut must save at least 1%, which is more than the measurement noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutHint:
-    """What the ranks know about a step's cut before they run it.
+    """What the ranks know about the cut of a step before running it.
 
     All fields except `key` are identical across ranks.
 
     Attributes:
         key: Identifies the step on this rank.
-        resumed: The number of segments that this job used before a restart. We keep it, because a
-            different cut may round differently, and a resumed run must continue bit for bit. None
-            if the number isn't known, or differs between ranks.
-        in_process: The number of segments that the first run in this process used. None if there
-            was no such run, or if the number differs between ranks.
-        is_first: Whether no rank has run this step in its process before.
-        cached: The number of segments that an earlier process found to be the fastest, and its time
-            for an uncut step in seconds. Read from JAX's folder of compiled programs.
-        steps: The number of steps that the job has left, on the rank with the fewest; None if no
-            rank knows it.
+        resumed: Number of segments this job used before it was restarted. We stick to it because a
+            different cut may round differently, and a resumed run has to continue bit for bit. None
+            if unknown, or if the ranks have different values.
+        in_process: Number of segments used by the first run in this process. None if there hasn't
+            been any, or if the ranks have different values.
+        is_first: Whether no rank has run this step in its current process yet.
+        cached: Number of segments that an earlier process found to be fastest, and how long an
+            uncut step took at the time, in seconds. Read from JAX's compilation cache folder.
+        steps: Number of steps the job has left, taken from the rank with the fewest. None if no
+            rank knows.
     """
 
     key: str
@@ -68,9 +68,9 @@ class CutHint:
 
 
 def cut_key(program: Program, world: World) -> str:
-    """Identifies this rank's step, device kind and number of ranks, in the same way in every run.
+    """Identifies this rank's step, device kind and number of ranks, consistently across runs.
 
-    Includes both the number of all ranks and the number of ranks on this node.
+    It covers both the total number of ranks and the number of ranks on this node.
     """
     return (
         f"{program_digest(program)} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
@@ -86,9 +86,9 @@ def gather_hint(
     in_process: int | None = None,
     steps: int | None = None,
 ) -> CutHint:
-    """Combines what each rank knows about the step's cut into a hint that's the same on all ranks.
+    """Combines what each rank knows about a step's cut into a hint that's identical on all ranks.
 
-    Ranks may know different things, because their shapes, neighbours and files may differ. Waits
+    Shapes, neighbours and files can differ between ranks, so they may know different things. Waits
     for all ranks.
 
     Args:
@@ -102,9 +102,9 @@ def gather_hint(
     if resumed is not None and not 0 <= resumed <= max(SEGMENT_COUNTS):
         resumed = None
 
-    # Earlier runs may have stored a cut in a file. Only rank 0 reads it, and it does so before
-    # calling `run_on_all_ranks`: while that function runs, no job can exchange anything, so reading
-    # from a slow disk would delay all jobs.
+    # An earlier run may have stored a cut in a file. Only rank 0 reads it, and it does so before
+    # calling `run_on_all_ranks`: no job can exchange anything while that function runs, so a slow
+    # disk would hold up every job.
     cached = CutCache(key).read() if rank == 0 else None
     own = [resumed, in_process, cached, steps]
     gathered = run_on_all_ranks("cut", lambda control: gather(control, own))
@@ -124,40 +124,39 @@ def gather_hint(
 
 
 class _UncutError(Exception):
-    """The uncut step or the best cut so far fails on the copies, so there's nothing to compare."""
+    """The uncut step or the best cut so far fails on copies, so there's no baseline."""
 
 
 @final
 class CutSearch:
-    """One rank's part in a search for the fastest of a few cuts.
+    """Searches for the fastest cut, together with the other ranks.
 
-    A cut divides the step's exchanges among a number of segments. The search doubles this number
-    until two finer cuts in a row bring no speed-up. If the length of the run is known, the search
-    may take only a fraction of that time (`Budget`), because a short run would otherwise spend its
-    time on compiling cuts.
+    A cut splits the step's exchanges into a number of segments. The search keeps doubling this
+    number until two finer cuts in a row haven't helped. If the length of the run is known, the
+    search is limited to a fraction of it (`Budget`), because a short run would otherwise spend most
+    of its time compiling cuts.
 
-    At the end, the best cut is timed against the uncut step, and if it turns out to be slower, the
-    step stays uncut. A cut is rejected if compiling or running it fails on any rank. If even the
-    uncut step can't be timed, e.g. because there isn't enough memory for copies of its arguments,
-    there's nothing to compare with, so the step stays uncut.
+    At the end, the best cut is timed against the uncut step; if it turns out slower, the step stays
+    uncut. A cut is rejected if it fails to compile or run on any rank. If not even the uncut step
+    can be timed, e.g. because there isn't enough memory for copies of its arguments, we have
+    nothing to compare with and the step stays uncut as well.
 
-    All ranks must call `run` for the same step, because timing a step includes its exchanges, and
-    `run` waits for all of them. The time of a cut is that of the slowest rank. All ranks receive
-    this time, so they all choose the same cut.
+    All ranks must call `run` at the same step, since timing a step includes its exchanges and `run`
+    waits for all ranks. A cut is as fast as it is on the slowest rank. Every rank receives that
+    time, so they all pick the same cut.
 
-    If JAX keeps compiled programs (`jax_compilation_cache_dir`), we store the choice in the same
-    folder, together with the time of an uncut step. By the next run, the network may have changed.
-    So that run first times the stored cut against the uncut step. If the cut has become slower than
-    the uncut step, or if the uncut step's time has changed by more than a quarter, it searches
-    again.
+    If JAX has a compilation cache (`jax_compilation_cache_dir`), we store the result there, along
+    with the time of an uncut step. The network may have changed by the next run, so that run times
+    the stored cut against the uncut step before using it. If the cut is slower than the uncut step
+    by now, or if the uncut step's time has changed by more than a quarter, it searches again.
 
     Args:
         traced: The step.
-        leaves: Its flat arguments, which are copied if the step may overwrite them.
+        leaves: Its flat arguments. Those that the step may overwrite are copied.
         world: All ranks.
         cut: Returns the program with the given number of segments.
-        build: Returns a program's executables, after all ranks have agreed on the program.
-        run_on_all_ranks: As for `gather_hint`. Called once for every step that is tried.
+        build: Compiles a program once all ranks have agreed on it.
+        run_on_all_ranks: As in `gather_hint`. Called once for each timed step.
         hint: From `gather_hint`.
     """
 
@@ -180,7 +179,7 @@ class CutSearch:
         self._run_on_all_ranks = run_on_all_ranks
         self._hint = hint
         self._budget = Budget(hint.steps, run_on_all_ranks)
-        # Executables by number of segments, or None if the cut fails on some rank.
+        # Executables by number of segments; None for cuts that fail on some rank.
         self._compiled: dict[int, Compiled | None] = {}
         self._compiling_s = 0.0
         self._uncut_s: float | None = None  # per step, once it has been timed
@@ -188,7 +187,7 @@ class CutSearch:
         self._complete = True  # becomes False if the budget ends the search early
 
     def run(self) -> tuple[int, Compiled]:
-        """Searches, and returns the fastest cut's number of segments and its executables.
+        """Runs the search. Returns the fastest cut's number of segments and its executables.
 
         Waits for all ranks.
         """
@@ -211,9 +210,9 @@ class CutSearch:
         n_segments, best = self._try_finer(uncut)
         gain = 1.0
         if best is not uncut:
-            # During the search, each cut was only timed against the best one before it, so the
-            # winner may never have been compared with the uncut step itself. So we time these two
-            # against each other now, and report the speed-up that we measure here.
+            # The search only timed each cut against the best one before it, so the winner may never
+            # have raced the uncut step directly. Do that now, and report the speed-up measured
+            # here.
             self._uncut_s, best_s = self._race(n_segments, uncut, best)
             gain = self._uncut_s / best_s
             if gain < 1:
@@ -225,10 +224,10 @@ class CutSearch:
         return n_segments, best
 
     def _check_cached(self, uncut: Compiled) -> tuple[int, Compiled] | None:
-        """Returns the cached cut if it's still at least as fast as the uncut step.
+        """Returns the cached cut if it still holds up, i.e. it's at least as fast as the uncut
+        step.
 
-        Returns None if it's slower, or if the uncut step's time has changed too much since the cut
-        was stored.
+        Returns None if it's slower by now, or if the uncut step's time has changed too much since.
         """
         if self._hint.cached is None:
             return None
@@ -256,9 +255,9 @@ class CutSearch:
         return None
 
     def _try_finer(self, uncut: Compiled) -> tuple[int, Compiled]:
-        """Races each finer cut against the best cut so far, and returns the winner.
+        """Races finer and finer cuts against the best cut so far, and returns the winner.
 
-        Stops after two cuts in a row that brought no speed-up, or when the budget is used up.
+        Stops once two cuts in a row haven't helped, or when the budget is exhausted.
         """
         n_best = 1
         best = uncut
@@ -267,10 +266,10 @@ class CutSearch:
         logged_s = time.perf_counter()
         name = self._traced.name
         for n in SEGMENT_COUNTS[1:]:
-            # If exchanges depend on one another, a step can't be cut into arbitrarily many
-            # segments, so asking for more segments (`n`) doesn't always give more. If it doesn't,
-            # there's nothing new to time. All ranks skip the same numbers, because their programs
-            # have the same exchanges.
+            # Exchanges that depend on one another limit how finely a step can be cut, so asking for
+            # more segments (`n`) doesn't always yield more. In that case there's nothing new to
+            # time. All ranks skip the same values of `n`, because their programs have the same
+            # exchanges.
             n_collectives = len(self._cut(n).collectives)
             if n_collectives <= finest:
                 continue
@@ -312,9 +311,9 @@ class CutSearch:
         return n_best, best
 
     def _built(self, n: int) -> Compiled | None:
-        """Returns a cut's executables, or None if compiling them fails on some rank.
+        """Returns a cut's executables, or None if compilation fails on some rank.
 
-        Waits for all ranks when it's first called for this cut.
+        The first call for a cut waits for all ranks.
         """
         if n in self._compiled:
             return self._compiled[n]
@@ -323,10 +322,10 @@ class CutSearch:
         start_s = time.perf_counter()
         try:
             compiled = self._build(self._cut(n))
-        # If compilation fails on this rank alone, we mustn't simply raise, because the other ranks
-        # would wait for us. Instead, all ranks exchange their error texts below, and reject the cut
-        # together. If the ranks' exchanges differ, `build` raises a different error, but that one
-        # is raised on all ranks.
+        # If compilation fails only on this rank, we can't just raise, because the other ranks would
+        # be left waiting for us. Instead, all ranks exchange their errors below and reject the cut
+        # together. If the ranks' exchanges differ, `build` raises a different error, but that
+        # happens on every rank.
         except JaxRuntimeError as error:
             error_text = summary(error)
         self._compiling_s += time.perf_counter() - start_s
@@ -354,7 +353,7 @@ class CutSearch:
     def _report(self, n_segments: int, uncut_s: float, gain: float, begin_s: float) -> None:
         if self._world.rank != 0:
             return
-        if self._complete:  # otherwise we store nothing, so that a longer run can search further
+        if self._complete:  # otherwise store nothing, so that a longer run can search further
             CutCache(self._hint.key).write(n_segments, uncut_s)
         if self._complete or len(self._tried) > 1:
             _log.warning(
@@ -388,15 +387,15 @@ def _race(
     run_on_all_ranks: RunOnAllRanks,
     label: str,
 ) -> tuple[float, ...]:
-    """Times one or two cuts, alternating between them, and returns each one's seconds per step.
+    """Times one or two cuts, alternating between them. Returns the seconds per step of each.
 
-    A cut's time is that of its fastest step, taken from the rank on which this is slowest. If the
-    second cut fails on some rank, its time is infinite. If the first cut fails, there's nothing to
-    compare the second one with, so both times are infinite.
+    On each rank, a cut's fastest step counts; across ranks, the slowest rank does. If the second
+    cut fails on some rank, its time is infinite. If the first cut fails, there's nothing to compare
+    with, so both times are infinite.
 
-    Each timed step is a separate call of `run_on_all_ranks`, rather than one call for all steps
-    together. A watchdog limits how long an exchange may take, so that a hanging run is noticed.
-    This way, its limit applies to a single step rather than to the whole comparison.
+    We call `run_on_all_ranks` for every single step instead of once for all of them. To catch
+    hanging runs, a watchdog limits how long an exchange may take. This way, the limit applies to
+    one step at a time and not to the whole comparison.
     """
     running: list[Compiled | None] = [*rivals]
     times_ns: list[list[int]] = [[] for _ in rivals]
@@ -421,7 +420,7 @@ def _race(
                     f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}",
                 )
                 running[1] = None
-    # There's only an all-reduce for the minimum, so we negate the times to get the maximum.
+    # The only all-reduce we have computes a minimum, so negate the times to get the maximum.
     best = np.array([-min(found, default=0) for found in times_ns], np.int64)
     slowest = -run_on_all_ranks(label, lambda control: control.allreduce_min(best))
     pairs = zip(running, slowest, strict=True)
@@ -436,9 +435,9 @@ def _log_on_rank_0(world: World, text: str) -> None:
 
 
 class CutCache:
-    """The cuts that earlier runs found, in a file in JAX's folder of compiled programs.
+    """The cuts found by earlier runs, kept in a file in JAX's compilation cache folder.
 
-    Only rank 0 reads and writes this file.
+    Only rank 0 reads and writes it.
     """
 
     def __init__(self, key: str) -> None:
@@ -447,14 +446,14 @@ class CutCache:
         self._key = key
 
     def read(self) -> tuple[int, float] | None:
-        """Returns the stored number of segments, and how long an uncut step took at that time."""
+        """Returns the stored number of segments, and how long an uncut step took at the time."""
         match self._all().get(self._key):
             case [int(n), float(uncut_s)] if type(n) is int and n in SEGMENT_COUNTS and uncut_s > 0:
                 return n, uncut_s
         return None
 
     def write(self, n_segments: int, uncut_s: float) -> None:
-        """Stores a cut. If the file can't be written, only logs a warning."""
+        """Stores a cut, best effort: if the file can't be written, we just log a warning."""
         if self._file is None:
             return
         content = json.dumps({**self._all(), self._key: [n_segments, uncut_s]}, indent=1)
@@ -472,5 +471,5 @@ class CutCache:
                 return {}
             found = json.loads(self._file.read_text())
         except (ValueError, OSError, RecursionError):
-            return {}  # no file, or a damaged or unreadable one: then the search is repeated
+            return {}  # missing, corrupt or unreadable: search again
         return found if isinstance(found, dict) else {}

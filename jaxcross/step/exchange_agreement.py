@@ -1,14 +1,14 @@
-"""Makes sure, before a program runs, that all ranks are about to make the same exchanges.
+"""Checks that all ranks are about to perform the same exchanges before a program runs.
 
-MPI matches collectives by their order alone. If one rank's third exchange is a gradient and another
-rank's third exchange is a loss, the ranks deadlock, or silently mix the two values if these happen
-to have the same shape. So before a program runs, the ranks compare its signature: a list of the
-kind, shape and type of each exchange.
+MPI matches up collectives purely by their order. If one rank's third exchange is a gradient and
+another rank's third exchange is a loss, the ranks deadlock, or worse, silently mix up the two
+values if they happen to have the same shape. So before a program runs, the ranks compare its
+signature: a list with the kind, shape and type of each exchange.
 
-Equal signatures aren't enough. If a step averages two arrays of the same shape and type, and one
-rank does so in a different order than the others, all signatures are still equal. To tell such
-exchanges apart, the ranks also compare a label for each exchange, computed from where its operand
-comes from and what uses its result (`jaxcross.program.exchange_labels`).
+Comparing signatures isn't enough, though. Suppose that a step averages two arrays of the same shape
+and type, and one rank does so in the opposite order. The signatures are still equal. To catch this,
+the ranks also compare a label for each exchange, derived from where its operand comes from and how
+its result is used (`jaxcross.program.exchange_labels`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def agree_once(
     variant: Variant, host: StepHost, program: Program, *, candidate: bool = False
 ) -> None:
-    """Makes sure that all ranks are about to run `program`, unless they've already agreed on it.
+    """Checks that all ranks are about to run `program`, unless they've already agreed on it.
 
     Waits for all ranks if they still have to agree.
 
@@ -52,12 +52,12 @@ def agree_once(
         variant: The variant.
         host: The job or standalone step that runs the variant.
         program: One of the variant's programs.
-        candidate: Whether the program is only being timed in a search for the fastest cut.
+        candidate: Whether we're only timing the program while searching for the fastest cut.
 
     Raises:
         ExchangeError: The ranks' exchanges differ; raised on every rank.
-        CutError: The profiles given as `cut` are of a different step or number of ranks; raised on
-            every rank.
+        CutError: The profiles given as `cut` belong to a different step or number of ranks; raised
+            on every rank.
     """
     if program.exchanges and host.first_use(program, variant.record, candidate=candidate):
         host.agree(ExchangeAgreement.on(variant, program))
@@ -66,7 +66,7 @@ def agree_once(
 
 
 def agree_standalone(variant: Variant, host: Standalone) -> None:
-    """Makes sure, outside a runner, that all ranks are about to make the same exchanges.
+    """Outside a runner, checks that all ranks are about to perform the same exchanges.
 
     Waits for all ranks.
 
@@ -78,9 +78,9 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
     if variant.is_unit:
         variant.record.units.agree(host, world, program, variant.cache_key)
     elif program.exchanges:
-        # If the host decides which branch of a `cond` runs, the exchanges can be different in every
-        # call, so the ranks compare them in every call. They also compare the number of the call,
-        # because equal exchanges don't show that all ranks are at the same call.
+        # If the host decides which branch of a `cond` to run, the exchanges can differ from call to
+        # call, so the ranks compare them every time. They compare the call's number too, because
+        # equal exchanges don't prove that everyone is in the same call.
         by_call = bool(variant.traced.choices)
         function = host.function
         host.agree(
@@ -92,16 +92,17 @@ def agree_standalone(variant: Variant, host: Standalone) -> None:
 
 
 def comparison_of_calls(variant: Variant, host: Standalone) -> Callable[[], None] | None:
-    """Returns a check that all ranks are calling the same step, to be run before the exchanges.
+    """Returns a check, to run before the exchanges, that all ranks are calling the same step.
 
-    Suppose that a script has two steps whose exchanges look alike. After the ranks have agreed on
-    both steps, one rank might call them in a different order than the others, and the two steps'
-    values would be mixed. Outside a runner, nothing else would detect that.
+    Suppose a script has two steps with lookalike exchanges, and the ranks have agreed on both. If
+    one rank then calls them in a different order than the others, the two steps' values get mixed
+    up. Outside a runner, nothing else would catch this.
 
-    The check waits for all ranks. If they're calling different steps, it raises `ExchangeError` on
-    every rank. A step that calls mpi4jax isn't checked, so we return None for it.
+    The check waits for all ranks and raises `ExchangeError` on each of them if they aren't calling
+    the same step. Steps that call mpi4jax aren't checked; for these, we return None.
     """
-    # mpi4jax calls may involve only some of the ranks, and the others wouldn't run the check.
+    # mpi4jax calls may involve only some of the ranks, and the others wouldn't take part in the
+    # check.
     return None if variant.is_unit else partial(_compare_calls, variant, host)
 
 
@@ -110,10 +111,10 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
     world = variant.world
     if not world.exchange_owner.check_due():
         return
-    # This rank only checks that all ranks call the same step. Another rank may be comparing the
-    # exchanges of a new step instead (`ExchangeAgreement.standalone`), which begins with an
-    # all-reduce of two numbers. So we send two numbers as well. The two all-reduces then match up,
-    # and the ranks find out that they differ.
+    # This rank only wants to check that everyone is calling the same step. But another rank may be
+    # agreeing on a new step (`ExchangeAgreement.standalone`), which starts with an all-reduce of
+    # two integers. So we send two integers as well: that way, the two all-reduces match up and the
+    # ranks notice the difference.
     numbers = [host.number, 0]
     with world.monitor(job=program.name, step=host.calls, segment=-1, what="agreement"):
         if not which_equal(world.control, numbers)[0]:
@@ -128,7 +129,8 @@ def _compare_calls(variant: Variant, host: Standalone) -> None:
 
 
 def is_current(variant: Variant) -> bool:
-    """Whether the ranks' latest agreement covers this variant, whose signature hasn't changed.
+    """Whether the ranks' latest agreement covers this variant, given that its signature is
+    unchanged.
 
     Always true unless the step calls mpi4jax.
     """
@@ -141,16 +143,16 @@ def is_current(variant: Variant) -> bool:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeAgreement:
-    """An agreement on one program; implements `jaxcross.runtime.step_host.Agreement`.
+    """The ranks' agreement on a program; implements `jaxcross.runtime.step_host.Agreement`.
 
     Attributes:
         program: The program that this rank is about to run.
         world: All ranks.
-        order: Hash of the labels of the program's exchanges. Computing it takes time, so we do that
-            in advance rather than while the exchange lane waits for it.
+        order: Hash of the labels of the program's exchanges. It's slow to compute, so we do that up
+            front instead of keeping the exchange lane waiting.
         function: Name and number of the step (`Standalone.function`). Outside a run, these must be
             the same on all ranks.
-        call: Number of the step's call.
+        call: Number of the call.
         by_call: Whether all ranks must be in the same call.
         cut_note: See `Variant.cut_note`.
     """
@@ -173,7 +175,7 @@ class ExchangeAgreement:
         call: int = 0,
         by_call: bool = False,
     ) -> Self:
-        """Returns an agreement on one of a variant's programs."""
+        """Creates an agreement on one of a variant's programs."""
         world = variant.world
         note = variant.cut_note
         order = order_hash(program) if world.size > 1 else 0
@@ -189,25 +191,25 @@ class ExchangeAgreement:
 
     @property
     def label(self) -> str:
-        # All lines but the first must be the same on all ranks.
+        # Every line except the first must be identical on all ranks.
         return f"first call of `{self.program.name}`\n{self._signature}"
 
     @property
     def _signature(self) -> str:
-        # The signature ends with the line about segments, which is compared last. We append the
-        # note to this line.
+        # The last line of the signature is about segments and gets compared last. Add the note
+        # there.
         return self.program.exchange_signature() + self.cut_note
 
     def in_run(self, control: Control) -> None:
         program = self.program
         agree_on_order(control, program, self.order)
-        # Creating an MPI communicator is a collective call, i.e. it waits until all members have
-        # made it. We make it here rather than during compilation, because a rank that fails to
-        # compile would never make it, and the other ranks would wait for it forever.
+        # Creating an MPI communicator is collective, i.e. it blocks until all members have joined
+        # in. We do it here and not during compilation, because a rank that fails to compile would
+        # never get there and the others would wait for it forever.
         self.world.wire().create_communicators(program.exchanges, dict(program.axes))
 
     def standalone(self) -> None:
-        """Compares hashes on all ranks by one small all-reduce. Gathers texts only if they differ.
+        """Compares hashes in one small all-reduce. Only gathers the texts if the hashes differ.
 
         Waits for all ranks.
 
@@ -227,23 +229,23 @@ class ExchangeAgreement:
                 check_order(control, program)
 
     def resolve(self) -> None:
-        """Gathers what each rank is about to run, after a comparison has shown a difference.
+        """Once the hashes differ, gathers what each rank is about to run to find out why.
 
-        If the ranks seem to be at different steps, that isn't always an error. Suppose that a call
-        fails on one rank before its first exchange. This rank's next call starts a new agreement,
-        while the other ranks are still waiting for it in the failed call. If it turns out that all
-        ranks are calling the same step, this returns normally.
+        Ranks that seem to be at different steps aren't always in error. Suppose that a call fails
+        on one rank before its first exchange. That rank starts a new agreement in its next call,
+        while the others are still waiting for it in the failed call. If it turns out that all ranks
+        are calling the same step after all, we return normally.
 
         Raises:
             ExchangeError: The ranks differ; raised on every rank.
         """
         name = self.program.name
-        self.world.exchange_owner.unchecked = 0  # ranks may differ after a failed call
+        self.world.exchange_owner.unchecked = 0  # can differ between ranks after a failed call
         mine = f"{self.call}\n{self.by_call:d}\n{self.function}\n{self._signature}"
         parts = [text.split("\n", 3) for text in self.world.control.allgather_text(mine)]
         others = [rank for rank, each in enumerate(parts) if len(each) < 4]
         if others:
-            # These ranks sent a list of mpi4jax calls, which doesn't consist of four lines.
+            # These ranks sent a list of mpi4jax calls instead of our four lines.
             raise ExchangeError(without_calls(name, others))
         calls, by_call, functions, signatures = zip(*parts, strict=True)
         at = [f"call {number}" for number in calls]
@@ -258,25 +260,24 @@ class ExchangeAgreement:
 
 
 def order_hash(program: Program) -> int:
-    """Returns a 62-bit hash of the labels of a program's exchanges, in their order.
+    """Returns a 62-bit hash of the labels of a program's exchanges, in order.
 
-    If two ranks' hashes differ, that isn't necessarily an error. For example, if the batch on one
-    rank is shorter than on the others, this rank's labels may differ even though its exchanges are
-    the same. So in that case, `check_order` compares the labels themselves. Does not wait or
-    communicate.
+    Different hashes don't necessarily mean that something is wrong. For example, if one rank has a
+    shorter batch, its labels may differ even though its exchanges are the same. That's why
+    `check_order` then compares the labels themselves. Does not wait or communicate.
     """
     return hash_62(label_text(order_of(program)))
 
 
 def agree_on_order(control: Control, program: Program, own: int) -> None:
-    """Makes sure that ranks with equal signatures make the same exchanges in the same order.
+    """Checks that ranks with equal signatures perform the same exchanges in the same order.
 
     Waits for all ranks.
 
     Args:
         control: Communicates with all ranks.
         program: The program that this rank is about to run.
-        own: The program's `order_hash`, which the caller computes in advance because it takes time.
+        own: The program's `order_hash`, which the caller computes up front because it's slow.
 
     Raises:
         ExchangeError: The orders differ; raised on every rank.
@@ -286,12 +287,13 @@ def agree_on_order(control: Control, program: Program, own: int) -> None:
 
 
 def check_order(control: Control, program: Program) -> None:
-    """Compares the labels themselves, after `agree_on_order` has found that their hashes differ.
+    """Compares the labels themselves after `agree_on_order` has found different hashes.
 
     Gathers 192 bytes per exchanged array from each rank. Waits for all ranks.
 
     Raises:
-        ExchangeError: Two ranks make the same exchange in different places; raised on every rank.
+        ExchangeError: Two ranks perform the same exchange in different places; raised on every
+            rank.
     """
     order = order_of(program)
 
@@ -299,7 +301,7 @@ def check_order(control: Control, program: Program) -> None:
     def peers(place: int, rank: int) -> frozenset[int]:
         exchange = order[place].labelled.exchange
         if not exchange.axes:
-            return frozenset(dict(exchange.params)["ranks"])  # of the user's communicator
+            return frozenset(dict(exchange.params)["ranks"])  # ranks in the user's communicator
         mesh = make_rank_grid(dict(program.axes), rank=rank, size=control.size)
         return frozenset(mesh.group(*group_of(exchange, mesh)))
 

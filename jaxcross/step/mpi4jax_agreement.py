@@ -1,13 +1,14 @@
-"""An agreement of the ranks on programs that call mpi4jax, whose calls may differ by rank.
+"""Lets the ranks agree on programs that call mpi4jax, where each rank may make different calls.
 
-With mpi4jax, one rank may send what another rank receives. So the ranks' calls may legitimately
-differ, and we can't just compare them. Instead, the ranks gather one another's lists of calls and
-simulate them (`mpi4jax_lists`). This finds deadlocks, and messages that nobody receives.
+With mpi4jax, one rank may send what another receives. Different calls on different ranks are
+therefore perfectly legitimate, so comparing them doesn't tell us anything. Instead, each rank
+gathers the others' lists of calls and simulates them (`mpi4jax_lists`). This catches deadlocks as
+well as messages that nobody receives.
 
-If a job of a runner calls the step, all ranks take part in this agreement. It also gives the job
-communicators of its own, so that its messages can't be mistaken for another job's. Outside a
-runner, only ranks that exchange with one another take part, because the remaining ranks may not
-call the step at all.
+When the step is called by one of a runner's jobs, all ranks take part in this agreement. It also
+gives the job its own communicators, so its messages can't be mistaken for another job's. Outside a
+runner, only ranks that exchange with one another take part, because the rest might not call the
+step at all.
 """
 
 from __future__ import annotations
@@ -38,21 +39,20 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 
 @dataclass(slots=True)
 class Units:
-    """The agreements on a step's programs that call mpi4jax. All variants of the step share them.
+    """Agreements on a step's programs that call mpi4jax, shared by all variants of the step.
 
-    To agree, i.e. to compare their calls, all ranks that exchange with one another are needed. So a
-    rank may only start a new agreement if the others are certain to start one, too. That's the case
-    if a static argument, the structure of the arguments or JAX's configuration changes, since these
-    change on all ranks.
+    An agreement needs all ranks that exchange with one another, so a rank may only start one if the
+    others are certain to do the same. That's the case when a static argument, the structure of the
+    arguments or JAX's configuration changes, since these change everywhere at once.
 
-    New shapes alone aren't a reason to start an agreement, because the batch may be shorter on just
-    one rank. If the shape of a message changes, however, the lists of calls at both of its ends
+    New shapes by themselves aren't enough to start an agreement, because a batch may be shorter on
+    just one rank. If the shape of a message changes, on the other hand, the calls on both ends
     change, so both ranks start a new agreement.
 
     Attributes:
-        latest: The latest agreement outside a runner, as a pair: what distinguishes the step's
-            variants except for types, and this rank's list of calls as text.
-        of_host: For each job, maps such pairs to the hash of all ranks' lists.
+        latest: The latest agreement outside a runner, as a pair: everything but types that
+            distinguishes the step's variants, and this rank's list of calls as text.
+        of_host: Maps such pairs to the hash of all ranks' lists, for each job.
     """
 
     latest: tuple[object, str] | None = None
@@ -68,14 +68,14 @@ class Units:
         )
 
     def agree(self, host: StepHost, world: World, program: Program, cache_key: object) -> str:
-        """Makes sure that the ranks' calls match up, unless the job has already checked that.
+        """Checks that the ranks' calls match up, unless the job has done so before.
 
-        In a job, this waits for all ranks, and returns a hash of all ranks' lists of mpi4jax calls.
-        Outside a runner, it waits only for the ranks that exchange with this one, and returns an
+        In a job, this waits for all ranks and returns a hash of their lists of mpi4jax calls.
+        Outside a runner, it only waits for the ranks that exchange with this one, and returns an
         empty string.
 
         Raises:
-            ExchangeError: The calls don't match up; raised on every rank that took part.
+            ExchangeError: The calls don't match up; raised on every participating rank.
         """
         calls = world.wire().calls(program)
         known = self.of_host.setdefault(host, {}) if host.in_run else {}
@@ -105,12 +105,12 @@ class Units:
     def agree_in_run(
         self, host: StepHost, world: World, program: Program, cache_key: object
     ) -> Program:
-        """Lets the ranks agree, and returns the program over the job's own communicators.
+        """Lets the ranks agree, then returns the program with the job's own communicators.
 
         Waits for all ranks.
 
         Raises:
-            ExchangeError: The calls don't fit together; raised on every rank.
+            ExchangeError: The calls don't match up; raised on every rank.
         """
         digest = self.agree(host, world, program, cache_key)
         wire = MpiWire(world, comms=world.job_comms.for_job(host))
@@ -120,19 +120,20 @@ class Units:
 @final
 @dataclass(slots=True, kw_only=True)
 class UnitAgreement:
-    """An agreement on one program; implements `jaxcross.runtime.step_host.Agreement`.
+    """The ranks' agreement on a program; implements `jaxcross.runtime.step_host.Agreement`.
 
     Attributes:
         units: The step's agreements.
         host: The job, or the step outside a runner.
         world: All ranks.
         program: The program that this rank is about to run.
-        calls: This rank's list.
-        mine: What distinguishes the step's variants except for types, and this rank's list as text.
-        label: Text that must be the same on all ranks.
-        order: Hash of the labels of the program's exchanges. Computing it takes time, so we do that
-            in advance rather than while the exchange lane waits for it.
-        digest: Hash of all ranks' lists. Set once the ranks have agreed in a job, "" otherwise.
+        calls: This rank's list of calls.
+        mine: Everything but types that distinguishes the step's variants, and this rank's list as
+            text.
+        label: Text that must be identical on all ranks.
+        order: Hash of the labels of the program's exchanges. It's slow to compute, so we do that up
+            front instead of keeping the exchange lane waiting.
+        digest: Hash of all ranks' lists, set once the ranks have agreed in a job; otherwise "".
     """
 
     units: Units
@@ -146,7 +147,7 @@ class UnitAgreement:
     digest: str = ""
 
     def in_run(self, control: Control) -> None:
-        """Compares all ranks' lists, and creates the communicators that the job lacks.
+        """Compares all ranks' lists and creates any communicators that the job doesn't have yet.
 
         Raises:
             ExchangeError: The lists don't match up; raised on every rank.
@@ -161,10 +162,10 @@ class UnitAgreement:
             (rank, x) for rank, calls in lists.items() for x in calls if mpi4jax_lists.is_call(x)
         ]
         self._check_names(named)
-        # Several jobs may need a communicator with the same members and name. Each job uses one of
-        # its own, so we number them. All members must pick the same number, but a number that's
-        # free on one rank may be in use on another. So we take one that's free on all ranks, which
-        # is why the ranks have gathered the numbers in use.
+        # Several jobs may need a communicator with the same members and name. Each gets its own, so
+        # we number them. All members have to pick the same number, but what's free on one rank may
+        # be taken on another. That's why the ranks gathered the numbers in use: we pick the first
+        # number that's free everywhere.
         taken = {(_key(key), number) for _, busy in gathered for key, number in busy}
         own_comms = comms.for_job(self.host)
         for key in sorted({comm_key_of(x) for _, x in named} - set(own_comms)):
@@ -208,21 +209,21 @@ def list_hash(world: World, program: Program) -> int:
 
 
 def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
-    """Returns the lists of all ranks that exchange with this one, directly or indirectly.
+    """Returns the lists of all ranks connected to this rank by exchanges, directly or indirectly.
 
-    Waits for these ranks.
+    Waits for all of them.
 
     Raises:
-        ExchangeError: All ranks have equal lists, but make the same exchange in different places.
+        ExchangeError: The lists are equal, but some ranks perform the same exchange in different
+            places.
     """
     rank = world.rank
     text = mpi4jax_lists.encode(calls)
     name = program.name
     everyone = list(range(world.size))
-    # We need the lists of all ranks that exchange with this one. If the step makes a collective
-    # over all ranks, they must all be calling it, so we can gather the lists by a collective as
-    # well. Otherwise, other ranks may not call the step at all. So we only ask the ranks that our
-    # calls name as partners, these ask their own partners, and so on.
+    # If the step performs a collective over all ranks, they must all be calling it, so we can
+    # gather the lists with a collective too. Otherwise some ranks may not be calling the step at
+    # all, so we only ask the partners named in our own calls; these ask theirs, and so on.
     if not any(_over_ranks(x, everyone) for x in calls):
         accepts = partial(_accepts, rank) if mpi4jax_lists.expects_unknown(calls) else None
         texts = world.gather_connected(
@@ -232,10 +233,10 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
     number = hash_62(mpi4jax_lists.comparison_text(calls))
     order = order_hash(program)
     with world.monitor(job=name, step=0, segment=-1, what="agreement"):
-        # Another rank's program may have no mpi4jax calls. That rank then calls
-        # `ExchangeAgreement.standalone` instead of this function, which begins with an all-reduce
-        # of two numbers. So we send two numbers as well. The two all-reduces then match up, and the
-        # ranks find out that they differ.
+        # Another rank's program may not call mpi4jax at all. That rank runs
+        # `ExchangeAgreement.standalone` instead, which starts with an all-reduce of two integers.
+        # So we send two integers as well: that way, the two all-reduces match up and the ranks
+        # notice the difference.
         same_calls, same_order = which_equal(world.control, [number, order])
         if same_calls and not same_order:
             check_order(world.control, program)
@@ -253,7 +254,7 @@ def _over_ranks(call: Exchange, ranks: list[int]) -> bool:
 def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
     """Whether to accept the list of the rank that sent `other`; see `jaxcross.world.neighbours`.
 
-    If `other` is None, whether we still have to wait for a sender that we don't know yet.
+    If `other` is None, returns whether we still have to wait for a sender we don't know yet.
     """
     lists = {r: mpi4jax_lists.decode(t) for r, t in texts.items()}
     if other is None:

@@ -1,14 +1,13 @@
-"""Steps that change Flax NNX objects in place, as `nnx.jit` allows.
+"""Support for steps that update Flax NNX objects in place, as with `nnx.jit`.
 
-JAX can't trace a function that modifies its arguments. So before the step, we split each NNX object
-into its graph and its state, run the step on these, and write the new state back to the objects.
-All objects of a call are split together, so that variables that they share stay shared. State that
-the step adds to an object, and objects that it returns, come back as well. Arguments that aren't
-objects keep their positions and types.
+JAX can't trace functions that modify their arguments. So before the step, we split each NNX object
+into its graph and its state, run the step on these, and then write the new state back to the
+object. All objects in a call are split together, which keeps shared variables shared. State that
+the step adds to an object comes back too, as do objects that it returns. All other arguments keep
+their positions and types.
 
-While the step runs, each NNX object is represented by its graph and its state. Flax remembers which
-object each graph belongs to, so that it can update the object afterwards. It keeps this information
-under a tag that we choose, for which we use the `Step` itself.
+While an object is split, Flax has to remember which graph belongs to it, so that it can update the
+object later. It does so under a tag of our choice; we use the `Step` itself.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     """Whether any argument is or contains an NNX object: a module, optimizer, metric, or variable.
 
-    Random streams (`nnx.Rngs`) count as objects. State that the user has already split from its
-    object (`nnx.State`) doesn't. Does not wait or communicate. Returns at once if Flax hasn't been
-    imported, because there can't be any objects then.
+    Random streams (`nnx.Rngs`) count as objects, but state that the user has already split from its
+    object (`nnx.State`) doesn't. Does not wait or communicate. Returns immediately if Flax hasn't
+    been imported, because then there can't be any objects.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -40,8 +39,8 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     is_object = nnx.graph.is_graph_node
     split = (nnx.State, nnx.statelib.FlatState)
     found: list[object] = []
-    # It takes NNX microseconds to tell whether a leaf is an object, and the arguments may have many
-    # leaves. The answer depends only on the leaf's type, so we ask only once per type.
+    # It takes NNX microseconds to tell whether a leaf is an object, and there may be a lot of
+    # leaves. The answer only depends on the leaf's type, so ask just once per type.
     stops_at: dict[type, bool] = {}
 
     def stop(x: object) -> bool:
@@ -57,13 +56,13 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
 
 
 def call(step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
-    """Runs `step` on the state of the objects among its arguments, then updates the objects.
+    """Runs `step` on the state of any objects in its arguments, then updates the objects.
 
-    Waits and communicates as a call of `step` does. If the step fails, the objects keep their
-    previous state, except for arrays that were donated to the step, which are lost.
+    Waits and communicates in the same way as calling `step`. If the step fails, the objects keep
+    their previous state, except that arrays donated to the step are lost.
 
     Raises:
-        ValueError: A static argument holds NNX objects.
+        ValueError: A static argument contains NNX objects.
     """
     from flax import nnx
 
@@ -77,10 +76,10 @@ def call(step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTr
 def bind(
     step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[Traced, list[PyTree]]:
-    """Traces `step` on the state of the objects among its arguments, without changing the objects.
+    """Traces `step` on the state of any objects in its arguments, without changing the objects.
 
-    Returns the traced step, and the arguments as a flat list in which each object is replaced by
-    its state. Does not compile, wait or communicate.
+    Returns the traced step and the flattened arguments, with objects replaced by their state. Does
+    not compile, wait or communicate.
     """
     from flax import nnx
 
@@ -90,9 +89,9 @@ def bind(
 
 
 def pure_function(step: Step[..., Any]) -> Callable[..., PyTree]:
-    """Returns a function that does what `step` does, but takes and returns graphs and states.
+    """Returns a version of `step` that takes and returns graphs and states instead of objects.
 
-    Its results contain the changed objects in addition to the results of the step.
+    It returns the changed objects in addition to the step's results.
     """
     from flax import nnx
 
@@ -111,9 +110,9 @@ def pure_function(step: Step[..., Any]) -> Callable[..., PyTree]:
 def _split(
     step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[list[PyTree], dict[str, PyTree]]:
-    """Returns the arguments with each object replaced by its graph and state.
+    """Returns the arguments with every object replaced by its graph and state.
 
-    Static arguments are passed through as they are.
+    Static arguments are passed through unchanged.
     """
     from flax import nnx
 
@@ -133,9 +132,8 @@ def _split(
 def _without(
     args: Sequence[PyTree], kwargs: Mapping[str, PyTree], static: Sequence[int | str]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    # To split NNX objects, all arguments are flattened. Static arguments may be any Python objects,
-    # including ones that JAX takes for a pytree but can't flatten, so we first replace them by
-    # None.
+    # Splitting flattens all arguments. Static arguments can be arbitrary Python objects, including
+    # some that JAX takes for a pytree but can't flatten, so replace them with None first.
     return (
         tuple(None if n in static else a for n, a in enumerate(args)),
         {name: None if name in static else a for name, a in kwargs.items()},
@@ -145,7 +143,7 @@ def _without(
 def _with(
     split: Sequence[PyTree], args: Sequence[PyTree], static: Sequence[int | str]
 ) -> list[PyTree]:
-    """Returns `split` with the static arguments from `args` put back in their places."""
+    """Puts the static arguments from `args` back into `split`."""
     return [args[n] if n in static else a for n, a in enumerate(split)]
 
 
@@ -156,9 +154,9 @@ def _with_named(
 
 
 def _only_objects(tree: PyTree) -> PyTree:
-    """Returns `tree` with every leaf that isn't an NNX object replaced by None.
+    """Returns `tree` with all leaves other than NNX objects replaced by None.
 
-    Such leaves can't have changed, and the caller still has them.
+    The others can't have changed, and the caller still has them.
     """
     from flax import nnx
 

@@ -1,6 +1,6 @@
 """Gets a variant's executables for the host that runs it.
 
-The ranks agree on the exchanges, the step is cut, and then compiled, in this order.
+First the ranks agree on the exchanges, then the step is cut, and finally it's compiled.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from jaxcross.step.variant import ChosenCut, Variant
 
 
 def prepare(variant: Variant, host: StepHost) -> Compiled:
-    """Returns a variant's executables for a host, compiled at the first call.
+    """Returns a variant's executables for a host, compiling them on the first call.
 
-    All ranks must agree on the step's exchanges before anything is compiled. Outside a runner,
-    they've done so before this function is called. In a job, they do it here, when the job calls
-    the step with these argument types for the first time.
+    Before anything is compiled, all ranks have to agree on the step's exchanges. Outside a runner,
+    that has already happened by the time this is called. In a job, it happens here, the first time
+    the job calls the step with these argument types.
 
-    If several jobs run the same step, each of them makes an agreement of its own, which also
-    creates the job's communicators. A job can't rely on another job's agreement. Which of the two
-    jobs gets here first may differ between ranks, so some ranks would wait in the agreement of one
-    job, and other ranks in that of the other.
+    When several jobs run the same step, each of them makes its own agreement, which also creates
+    the job's communicators. A job can't rely on another job's agreement, because which job gets
+    here first may differ between ranks, leaving some ranks waiting in one job's agreement and the
+    rest in the other's.
     """
     if variant.tunes_cut or (variant.is_unit and host.in_run):
         compiled = variant.of_host.get(host)
         if compiled is None:
-            # We do this only once per host, because a job must keep its cut and its communicators
-            # until it ends.
+            # Only once per host: a job has to keep its cut and its communicators until it ends.
             compiled = (
                 _choose_cut(variant, host)
                 if variant.tunes_cut
@@ -43,7 +42,7 @@ def prepare(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
-    """Compiles a program that calls mpi4jax so that it uses the job's own communicators."""
+    """Compiles a program that calls mpi4jax to use the job's own communicators."""
     program = variant.record.units.agree_in_run(
         host, variant.world, variant.default, variant.cache_key
     )
@@ -52,19 +51,19 @@ def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
-    """Chooses the cut that `host` uses until it ends, and returns the executables for it.
+    """Chooses the cut that `host` will use from now on, and returns the executables.
 
-    The cut is the same on every rank. Waits for all ranks, unless they remember an earlier choice.
+    The cut is identical on all ranks. Waits for them, unless they remember an earlier choice.
     """
     record = variant.record
     world = variant.world
     agree_once(variant, host, variant.default)
-    # Get the arguments on which cuts are timed now, before the ranks synchronize in `gather_hint`.
-    # As soon as they have, another job with the same step may join the run. Its thread executes
-    # this function as well, and may reset `variant.trial_args` before our thread has read it.
+    # Get the arguments for timing now, before the ranks synchronize in `gather_hint`. Once they
+    # have, another job with the same step may join the run. Its thread runs this function too, and
+    # may reset `variant.trial_args` before we've read it.
     trial_args = variant.trial_args
     chosen = record.chosen_cuts.get(variant.signature)
-    # Outside a run, all ranks have made the same calls, so they remember the same choice.
+    # Outside a run, all ranks have made the same calls and therefore remember the same choice.
     if not host.in_run:
         known = _known_program(variant, chosen)
         if known is None and trial_args is None:
@@ -82,11 +81,11 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         in_process=None if chosen is None else chosen.n_segments,
         steps=host.steps_left,
     )
-    is_only_job = host.is_only_job  # read right after all ranks synchronized, so they're all equal
-    # A job that was restarted keeps its cut, i.e. the segments into which its step was divided. A
-    # different cut may round differently, whereas a restarted job's results are supposed to be
-    # bitwise identical. A new job gets the default cut if it runs alongside other jobs, because
-    # their computation hides its exchanges anyway.
+    is_only_job = host.is_only_job  # identical on all ranks, which have just synchronized
+    # A restarted job keeps its cut, i.e. the segments its step was divided into: another cut might
+    # round differently, and the results have to be bitwise identical to those of an uninterrupted
+    # run. A new job that runs alongside other jobs gets the default cut, because their computation
+    # hides its exchanges anyway.
     n_segments = hint.resumed
     if n_segments is None:
         n_segments = hint.in_process if is_only_job else 0
@@ -97,10 +96,10 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         program = variant.program_in(n_segments)
         agree_once(variant, host, program)
         compiled = _compile(variant, host, n_segments, program)
-    # Later jobs with the same step may reuse a cut that was found here. If several jobs could set
-    # it, the ranks might remember the cuts of different jobs, because their job threads may get
-    # here in different orders. Only one job of a run can be both its only job and its first one, so
-    # we take that job's cut.
+    # Later jobs with the same step can reuse the cut we've found here. But job threads may get here
+    # in a different order on each rank, so if every job stored its cut, the ranks could end up
+    # remembering different cuts. At most one job per run can be both its first and its only job, so
+    # we keep that job's cut.
     if is_only_job and hint.is_first:
         record.chosen_cuts[variant.signature] = ChosenCut(
             n_segments, compiled.program.exchange_hash()
@@ -113,10 +112,10 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
 
 
 def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Program] | None:
-    """Returns the number of segments that was chosen before, and the program in that cut.
+    """Returns the number of segments chosen earlier, and the program in that cut.
 
-    Returns None if no cut was chosen before. Also returns None if the cut was chosen for other
-    shapes of the arguments, for which the same number of segments gives different exchanges.
+    Returns None if nothing has been chosen yet, or if the choice was made for different shapes of
+    the arguments, where the same number of segments gives different exchanges.
     """
     if chosen is None:
         return None
@@ -127,10 +126,10 @@ def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Pro
 def _search(
     variant: Variant, host: StepHost, trial_args: tuple[object, ...], hint: CutHint
 ) -> tuple[int, Compiled]:
-    """Times several cuts, and returns the fastest one's number of segments and executables.
+    """Times several cuts. Returns the number of segments and the executables of the fastest.
 
-    Called only when no other job is running as the search begins, because another job would distort
-    the measurement.
+    Only called if no other job is running when the search starts, because that would distort the
+    measurement.
     """
 
     def build(program: Program) -> Compiled:
@@ -151,7 +150,7 @@ def _search(
 
 
 def _compile(variant: Variant, host: StepHost, n_segments: int, program: Program) -> Compiled:
-    # Jobs may share the step. The lock makes sure that each cut is compiled only once.
+    # Jobs can share a step, so use the lock to compile each cut only once.
     with host.compiling(program.name), variant.lock:
         compiled = variant.compiled.get(n_segments)
         if compiled is None:

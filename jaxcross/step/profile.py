@@ -1,4 +1,4 @@
-"""`Profile`: how long one step of a job takes, segment by segment, while the job runs alone."""
+"""`Profile`: how long each segment of a job's step takes when the job runs alone."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ FORMAT = 1
 MAX_FILE_BYTES = 10_000_000
 MIN_STEPS = 3
 MOST = 0.9
-"""At least this fraction of a job's steps must have run the same program.
+"""At least this share of a job's steps must have run the same program.
 
-Otherwise, the mean times would be a mixture of several programs' times.
+Otherwise the mean times would mix several programs.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What one step of a job costs, measured while the job ran alone.
+    """The cost of one step of a job, measured while it ran alone.
 
-    The times hold for the ranks and the link on which they were measured.
+    The times are only valid for the ranks and the link they were measured on.
 
     Attributes:
         name: Name of the job.
-        graph: The kinds of the step's segments, their dependencies, and the bytes that each of them
-            exchanges.
-        seconds: Seconds that each segment takes: device time for a computation, and link time,
-            without waiting for slower ranks, for an exchange.
-        host_s: Seconds between a step's return and the job's next call, in which the job's thread
-            does something else, e.g. loads data or writes a log.
-        ranks: Number of ranks on which the step was measured.
-        link: Description of the link between these ranks.
-        mbps: The rate of the link, in Mbit/s; None if unknown.
-        memory: The memory that the job takes on a rank; None if unknown.
+        graph: The kind of each segment, its dependencies, and how many bytes it exchanges.
+        seconds: Seconds per segment: device time for computation, and link time for exchanges,
+            excluding the time spent waiting for slower ranks.
+        host_s: Seconds between steps, during which the job's thread does something else, e.g. loads
+            data or writes logs.
+        ranks: Number of ranks in the measurement.
+        link: Description of the link between the ranks.
+        mbps: Bandwidth of the link in Mbit/s; None if unknown.
+        memory: The job's memory use per rank; None if unknown.
         platform: JAX's name for the devices, such as `cpu`; "" if unknown.
 
     Raises:
         TypeError: A field has the wrong type.
-        ValueError: The numbers don't match the graph, or are negative or not finite.
+        ValueError: The numbers don't match the graph, or are negative or non-finite.
     """
 
     name: str
@@ -99,10 +98,10 @@ class Profile:
     def whole(
         cls, name: str, *, compute_s: float, exchange_s: float, nbytes: int = 0, ranks: int = 1
     ) -> Self:
-        """Returns the profile of an uncut step: computation, one exchange, and an update of 0 s.
+        """Returns the profile of an uncut step: computation, one exchange, and an instant update.
 
         Raises:
-            ValueError: A time is negative or not finite.
+            ValueError: A time is negative or non-finite.
         """
         graph = StepGraph(
             kinds=("compute", "collective", "compute"),
@@ -114,20 +113,19 @@ class Profile:
 
     @classmethod
     def of(cls, report: Report, name: str, *, mbps: float | None = None) -> Self:
-        """Returns the profile of a job that ran alone, or in turn with other jobs.
+        """Returns the profile of a job that ran alone, or took turns with other jobs.
 
-        A segment's time is the mean over all of the job's steps except the first one. If the
-        segment is a computation, the slowest rank's time counts. An exchange is timed from the
-        moment when the last rank has reached it, so that the time other ranks spend waiting for a
-        slow rank isn't included.
+        Segment times are averaged over all of the job's steps except the first. For a computation,
+        we take the mean of the slowest rank. For an exchange, the clock starts when the last rank
+        arrives, so the time that the others spend waiting for it isn't included.
 
         Args:
-            report: The report of the run, which may have been loaded from a file.
+            report: The run's report, possibly loaded from a file.
             name: Name of the job.
-            mbps: The rate of the link, in Mbit/s, if you know it.
+            mbps: Bandwidth of the link in Mbit/s, if known.
 
         Raises:
-            ValueError: There is no such job, it ran alongside other jobs, it made fewer than three
+            ValueError: There is no such job, it ran alongside other jobs, it took fewer than three
                 steps, or its steps ran several programs.
         """
         facts = next((job for job in report.jobs if job.name == name), None)
@@ -167,12 +165,11 @@ class Profile:
         )
 
     def cut_evenly(self, pieces: int) -> Self:
-        """Estimates the profile of the same step with its backward pass cut into equal segments.
+        """Estimates what the profile would be with the backward pass cut into equal segments.
 
-        This doesn't measure anything. It assumes that the backward pass takes twice as long as the
-        forward pass, i.e. two thirds of the computation before the exchange, and that it can be cut
-        into segments that all take the same time. If you can run the cut step, measuring its
-        profile is more accurate.
+        Nothing is measured. We assume that the backward pass takes twice as long as the forward
+        pass, i.e. two thirds of the computation before the exchange, and that it can be cut into
+        equally long segments. If you can run the cut step, measuring its profile is more accurate.
 
         Args:
             pieces: Number of exchange segments.
@@ -214,12 +211,12 @@ class Profile:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of device time per step, called c in the formulas."""
+        """Device time per step in seconds; c in the formulas."""
         return self._sum("compute")
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of link time per step, called m in the formulas."""
+        """Link time per step in seconds; m in the formulas."""
         return self._sum("collective")
 
     def _sum(self, kind: str) -> float:
@@ -228,11 +225,11 @@ class Profile:
         )
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes the profile to a file, which `load` reads back without loss. Returns its path."""
+        """Writes the profile to a file that `load` can read back losslessly. Returns its path."""
         return _schema.save(path, self.as_data())
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the profile as plain data, in the form in which `to_json` writes it."""
+        """Returns the profile as plain data, just as `to_json` writes it."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -248,10 +245,10 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a file that `to_json` wrote.
+        """Reads a file written by `to_json`.
 
         Raises:
-            ValueError: The file contains something else, or is larger than a profile can be.
+            ValueError: The file isn't a profile, or is too large to be one.
             OSError: The file can't be read.
         """
         what = "a profile of jaxcross"
@@ -259,7 +256,7 @@ class Profile:
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Makes a profile from what `as_data` returned.
+        """The inverse of `as_data`.
 
         Raises:
             ValueError: `data` isn't a profile.
@@ -279,11 +276,11 @@ class Profile:
 def segment_times(
     spans: Iterable[Span], name: str, graph: StepGraph
 ) -> tuple[tuple[float, ...], float]:
-    """Returns the mean seconds of each segment, and the median seconds between steps.
+    """Returns the mean duration of each segment and the median time between steps, in seconds.
 
-    A segment's time is the slowest rank's mean over its steps. The time between steps runs from the
-    moment when a step returns to the job's next call, during which the job may load data or write a
-    log. Neither includes each rank's first step, which takes longer than the others.
+    For each segment, the slowest rank's mean counts. The time between steps runs from a step's
+    return to the job's next call, during which the job might load data or write logs. Each rank's
+    first step is left out of both, because it takes longer than the others.
 
     Args:
         spans: The spans of a run.
@@ -311,8 +308,8 @@ def segment_times(
     for index, kind in enumerate(graph.kinds):
         of_ranks = []
         for found in on_rank.values():
-            # The first step takes longer, because it's compiled and touches every page of memory
-            # for the first time.
+            # The first step takes longer, because it has to be compiled and touches every page of
+            # memory for the first time.
             of_steps = [step[index] for step in found[1:]]
             if kind == "compute":
                 of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps))
@@ -333,23 +330,23 @@ def segment_times(
 
 
 def _returned_ns(span: Span) -> int:
-    """Returns when the job's thread could continue after this segment.
+    """Returns the time at which the job's thread could move on after this segment.
 
-    For a computation, that's when it was dispatched, because JAX runs computations asynchronously.
+    For a computation, that's when it was dispatched, since JAX runs computations asynchronously.
     """
     return span.ready_ns if span.kind == "compute" else span.end_ns
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCut:
-    """The cut with which a step that runs alone is fastest, to be passed as `crossover(cut=...)`.
+    """The fastest cut of a step that runs alone. Pass it as `crossover(cut=...)`.
 
-    `jaxcross.plan.cut` chooses it.
+    Returned by `jaxcross.plan.cut`.
 
     Attributes:
         pieces: Number of exchange segments.
-        profiles: The profiles from which the cut was chosen. They must be profiles of the step that
-            you pass to `crossover`.
+        profiles: The profiles the choice is based on. They must belong to the step that you pass to
+            `crossover`.
     """
 
     pieces: int

@@ -1,6 +1,6 @@
-"""The arguments of a step's call: binds static ones, and compares the types of the others.
+"""Binds a call's static arguments, and compares the types of the others.
 
-If an argument is unusable or has changed its type, a message describes which one, and why.
+Also produces the messages that say which argument is unusable or has changed its type, and why.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxcross._pytree import PyTree, TreeDef
 
 R = TypeVar("R")
 ArgType = ShapedArray | tuple[ShapedArray, jax.sharding.Sharding | None]
-"""The properties of an array that require a recompilation if they change.
+"""The properties of an array that trigger a recompilation when they change.
 
-Its sharding is one of them only if there's more than one device that it could be on.
+The sharding only matters if there's more than one device the array could be on.
 """
 StaticValue = tuple[int | str, type, object]
-"""A static argument's number or name, its type and its value.
+"""A static argument's number or name, type and value.
 
-We need the type because 1, True and 1.0 are equal to Python, but would be compiled differently.
+We need the type because 1, True and 1.0 are equal in Python but compile differently.
 """
 
 
@@ -35,12 +35,13 @@ def bind_static(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Callable[..., R], tuple[Any, ...], Mapping[str, Any]]:
-    """Returns the step as a function of its other arguments, and these positional and named ones.
+    """Returns the step with its static arguments bound, and the other (positional, named)
+    arguments.
 
     Args:
         step: The step.
         name: Name of the step.
-        static: Selects the static arguments.
+        static: Says which arguments are static.
         args: All positional arguments.
         kwargs: All keyword arguments.
     """
@@ -70,7 +71,7 @@ def bind_static(
 
 
 def check_hashable(name: str, static: Sequence[StaticValue]) -> None:
-    """Makes sure that static arguments are hashable, because they're part of a cache key.
+    """Checks that static arguments are hashable, because they're part of a cache key.
 
     Raises:
         ValueError: A value can't be hashed.
@@ -110,26 +111,26 @@ def arg_types_of(leaves: Sequence[Any]) -> list[ArgType]:
 
 
 def are_ready(leaves: Sequence[Any], arg_types: list[ArgType]) -> bool:
-    """Whether all leaves are plain `jax.Array` objects of these types, and none was donated.
+    """Whether all leaves are plain `jax.Array` objects of these types that haven't been donated.
 
     Takes tens of nanoseconds per leaf.
     """
     try:
         return not any(map(ArrayImpl.is_deleted, leaves)) and arg_types_of(leaves) == arg_types
-    except TypeError:  # NumPy arrays, random keys, or leaves that are not arrays at all
+    except TypeError:  # NumPy arrays, random keys, or something that isn't an array at all
         return False
 
 
 def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTree) -> None:
-    """Makes sure that the leaves have values.
+    """Checks that the leaves have values.
 
     Raises:
-        TypeError: A leaf is only a type, or is traced.
-        ValueError: A leaf was donated.
+        TypeError: A leaf is just a type, or is traced.
+        ValueError: A leaf has been donated.
     """
-    # This has to be fast, because a step that has a NumPy array or a random key among its arguments
-    # gets here every time. Comparing a leaf's exact type takes a tenth as long as `isinstance(leaf,
-    # jax.Array)`, so we do that first.
+    # This has to be fast: a step with a NumPy array or a random key among its arguments gets here
+    # every time. Checking a leaf's exact type takes a tenth of the time of `isinstance(leaf,
+    # jax.Array)`, so do that first.
     for n, leaf in enumerate(leaves):
         if type(leaf) is not ArrayImpl:
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -156,9 +157,9 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
 def describe_change(
     old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree, kwargs: PyTree
 ) -> str | None:
-    """Describes the first argument whose type changed, with both types.
+    """Describes the first argument whose type has changed, giving both types.
 
-    Returns None if no type changed.
+    Returns None if nothing has changed.
     """
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
     for path, before, after in zip(paths, old, new, strict=False):
@@ -168,9 +169,9 @@ def describe_change(
 
 
 def describe_structures(old: TreeDef, new: TreeDef) -> str:
-    """Describes the first place where two structures of `(args, kwargs)` differ.
+    """Describes the first difference between two structures of `(args, kwargs)`.
 
-    If the difference is a common one, such as a new `optax` object, also says how to avoid it.
+    For common causes, such as a new `optax` object, it also says how to avoid them.
     """
     path, before, after = _first_difference(old, new)
     if len(path) < 2:
@@ -199,9 +200,9 @@ def describe_structures(old: TreeDef, new: TreeDef) -> str:
 def _first_difference(
     old: TreeDef, new: TreeDef, path: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], Any, Any]:
-    """Returns the path to the first node that differs, and the node's data in each structure.
+    """Returns the path to the first differing node, and the node's data in each structure.
 
-    A node's data is its type and its static data, or None for a leaf.
+    A node's data consists of its type and static data; it's None for a leaf.
     """
     before, after = old.node_data(), new.node_data()
     if before == after and old.num_nodes > 1 and len(old.children()) == len(new.children()):
@@ -213,16 +214,16 @@ def _first_difference(
 
 @cache
 def _many_places() -> bool:
-    """Whether there's more than one device that an array may be on."""
+    """Whether there's more than one device an array could be on."""
     return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
 
 
 def _cure(before: ArgType, after: ArgType) -> str:
-    """Tells the user how to start from an array if a state started as a Python number.
+    """Suggests how to avoid a recompilation caused by a state that starts as a Python number.
 
-    Suppose that a step is first called with a Python number, which has a weak type, and returns an
-    array in its place, which doesn't. The second call gets this array, so its argument types differ
-    from those of the first call, and the step is compiled again. Returns "" for any other change.
+    Suppose a step is first called with a Python number, which has a weak type, and returns an array
+    in its place, which doesn't. The second call gets this array, so its argument types are
+    different and the step is compiled again. Returns "" for any other change.
     """
     old, new = (t[0] if isinstance(t, tuple) else t for t in (before, after))
     if old.shape != new.shape or not old.weak_type or new.weak_type:

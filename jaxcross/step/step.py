@@ -1,11 +1,11 @@
-"""`crossover`: turns an ordinary train step into one that is cut and runs segment by segment.
+"""`crossover`: cuts an ordinary train step into segments and runs it segment by segment.
 
-`crossover` itself only checks its arguments and returns a `Step`. The work happens when the step is
-called. The first call with new argument types traces the function, which gives a `Variant`: the
-step for these types. Later calls with the same types reuse it.
+`crossover` itself just checks its arguments and returns a `Step`; the actual work happens when the
+step is called. The first call with new argument types traces the function and produces a `Variant`,
+which is the step for these types. Later calls with the same types reuse it.
 
-If the caller is a job of a runner, the job runs the variant, interleaved with other jobs. Otherwise
-the step runs it on its own ("standalone").
+When a step is called from one of a runner's jobs, the job runs the variant, interleaving it with
+other jobs. Otherwise the step runs it by itself ("standalone").
 """
 
 from __future__ import annotations
@@ -107,57 +107,60 @@ def crossover(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
 ) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
-    """Makes a train step run over MPI, with its exchanges separated from its computation.
+    """Wraps a train step to run over MPI, with its exchanges separated from its computation.
 
-    If you call the result outside a job, it behaves like `jax.jit(step)` on every rank. A second
-    thread makes the step's exchanges while the calling thread computes whatever doesn't depend on
-    them. The call returns when all exchanges are done; like all JAX arrays, the results may still
-    be being computed then. If a job of a `Runner` calls it, its segments are interleaved with other
-    jobs' segments. Every rank must call the step the same number of times with equal shapes.
-    Results that the step obtains by exchanges are identical on all ranks.
+    Called outside a job, the result behaves like `jax.jit(step)` on every rank. A second thread
+    performs the step's exchanges while the calling thread computes whatever doesn't depend on them.
+    The call returns once all exchanges are done. As with any JAX function, the results may still be
+    being computed at that point. Called from a job of a `Runner`, the step's segments are
+    interleaved with those of other jobs.
+
+    Every rank must call the step the same number of times and with the same shapes. Results
+    obtained through exchanges are identical on all ranks.
 
     Args:
-        step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or
-            for `shard_map(check_vma=False)` (`psum` transposes to `psum`), or a `jax.shard_map`
-            itself over a mesh of the same axes. Its arguments are the rank's own shards. If
-            omitted, a decorator is returned.
-        axes: The name of a single axis over all ranks, or a mapping from axis names to sizes. With
-            several axes, ranks are numbered in row-major order. One of the sizes may be -1.
-        cut: Where to cut the step. `"whole"` computes everything that comes before the exchanges,
-            then makes all exchanges, and then computes the rest. A number also cuts the computation
-            where gradients become ready, into about that many exchange segments, so a step that
-            runs alone can exchange its first gradients while it computes the others. `"auto"` finds
-            the fastest number at the first call, by timing several on copies of the arguments, and
-            logs it. Alongside other jobs, which hide the exchanges anyway, it uses one segment per
-            25 MB instead, at most 8. A job keeps its cut until it ends. The cut affects the last
-            bits of results, so to reproduce a run, pass the number that was found. A number saved
-            by an earlier run (in `jax_compilation_cache_dir`) is timed again, and dropped if it's
-            slower than the uncut step. `plan.cut(profiles)` uses the number with which the step is
-            fastest alone according to its profiles, without timing it again.
-        bucket_bytes: Exchanges smaller than this are packed into buffers of up to this size. With
-            0, no exchanges share a buffer.
-        donate_argnums: Numbers of positional arguments whose arrays the step may overwrite, so you
-            can't use these arrays again. Negative numbers count from the last positional argument
-            of a call.
-        donate_argnames: Names of arguments whose arrays the step may overwrite. As for `jax.jit`,
-            if you give only numbers or only names, the others are inferred from the step's
-            signature. If you give both, numbers apply to arguments passed by position, and names to
-            arguments passed by name.
+        step: An ordinary JAX function with named-axis collectives, written as for `pmap` or for
+            `shard_map(check_vma=False)` (`psum` transposes to `psum`), or else a `jax.shard_map`
+            over a mesh with the same axes. Its arguments are the rank's own shards. If omitted, a
+            decorator is returned.
+        axes: The name of a single axis spanning all ranks, or a mapping from axis names to sizes.
+            With several axes, ranks are numbered in row-major order. One of the sizes may be -1.
+        cut: Where to cut the step. `"whole"` computes everything that precedes the exchanges, then
+            performs all exchanges, then computes the rest. A number also cuts the computation at
+            points where gradients become ready, into roughly that many exchange segments. That way,
+            a step that runs alone can exchange its first gradients while it's still computing the
+            others. `"auto"` finds the fastest number on the first call, by timing several on copies
+            of the arguments, and logs it. Alongside other jobs, which hide the exchanges anyway, it
+            uses one segment per 25 MB instead, at most 8. A job keeps its cut until it ends. The
+            cut affects the last bits of the results, so to reproduce a run, pass the number that
+            was found. A number saved by an earlier run (in `jax_compilation_cache_dir`) is timed
+            again, and dropped if it's slower than the uncut step. `plan.cut(profiles)` uses the
+            number that's fastest for a step that runs alone according to its profiles, without any
+            timing.
+        bucket_bytes: Exchanges smaller than this are packed into buffers of up to this size. 0
+            turns packing off.
+        donate_argnums: Numbers of positional arguments whose arrays the step may overwrite, after
+            which you can't use them any more. Negative numbers count from the last positional
+            argument of a call.
+        donate_argnames: Names of arguments whose arrays the step may overwrite. As with `jax.jit`,
+            if you only give numbers or only names, the rest is inferred from the step's signature.
+            If you give both, numbers apply to arguments passed by position and names to those
+            passed by keyword.
         static_argnums: Numbers of positional arguments that are hashable values rather than arrays.
-            The step is compiled again for each new value.
-        static_argnames: Names of such static arguments. Numbers and names are combined as for
-            `donate_argnames`.
+            Each new value triggers a recompilation.
+        static_argnames: Names of static arguments. Combined with `static_argnums` in the same way
+            as the donated arguments.
 
     Raises:
         TypeError: `step`, `axes`, or the numbers or names of arguments have the wrong type, or
             `step` is a `jax.pmap`.
         ValueError: A size, `cut` or `bucket_bytes` is out of range, the step has no argument with
             a number or name that you gave, or an argument is both donated and static.
-        CutError: (when called) The step can't be traced or cut, or a profile is of a different step
-            or number of ranks.
+        CutError: (when called) The step can't be traced or cut, or a profile belongs to a different
+            step or number of ranks.
         ExchangeError: (when called) The step's exchanges differ between ranks, or an earlier step
             failed after some of its exchanges.
-        JobError: (when called) Two threads call steps at the same time, outside a runner.
+        JobError: (when called) Two threads call steps at the same time outside a runner.
 
     Example:
         >>> @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -206,7 +209,7 @@ def crossover(
     )
 
 
-# (structure of the arguments, static values, JAX's configuration, the world's id, whether there is
+# (structure of the arguments, static values, JAX's configuration, id of the world, whether there's
 # a commit flag)
 _CacheKey = tuple[jax.tree_util.PyTreeDef, Sequence[StaticValue], object, int, bool]
 _Call = tuple[_CacheKey, list[ArgType], Variant]
@@ -235,13 +238,13 @@ class Step(Generic[P, R]):
         self.bucket_bytes = bucket_bytes
         self.donate = donate
         self.static = static
-        self._roots = SingleFlightCache()  # maps the arguments' structure and types to a Variant
+        self._roots = SingleFlightCache()  # maps the structure and types of arguments to a Variant
         self._last: _Call | None = None
         self._noticed = False  # a retrace has been logged
-        self.may_change = False  # new argument types are expected, so they aren't logged
-        self._standalone: Standalone | None = None  # the host outside a runner, once needed
+        self.may_change = False  # expect new argument types and don't log them
+        self._standalone: Standalone | None = None  # the host for calls outside a runner
         self._host_lock = threading.Lock()
-        self._agreed: Variant | None = None  # the variant that all ranks ran last, without a runner
+        self._agreed: Variant | None = None  # the last variant that all ranks ran outside a runner
         self._signature: int | None = None  # hash of that variant's exchanges
         self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes, profiles=profiles)
 
@@ -270,10 +273,9 @@ class Step(Generic[P, R]):
                     "run under `disable_jit`. "
                     "See docs/reference/limits.md#the-step."
                 )
-            # If there are Flax NNX objects among the arguments, the call takes a different path.
-            # Searching for them takes longer than flattening the arguments, so we only search if
-            # the arguments have a new structure. A structure that got past this point before
-            # contains no objects.
+            # Flax NNX objects need separate treatment. Searching the arguments for them takes
+            # longer than flattening, so we only do it if the arguments have a new structure. A
+            # structure that has made it past this point before can't contain any.
             if (last is None or last[0][0] != tree) and nnx.holds_objects(args, kwargs):
                 if skips:
                     raise CutError(
@@ -287,10 +289,10 @@ class Step(Generic[P, R]):
             with nullcontext() if job is None else job.preparing():
                 variant = self._variant(world, function, arrays, named, leaves, cache_key)
         if world.estimate_request:
-            # The command `jaxcross estimate` runs the user's script, and measures a step that the
-            # script calls. The measurement is in `gains`, an outer layer that imports this folder.
-            # So we import it here rather than at the top; no other module of this folder imports
-            # from an outer layer.
+            # The `jaxcross estimate` command runs the user's script and measures a step called
+            # there. The measurement lives in `gains`, an outer layer that imports this folder, so
+            # we can't import it at the top. Nothing else in this folder imports from an outer
+            # layer.
             from jaxcross.gains import estimate_in_script
 
             estimate_in_script(variant, leaves, job)
@@ -303,9 +305,9 @@ class Step(Generic[P, R]):
     def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
         """Runs one step without a runner.
 
-        Raises JobError if the step exchanges something while another thread is running a step.
-        Outside a runner, the order of two threads' exchanges may differ between ranks, so one
-        step's values would be mixed with the other's.
+        Raises JobError if the step has exchanges and another thread is running a step at the same
+        time. Without a runner to order them, the two threads' exchanges might be issued in a
+        different order on each rank, mixing up the two steps' values.
         """
         assert variant.program is not None
         if world.size == 1 or (variant is not self._agreed and not variant.program.exchanges):
@@ -313,7 +315,8 @@ class Step(Generic[P, R]):
             return host.run(prepare(variant, host), leaves, self._record)
         owner = world.exchange_owner
         with owner.step(self.__name__):
-            # Count the call only now. If `owner.step` refuses it, other ranks may not make it.
+            # Don't count the call until now: if `owner.step` refuses it, other ranks might never
+            # make it.
             host = self._counting_host(world)
             compare = None if self._agree(variant, host) else comparison_of_calls(variant, host)
             try:
@@ -326,11 +329,11 @@ class Step(Generic[P, R]):
             return host.run(compiled, leaves, self._record, compare=compare)
 
     def _counting_host(self, world: World) -> Standalone:
-        """Returns the host for calls outside a runner, with this call counted."""
-        # A call without exchanges doesn't go through `owner.step`, so two threads may get here at
-        # once. Without the lock, each of them could create a host, and the second host would
-        # replace the first one. If the ranks had already numbered the first host, this rank would
-        # call the step by a different number than the other ranks from then on.
+        """Returns the host for calls outside a runner, having counted this call."""
+        # Calls without exchanges bypass `owner.step`, so two threads can get here at once. Without
+        # the lock, each might create a host, and the second would replace the first. If the first
+        # had already been given a number, this rank would know the step by a different number than
+        # the other ranks from then on.
         with self._host_lock:
             host = self._standalone
             if host is None or host.world is not world:
@@ -339,9 +342,9 @@ class Step(Generic[P, R]):
             return host
 
     def pure_step(self) -> Step[..., PyTree]:
-        """Returns the step that takes NNX graphs and states instead of objects.
+        """Returns the version of this step that takes NNX graphs and states instead of objects.
 
-        Always returns the same `Step`, so that it's compiled only once.
+        It's always the same `Step`, which is therefore only compiled once.
         """
         return self.derived(
             "_pure", lambda: nnx.pure_function(self), profiles=self._record.profiles
@@ -354,17 +357,16 @@ class Step(Generic[P, R]):
         *,
         profiles: tuple[Profile, ...] = (),
     ) -> Step[..., PyTree]:
-        """Returns a step that runs another function with this step's settings.
+        """Returns a step that runs a different function with this step's settings.
 
-        Creates it only once per name, so that all jobs share its executables.
+        There's only one per name, so that all jobs share its executables.
         """
         known = self.__dict__.get(name)
         if known is None:
             settings = (self.axes, self.cut, self.bucket_bytes, self.donate, self.static, profiles)
             made = Step(make_function(), *settings)
-            # If several jobs' threads get here at once, each of them creates a step. `setdefault`
-            # is atomic: it stores only the first of these steps, and returns that one to all
-            # threads.
+            # If several job threads race to get here, each creates a step. `setdefault` is atomic,
+            # so only the first is stored and all threads get that same step.
             known = self.__dict__.setdefault(name, made)
         return known
 
@@ -377,15 +379,15 @@ class Step(Generic[P, R]):
     ) -> Callable[Q, R]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
-        """Binds the step to an instance, so that a method can be decorated with `crossover`."""
+        """Binds the step to an instance, so that you can decorate methods with `crossover`."""
         return self if instance is None else partial(cast("Callable[..., R]", self), instance)
 
     @property
     def latest_program(self) -> Program | None:
-        """The program that the latest call ran, in the cut that was chosen.
+        """The program run by the latest call, in the cut that was chosen.
 
-        This is None before the first call. It's also None for a step in which the host decides
-        which branch of a `cond` runs, because such a step has a separate program for each branch.
+        None before the first call, and for steps in which the host decides which branch of a `cond`
+        to run, because these have a separate program for each branch.
         """
         return None if self._last is None else self._last[2].program
 
@@ -394,7 +396,7 @@ class Step(Generic[P, R]):
         return self.bind(*args, **kwargs)[0]
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Traced, list[Any]]:
-        """Returns the step traced for these arguments, and the arguments as a flat list.
+        """Returns the step traced for these arguments, and the flattened arguments.
 
         Does not compile, wait or communicate.
         """
@@ -408,14 +410,14 @@ class Step(Generic[P, R]):
         return traced, jax.tree.leaves((arrays, named))
 
     def _agree(self, variant: Variant, host: Standalone) -> bool:
-        """Makes sure that the ranks agree on the exchanges.
+        """Makes sure that all ranks agree on the exchanges.
 
-        Returns whether they made a new agreement in this call.
+        Returns whether this took a new agreement.
         """
-        # If the host decides which branch of a `cond` runs, ranks with different values may take
-        # different branches, so the ranks agree again on every call. Otherwise they agree only when
-        # the exchanges change. We must not start an agreement just because shapes are new: they may
-        # be new on this rank only, and then the other ranks wouldn't take part.
+        # If the host decides which branch of a `cond` to run, ranks with different values may take
+        # different branches, so they have to agree again on every call. Otherwise they only do so
+        # when the exchanges change. New shapes aren't reason enough: they may be new on this rank
+        # only, and the other ranks wouldn't join in.
         signature = None if variant.traced.choices else variant.signature
         owner = host.world.exchange_owner
         always = signature is None or owner.must_agree
@@ -423,14 +425,14 @@ class Step(Generic[P, R]):
             return False
         due = always or signature != self._signature or not is_current(variant)
         if due:
-            owner.must_agree = True  # remains set if the agreement is interrupted
+            owner.must_agree = True  # stays set if the agreement is interrupted
             try:
                 agree_standalone(variant, host)
             except ExchangeError:  # raised on every rank
-                # The script may catch this error and continue. Its next step may then be new to
-                # some ranks and known to others, and only the former would start an agreement. So
-                # we make all ranks start one with their next step. The exception is a step that
-                # calls mpi4jax, which may involve only some of the ranks.
+                # The script may catch this error and carry on. If its next step is new to some
+                # ranks but not to others, only the former would start an agreement. So make all
+                # ranks start a new agreement on their next step, unless the step calls mpi4jax,
+                # which may involve only some of the ranks.
                 owner.must_agree = not variant.is_unit
                 raise
             owner.must_agree = False
@@ -451,7 +453,7 @@ class Step(Generic[P, R]):
         count = len(args) + sum(isinstance(place, int) for place in static) - flagged
         donated = self.donate.places(count, kwargs)
         for place in donated:
-            if place in static:  # possible if one of them was given as a negative number
+            if place in static:  # possible if one of them is a negative number
                 raise both_donated_and_static(self.__name__, place)
         return stages.trace(
             function,
@@ -467,12 +469,12 @@ class Step(Generic[P, R]):
     def _with_commit_flag(
         self, function: Callable[..., Any], count: int, named: Collection[str]
     ) -> Callable[..., Any]:
-        """Returns the step with a commit flag, for a job that skips non-finite steps.
+        """Adds a commit flag to the step, for a job that skips non-finite steps.
 
         Args:
-            function: The step without its static arguments.
-            count: Number of positional arguments of the call, including static ones.
-            named: Names of its keyword arguments, including static ones.
+            function: The step with its static arguments bound.
+            count: Number of positional arguments in the call, including static arguments.
+            named: Names of the keyword arguments in the call, including static arguments.
         """
         static = self.static.places(count, named)
         places = self.donate.places(count, named) if self.donate else (0,)
@@ -493,12 +495,12 @@ class Step(Generic[P, R]):
         leaves: list[Any],
         cache_key: _CacheKey,
     ) -> Variant:
-        """Returns the variant for these arguments. Traces the step if they're new.
+        """Returns the variant for these arguments, tracing the step if they're new.
 
-        JAX's x64 mode may be set for this thread only. If so, we convert NumPy arrays among the
-        leaves to JAX arrays here, in place. Otherwise a different thread, which may be the one that
-        dispatches the step, would convert them to different types, because it doesn't have this
-        thread's setting.
+        JAX's x64 mode can be set for a single thread. In that case, we convert any NumPy arrays
+        among the leaves to JAX arrays here, in place. Otherwise they might get converted on another
+        thread (whichever dispatches the step), which doesn't have this setting and would give them
+        different types.
         """
         try:
             arg_types = arg_types_of(leaves)
@@ -536,15 +538,15 @@ class Step(Generic[P, R]):
         args: PyTree,
         kwargs: PyTree,
     ) -> None:
-        """Logs why the step has to be traced again, but only the first time."""
+        """Logs why the step has to be retraced, but only the first time."""
         if self._noticed or self.may_change:
             return
         self._noticed = True
         old_key, old_types, _ = last
         if old_key[0] != cache_key[0]:
-            # Often, only a static part of an argument has changed, and the step still computes the
-            # same. It's then traced again, but not compiled again, because executables are cached
-            # by what they compute.
+            # Often it's only a static part of an argument that has changed, and the step still
+            # computes the same thing. It's retraced in that case but not recompiled, because
+            # executables are cached by what they compute.
             change = describe_structures(old_key[0], cache_key[0])
             text = (
                 "`%s` is traced again, and compiled again if its program is new: %s. This notice "
@@ -562,6 +564,6 @@ class Step(Generic[P, R]):
 
 
 def _without_static(places: Sequence[int | str], static: Sequence[int | str]) -> list[int]:
-    """Returns the numbers in `places`, counted as if there were no static arguments."""
+    """Returns the numbers in `places`, counted without the static arguments."""
     numbers = {place for place in static if isinstance(place, int)}
     return [n - sum(s < n for s in numbers) for n in places if isinstance(n, int)]

@@ -1,8 +1,8 @@
-"""Runs one step on copies of its arguments, to time it.
+"""Times a step by running it on copies of its arguments.
 
-The copies keep the measurement from affecting the training. If copying or computing fails on one
-rank, e.g. because it's out of memory, all ranks give up the trial together. Otherwise the other
-ranks would wait for the failed rank's exchanges.
+Working on copies keeps the measurement from affecting the training. If copying or computing fails
+on one rank, e.g. because it runs out of memory, all ranks abandon the trial together. Otherwise the
+others would be left waiting for that rank's exchanges.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from jaxcross.world import Control, World, any_rank
 def time_step(
     compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control
 ) -> int | str:
-    """Returns how many nanoseconds one step on copies of its arguments takes.
+    """Returns how long a step takes on copies of its arguments, in nanoseconds.
 
-    If the step fails on some rank, all ranks return the same error text instead. Waits for all
-    ranks.
+    If it fails on some rank, all ranks return the same error text instead. Waits for all ranks.
     """
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
@@ -44,12 +43,11 @@ def time_step(
 def time_segments(
     compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control
 ) -> list[int] | str:
-    """Returns how many nanoseconds each segment of a step takes, or an error text (`time_step`).
+    """Like `time_step`, but returns how long each segment takes.
 
-    The segments run one after another, without any overlap, so that each time is that of a single
-    segment. Before an exchange, the ranks wait until all of them have reached it, and only then
-    start measuring. So the exchange's time doesn't include waiting for a slow rank. Waits for all
-    ranks.
+    The segments run one after another without any overlap, so that each is timed in isolation.
+    Before each exchange, the ranks wait for one another and only then start the clock, so the
+    exchange's time doesn't include waiting for a straggler. Waits for all ranks.
     """
     copies = _copied(traced, leaves, control)
     if isinstance(copies, str):
@@ -78,7 +76,7 @@ def _timed(trial: _Trial, index: int) -> int:
 
 
 def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any] | str:
-    """Returns the arguments, with copies of those that the step may overwrite.
+    """Returns the arguments, copying those that the step may overwrite.
 
     If copying fails on some rank, all ranks return an error text instead.
     """
@@ -89,14 +87,14 @@ def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any
         jax.block_until_ready(copies)
     except JaxRuntimeError as error:
         error_text = summary(error)
-    # Tell all ranks about a failure before the step exchanges anything, or they'd wait for it.
+    # Report a failure before the step exchanges anything, or the other ranks would wait for us.
     return gather_failures(control, error_text) or copies
 
 
 def gather_failures(control: Control, error_text: str) -> str:
-    """Returns all ranks' errors as one text, or "" if no rank has failed.
+    """Combines all ranks' errors into one text, or returns "" if no rank has failed.
 
-    The text is the same on every rank. Waits for all ranks.
+    The text is identical on all ranks. Waits for all ranks.
     """
     if not any_rank(control, error_text):
         return ""
@@ -105,21 +103,22 @@ def gather_failures(control: Control, error_text: str) -> str:
 
 
 def summary(error: Exception) -> str:
-    """Returns the first line of an error, without the tables that XLA adds."""
+    """Returns the first line of an error, without any tables added by XLA."""
     return clause(first_line(describe(error)))
 
 
 @final
 class _Trial:
-    """A step in flight that keeps exchanging after an XLA failure, so that no other rank hangs.
+    """A step in flight that keeps exchanging after an XLA failure, to keep other ranks from
+    hanging.
 
-    After the first failure, the step computes nothing more. It still makes its remaining exchanges,
-    with zeros, because the other ranks wait for them. It raises in only two cases: if an exchange
-    itself fails, or if the number of exchanges depends on data, so that this rank can't know how
-    many the other ranks are waiting for.
+    After the first failure, the step stops computing. It still performs its remaining exchanges
+    (with zeros), because the other ranks are waiting for them. It only raises if an exchange itself
+    fails, or if the number of exchanges depends on data, in which case this rank can't know how
+    many the others are waiting for.
 
     Attributes:
-        error_text: Describes the first failure; empty if there was none.
+        error_text: Describes the first failure; empty if there hasn't been any.
     """
 
     __slots__ = ("_compiled", "_execution", "error_text", "forget", "wait_outputs")
@@ -144,14 +143,14 @@ class _Trial:
         self._attempt(partial(self._execution.wait_inputs, index))
 
     def wait_segment(self, index: int) -> None:
-        """Waits until a segment that was started has finished."""
+        """Waits for a segment in flight to finish."""
         self._attempt(partial(self._execution.wait_outputs, index))
 
     def branch_mismatch(self, index: int) -> None:
-        """Ignores the mismatch here, because the real step will run into it as well and raise."""
+        """A no-op, because the real step will run into the same mismatch and raise."""
 
     def outputs(self) -> None:
-        """Waits for the results, and discards them."""
+        """Waits for the results and discards them."""
         self._attempt(lambda: jax.block_until_ready(self._execution.outputs()))
 
     def _attempt(self, work: Callable[[], Any]) -> None:

@@ -1,6 +1,6 @@
-"""A step for one set of argument types: its trace, its programs and their executables.
+"""A step for one set of argument types: its trace, programs and executables.
 
-This is data, which `prepare` fills in.
+Just the data; `prepare` fills it in.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jaxcross.world import World
 
 
 class ChosenCut(NamedTuple):
-    """The cut that `cut="auto"` chose.
+    """A cut chosen by `cut="auto"`.
 
     Attributes:
-        n_segments: Number of segments of the cut; 0 for the default cut.
-        signature: Hash of the exchanges that the program makes in this cut.
+        n_segments: Number of segments; 0 for the default cut.
+        signature: Hash of the program's exchanges in this cut.
     """
 
     n_segments: int
@@ -47,16 +47,16 @@ class ChosenCut(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StepRecord:
-    """State that all variants of a step share.
+    """State shared by all variants of a step.
 
     Attributes:
-        cut, bucket_bytes: As given to `crossover`.
-        profiles: The profiles that determined the cut, if any. They must be of this step.
-        warned: The warnings that were logged, e.g. about loops or `optax.MultiSteps`.
-        chosen_cuts: The cut that `cut="auto"` first chose in this process, for each signature of
-            the default program. It's stored here rather than in a variant, because shapes may
-            change on one rank only. If this rank then started a new search for its new variant, the
-            other ranks wouldn't take part.
+        cut, bucket_bytes: As passed to `crossover`.
+        profiles: The profiles the cut is based on, if any. They must belong to this step.
+        warned: The warnings logged so far, e.g. about loops or `optax.MultiSteps`.
+        chosen_cuts: The cut first chosen by `cut="auto"` in this process, by signature of the
+            default program. It's stored here and not in a variant because shapes can change on just
+            one rank. If that rank started a new search for its new variant, the other ranks
+            wouldn't join in.
         units: The agreements on programs that call mpi4jax.
     """
 
@@ -70,39 +70,39 @@ class StepRecord:
 
 @dataclass(slots=True, eq=False)
 class Variant:
-    """A traced step, its programs and their executables.
+    """A traced step with its programs and executables.
 
-    A step may contain a `cond` whose branch is decided on the host, before the step runs. Each
-    branch then has a program of its own, so the variant itself has no programs, but a child variant
-    for each branch.
+    If a step contains a `cond` whose branch is decided on the host before the step runs, each
+    branch has its own program. In that case, the variant itself has no programs; instead, there's a
+    child variant for each branch.
 
     With `cut="auto"`, several jobs may run the same step in different cuts, but each job keeps its
-    cut until it ends. A job's cut depends only on what all ranks report about that job. If a job
-    adopted a cut that another job had stored here, it could end up with different cuts on different
-    ranks, because job threads may get here in a different order on each rank.
+    cut until it ends. The choice only depends on what all ranks report about that particular job.
+    We don't want a job to adopt a cut stored here by another job: job threads may get here in a
+    different order on each rank, so the ranks could end up with different cuts.
 
     Attributes:
         traced: The step for one set of argument types.
-        record: State that all variants of the step share.
+        record: State shared by all variants of the step.
         world: Communicators and executables.
-        cache_key: What distinguishes the step's variants apart from the argument types: structure,
-            static arguments and JAX's configuration.
-        trial_args: Flat arguments on which to try cuts; dropped once a cut has been chosen.
-        children: The child variant for each branch, if the host decides which branch of a `cond`
-            runs.
-        branch_of: Function that takes the flat arguments and returns the number of the branch to
-            run. None if the host has nothing to decide.
-        default: The program in the given `cut`. With `"auto"`, the program that runs alongside
-            other jobs.
+        cache_key: Everything but argument types that distinguishes the step's variants: the
+            arguments' structure, static arguments and JAX's configuration.
+        trial_args: Flat arguments for timing cuts; dropped once a cut has been chosen.
+        children: The child variant for each branch, if the host decides which branch of a `cond` to
+            run.
+        branch_of: Maps the flat arguments to the number of the branch to run. None if the host has
+            nothing to decide.
+        default: The program in the given `cut`. With `"auto"`, the program to run alongside other
+            jobs.
         signature: Hash of the exchanges of `default`.
-        program: The program that the latest call ran; `default` before the first call.
+        program: The program run by the latest call; `default` before the first call.
         arg_types: The argument types to compile for.
         is_unit: Whether `default` calls mpi4jax.
         tunes_cut: Whether there's a cut to choose.
-        refusal: Why a profile given as `cut` doesn't fit this step, or None if it fits. Raised as
-            an error after the ranks have compared it.
+        refusal: Why a profile given as `cut` doesn't fit this step; None if it fits. Raised as an
+            error once the ranks have compared it.
         compiled: Executables by number of segments, with 0 for `default`.
-        of_host: Executables of each job or standalone step, if these may differ between hosts.
+        of_host: Executables by job or standalone step, if they may differ between these.
     """
 
     traced: Traced
@@ -126,14 +126,14 @@ class Variant:
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # We keep this variant for as long as the step exists. If it held on to the arrays of the
-        # first call, they'd stay in memory for all that time, so we remove them here. The exception
-        # is a variant that still has to choose a cut. It gets the arrays back below, because it
-        # needs real arguments to time the candidates.
+        # This variant lives as long as the step does. If it held on to the arrays of the first
+        # call, these would stay in memory the whole time, so drop them. We only put them back
+        # (below) if the variant still has to choose a cut, because it needs real arguments to time
+        # the candidates.
         leaves = self.trial_args or ()
         self.trial_args = None
         if self.traced.undecided is not None:
-            # We can't cut the step before we know the branch, so each branch gets its own variant.
+            # We can't cut the step until we know the branch, so each branch gets its own variant.
             self.branch_of = _on_host(self.traced.undecided)
             return
         program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
@@ -143,19 +143,19 @@ class Variant:
             except CutError as error:
                 if program.is_unit:
                     raise
-                # The profile that the user passed doesn't fit this step. We can't raise yet: if
-                # only this rank was given such a profile, the other ranks would wait for it when
-                # they agree on the step. So we add the error text to what the ranks compare, and
-                # raise after the comparison.
+                # The user passed a profile that doesn't fit this step. We can't raise yet: if only
+                # this rank was given such a profile, the other ranks would be left waiting for us
+                # in the agreement. So we include the error in what the ranks compare, and raise
+                # afterwards.
                 self.refusal = str(error)
         self.program = self.default = program
-        # Computing these takes time and every call needs them, so they're attributes.
+        # Every call needs these and they're slow to compute, so keep them as attributes.
         self.is_unit = program.is_unit
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.arg_types = _without_values(self.traced, leaves)
-        # There are two cases in which we needn't search for the fastest cut. If none of the step's
-        # exchanges leaves this rank, they take the same time in any cut. If the step calls mpi4jax,
-        # it can only be cut in one way.
+        # There's no point in searching for the fastest cut if none of the exchanges involves
+        # another rank (all cuts take the same time) or if the step calls mpi4jax (there's only one
+        # way to cut it).
         exchanges = any(not program.is_single_rank(s) for s in program.collectives)
         self.tunes_cut = self.record.cut == "auto" and not self.is_unit and exchanges
         if self.tunes_cut:
@@ -164,10 +164,10 @@ class Variant:
 
     @property
     def cut_note(self) -> str:
-        """Text about the cut, which the ranks compare in addition to their exchanges.
+        """A note about the cut that the ranks compare along with their exchanges.
 
-        It says whether a profile doesn't fit, or whether the ranks search for a cut. Otherwise it's
-        empty.
+        Says that a profile doesn't fit, or that the ranks are going to search for a cut; empty
+        otherwise.
         """
         if self.refusal:
             return f" ({self.refusal})"
@@ -176,8 +176,8 @@ class Variant:
     def choose(self, leaves: Sequence[object]) -> Variant:
         """Returns the variant to run for these arguments.
 
-        That's this variant, unless the host decides which branch of a `cond` runs; then it's the
-        variant for that branch.
+        That's this variant itself, unless the host decides which branch of a `cond` to run; in that
+        case, it's the variant for that branch.
         """
         if self.branch_of is None:
             return self
@@ -192,7 +192,7 @@ class Variant:
         return self.children.get(index, make).choose(leaves)
 
     def program_in(self, n_segments: int) -> Program:
-        """Returns the step's program, cut into `n_segments` exchange segments; `default` for 0."""
+        """Returns the program cut into `n_segments` exchange segments; `default` if 0."""
         if n_segments == 0:
             return self.default
         known = self.compiled.get(n_segments)
@@ -206,7 +206,7 @@ class Variant:
 def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
     """Returns a function that evaluates a `cond`'s predicate on the host's CPU.
 
-    The function takes the step's flat arguments and returns the number of the branch.
+    It maps the step's flat arguments to the number of the branch.
     """
     cpu = jax.local_devices(backend="cpu")[0]
     evaluate = jax.jit(jaxpr_as_fun(undecided.jaxpr))
@@ -214,7 +214,7 @@ def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
     def branch_of(leaves: Sequence[object]) -> int:
         with jax.default_device(cpu):
             (index,) = evaluate(*(np.asarray(leaves[p]) for p in undecided.inputs))
-        # An index that's out of range is clamped, as `lax.switch` does.
+        # Clamp an index that's out of range, like `lax.switch`.
         return min(max(int(index), 0), undecided.branches - 1)
 
     return branch_of
@@ -223,8 +223,8 @@ def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
 def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the types of the arguments, including their shardings.
 
-    We may compile the step again with another cut much later, when the arrays of this call have
-    long been donated. Compiling doesn't need their values, so we only store their types.
+    We may recompile the step with a different cut much later, long after the arrays of this call
+    have been donated. Compiling doesn't need their values, so we only keep their types.
     """
     places = [x.sharding if isinstance(x, jax.Array) and x.committed else None for x in leaves]
     return tuple(
@@ -233,19 +233,20 @@ def _without_values(traced: Traced, leaves: Sequence[object]) -> tuple[jax.Shape
     )
 
 
-_ALIKE_BYTES = 64  # tolerance, plus 1%: with one more metric it's still the same step
+_ALIKE_BYTES = 64  # tolerance, on top of 1%: an extra metric doesn't make it a different step
 
 
 def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) -> None:
-    """Makes sure that profiles are of this step on this number of ranks. Does not communicate.
+    """Checks that profiles belong to this step and number of ranks. Does not communicate.
 
-    A profile is taken to be of this step if both exchange about the same number of bytes. We can't
-    compare batch sizes, because a profile contains nothing about the arguments. If the host decides
-    between branches with different exchanges (e.g. a step that exchanges something only on every
-    eighth call), we don't compare the bytes either, because a profile covers only one branch.
+    We assume that a profile belongs to this step if both exchange about the same number of bytes.
+    Batch sizes can't be compared, because a profile doesn't say anything about the arguments. If
+    the host decides between branches with different exchanges (e.g. a step that only exchanges
+    something on every eighth call), we don't compare bytes either, because a profile only covers
+    one branch.
 
     Raises:
-        CutError: A profile is of a different number of ranks, or of a step that exchanges a
+        CutError: A profile belongs to a different number of ranks, or to a step that exchanges a
             different number of bytes.
     """
     exchanged = sum(segment.nbytes for segment in program.segments)

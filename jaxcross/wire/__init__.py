@@ -2,15 +2,15 @@
 
 recognition      finds the equations of a jaxpr that are exchanges
 lower            turns a jaxpr with exchanges into one with messages
-coalesce         joins small sums into one message
-mpi_collectives  JAX's collectives built from messages; narrow floats are summed in float32
-mpi_messages     the five MPI calls, for any element type and any number of elements
-primitive        makes messages through mpi4jax, as calls inside one executable
-host_program     makes messages through mpi4py, by the host between executables
-host_calls       these messages as equations of a jaxpr
-arena            the memory into which the host receives
+coalesce         merges small sums into a single message
+mpi_collectives  JAX's collectives, built from messages; sums narrow floats in float32
+mpi_messages     the five MPI calls, for any element type and any length
+primitive        sends messages through mpi4jax, as calls inside an executable
+host_program     sends messages through mpi4py, from the host and between executables
+host_calls       the host's messages, as equations of a jaxpr
+arena            memory for the host to receive into
 mpi_wire         implements `Wire` of program/ir.py over MPI; `World.wire` returns it
-rank_grid        the ranks as a grid with named axes: sizes, coordinates, groups
+rank_grid        arranges the ranks in a grid with named axes
 mpi4jax_calls    a program's own mpi4jax calls, and a job's communicators for them
 bytes            how many bytes a rank receives in an exchange
 """

@@ -1,15 +1,15 @@
-"""Page-aligned memory that exchanges receive into, recycled as soon as nothing refers to it.
+"""Page-aligned memory for receiving exchanges, recycled as soon as nothing refers to it any more.
 
-The first write to a fresh page of memory causes a page fault. For a receive buffer of 100 MB, these
-faults take up to 25 ms, whereas pages that were used before cost nothing. So we keep the memory of
-receive buffers and use it again for later exchanges.
+The first write to a fresh page of memory triggers a page fault. For a 100 MB receive buffer, these
+can cost up to 25 ms in total, whereas writing to pages that have been used before costs nothing
+extra. So we hold on to the memory of receive buffers and reuse it for later exchanges.
 
-JAX turns an aligned NumPy array into a JAX array without copying it. So the result of an exchange,
-which the user may keep, still lives in our buffer, and we must not reuse the buffer before the
-result is gone. To find out when that is, each array that `take` returns is a new NumPy object over
-the buffer's memory, its slot. All views of this object and all JAX arrays made from it keep it
-alive, so once Python has collected it, the slot is free. If the user keeps a result forever, the
-slot stays occupied.
+JAX can wrap an aligned NumPy array without copying it. This means that the result of an exchange,
+which the user may keep, still lives in our buffer, and we can't reuse the buffer until the result
+is gone. To find out when that is, `take` returns a new NumPy object over the buffer's memory (its
+slot) each time. All views of this object and all JAX arrays made from it keep it alive, so once
+it's been garbage-collected, the slot is free. If the user keeps a result forever, the slot remains
+occupied.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import numpy as np
 
 from jaxcross._jax_compat import collect_garbage
 
-# Below this size, NumPy's own allocator is at least as fast, and much of a page would be wasted.
+# Below this size, NumPy's own allocator is just as fast, and we'd waste a large part of a page.
 SMALLEST_BYTES = 64 * 1024
-# How long a slot, i.e. a piece of memory for a receive buffer, is kept while nobody uses it. A
-# running job takes its slots again within seconds, even if it alternates with other jobs. So this
-# only releases the slots of jobs that have finished.
+# How long to keep an unused slot, i.e. the memory of a receive buffer. Running jobs take their
+# slots again within seconds, even if they alternate with other jobs, so this only affects jobs that
+# have finished.
 IDLE_S = 60.0
 
 
@@ -49,13 +49,13 @@ class _ArenaSlot:
 @final
 @dataclass(slots=True)
 class Arena:
-    """The slots of one wire. Thread-safe."""
+    """The slots of a wire. Thread-safe."""
 
     _slots: dict[int, list[_ArenaSlot]] = field(default_factory=dict)  # by size in bytes
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Returns an uninitialised array whose memory isn't shared with any reachable array."""
+        """Returns an uninitialised array that doesn't share memory with any reachable array."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST_BYTES:
@@ -67,9 +67,10 @@ class Arena:
             slots = self._slots.setdefault(size, [])
             slot = _free(slots)
             if slot is None:
-                # No slot of this size is free, but some arrays may be gone already: after a JAX
-                # array has been garbage-collected, JAX keeps the NumPy array under it until the
-                # next call of JAX. We make such a call here, because it may free a slot.
+                # No slot of this size is free, but that may be because JAX hasn't cleaned up yet:
+                # after a JAX array has been garbage-collected, JAX holds on to the underlying NumPy
+                # array until the next time it's called. Make such a call now, in case it frees a
+                # slot.
                 collect_garbage()
                 slot = _free(slots)
             if slot is None:
@@ -82,7 +83,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, whether they're in use or free."""
+        """Total size of all slots in bytes, both used and free."""
         with self._lock:
             return sum(size * len(slots) for size, slots in self._slots.items())
 
@@ -98,10 +99,9 @@ def _free(slots: list[_ArenaSlot]) -> _ArenaSlot | None:
 
 
 def _memory(size: int) -> mmap.mmap:
-    # This process may be forked. We make the mapping private, so that the child process keeps the
-    # data that the memory contained at that time, even if this process uses the memory for another
-    # exchange.
+    # Use a private mapping in case this process gets forked: the child then keeps the data as it
+    # was at the time of the fork, even if we go on to reuse the memory for another exchange.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # raised by a kernel without huge pages
+    with contextlib.suppress(OSError):  # raised if the kernel lacks huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,8 +1,8 @@
-"""Computes how many bytes a rank receives in an exchange, in two independent ways.
+"""Computes in two independent ways how many bytes a rank receives in an exchange.
 
-`wire_bytes` predicts the number with a formula, before the exchange is turned into MPI messages.
-`issued_bytes` adds up the messages that it was turned into. The tests check that both give the same
-number, so a mistake in either of them is noticed.
+`wire_bytes` predicts the number from a formula before the exchange is turned into MPI messages;
+`issued_bytes` adds up the resulting messages. The tests check that the two agree, so a mistake in
+either won't go unnoticed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _BLOCKS = ("all_to_all", "reduce_scatter", "mpi.alltoall")
 
 
 def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    """Predicts how many bytes a rank receives in an exchange, on the rank that receives most.
+    """Predicts how many bytes a rank receives in an exchange (on the rank that receives most).
 
-    Suppose that each of P ranks contributes n bytes. Then a rank receives:
+    When each of P ranks contributes n bytes, a rank receives:
 
-    - 2(P-1)/P n bytes in an all-reduce, whether MPI uses a ring or recursive halving,
+    - 2(P-1)/P n bytes in an all-reduce, regardless of whether MPI uses a ring or recursive halving,
     - (P-1) n bytes in an all-gather,
     - (P-1)/P n bytes in an all-to-all or a reduce-scatter,
     - n bytes in a permutation or a broadcast.
 
-    If the exchange is inside a loop, the result is multiplied by the number of iterations. For a
-    `while` loop, this number depends on data, so we count a single iteration there. Does not
+    Inside a loop, the number of bytes is multiplied by the number of iterations. A `while` loop
+    counts as a single iteration, because we can't predict how often it will run. Does not
     communicate.
 
     Args:
@@ -45,7 +45,7 @@ def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
 
 
 def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    """Returns the number of ranks in the largest group of an exchange, given the axis sizes."""
+    """Returns the size of the largest group of an exchange, given the axis sizes."""
     params = dict(exchange.params)
     groups = params.get("groups")
     ranks = params.get("ranks")
@@ -83,9 +83,9 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
 
 
 def issued_bytes(jaxpr: compat.Jaxpr, size: int) -> int:
-    """Returns the bytes that this rank receives when a lowered jaxpr runs once.
+    """Returns how many bytes this rank receives in one run of a lowered jaxpr.
 
-    Assumes that every message is between `size` ranks.
+    Assumes that `size` ranks take part in every message.
     """
     return math.ceil(sum((_messages(jaxpr, size)), Fraction(0)))
 
@@ -105,9 +105,9 @@ def _messages(jaxpr: compat.Jaxpr, size: int) -> list[Fraction]:
 
 
 def call_of(eqn: compat.Equation) -> str | None:
-    """Returns the MPI call that an equation of a lowered jaxpr makes, e.g. `allreduce`, or None.
+    """Returns the MPI call made by an equation of a lowered jaxpr, e.g. `allreduce`, or None.
 
-    The name is the same whether mpi4jax or the host makes the call.
+    The name is the same for mpi4jax and host calls.
     """
     name = eqn.primitive.name
     if host_calls.is_message(eqn):

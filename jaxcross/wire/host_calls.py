@@ -1,10 +1,10 @@
-"""mpi4jax's five calls as equations that the host carries out between executables, using mpi4py.
+"""mpi4jax's five calls as equations that the host executes with mpi4py, between executables.
 
 The functions here have the same signatures and results as mpi4jax's, so the rest of the wire works
-with either. When a function such as `allreduce` is traced, it adds an equation for the message to
-the jaxpr. XLA never compiles this equation: `HostProgram` splits the program there, and calls
-mpi4py between the two executables. The buffers are NumPy arrays, from which mpi4py sends and into
-which it receives without a copy on either side.
+with either. Tracing a function such as `allreduce` adds an equation for the message to the jaxpr.
+XLA never gets to compile this equation: `HostProgram` splits the program there, and calls mpi4py
+between the two executables. The buffers are NumPy arrays, which mpi4py can send from and receive
+into without copying.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 Receive = Callable[[tuple[int, ...], Any], np.ndarray]
-"""Returns memory for a result with the given shape and element type."""
+"""Allocates memory for a result with the given shape and element type."""
 
 
 def allreduce(x: jax.Array, op: Any, *, comm: Any) -> jax.Array:
-    """Reduces `x` elementwise over the ranks, with an MPI operator."""
+    """Reduces `x` elementwise over the ranks with an MPI operator."""
     return _bind("allreduce", x, x.shape, comm, op=op)
 
 
@@ -46,7 +46,7 @@ def bcast(x: jax.Array, root: int, *, comm: Any) -> jax.Array:
 def sendrecv(
     x: jax.Array, like: jax.Array, source: Any, dest: Any, *, recvtag: int, comm: Any
 ) -> jax.Array:
-    """Sends `x` to `dest` and returns the message from `source`, which has the shape of `like`."""
+    """Sends `x` to `dest` and returns the message from `source`, which is shaped like `like`."""
     return _bind(
         "sendrecv", x, like.shape, comm, source=int(source), dest=int(dest), recvtag=recvtag
     )
@@ -71,9 +71,9 @@ def _alltoall(x: np.ndarray, receive: Receive, *, comm: Any, **_: Any) -> np.nda
 
 
 def _bcast(x: np.ndarray, receive: Receive, *, comm: Any, root: int, **_: Any) -> np.ndarray:
-    # On the root, the result has the same values as `x`, but it can't be the same array: `x` may
-    # belong to the user, and a later segment of the step may overwrite the result in place. So we
-    # make a copy even there.
+    # We copy `x` even on the root. The result has the same values there, but it can't be the same
+    # array: `x` may belong to the user, and a later segment of the step may overwrite the result in
+    # place.
     result = receive(x.shape, x.dtype)
     if comm.Get_rank() == root:
         result[...] = x
@@ -96,8 +96,8 @@ def _sendrecv(
     return result
 
 
-# The name of each of our primitives starts with a prefix, so that it differs from the names of
-# mpi4jax's primitives, by which we recognise the user's own mpi4jax calls.
+# Prefix the names of our primitives to tell them apart from mpi4jax's, by which we recognise the
+# user's own mpi4jax calls.
 _MAKE: dict[str, Callable[..., np.ndarray]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
@@ -113,9 +113,9 @@ for _primitive in _PRIMITIVES.values():
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """Wraps an MPI object so that it can be a parameter of an equation.
+    """Wraps an MPI object to make it usable as a parameter of an equation.
 
-    JAX requires parameters to be hashable, and mpi4py's objects aren't.
+    JAX requires parameters to be hashable, which mpi4py's objects aren't.
     """
 
     wrapped: Any
@@ -127,19 +127,19 @@ def _bind(name: str, x: Any, shape: tuple[int, ...], comm: Any, **params: Any) -
 
 
 def is_message(eqn: Any) -> bool:
-    """Whether an equation is a message that the host sends."""
+    """Whether an equation is a message sent by the host."""
     return eqn.primitive.name in _NAMES
 
 
 def maker(eqn: Any, receive: Receive) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that makes an equation's exchange, given its operand as a NumPy array.
+    """Returns a function that performs an equation's exchange on a NumPy operand.
 
-    The function waits for the other ranks of the exchange. The operand must be contiguous, and
-    isn't modified.
+    The function waits for the other ranks in the exchange. The operand must be contiguous and is
+    left unmodified.
 
     Args:
-        eqn: An equation for which `is_message` holds.
-        receive: Returns the memory for the result.
+        eqn: An equation for which `is_message` is true.
+        receive: Allocates memory for the result.
     """
     params = {
         key: value.wrapped if isinstance(value, _Handle) else value

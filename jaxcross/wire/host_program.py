@@ -1,23 +1,21 @@
-"""Runs a collective segment as a list of executables and host exchanges, on the exchange lane.
+"""Runs a collective segment on the exchange lane, as a list of executables and host exchanges.
 
-**Problem.** With mpi4py, an exchange is a Python call. To make it from within an XLA executable,
-the executable would have to call back into Python, which occupies one of XLA's threads for as long
-as the exchange takes.
+**Problem.** With mpi4py, an exchange is a Python call. Doing that from within an XLA executable
+would mean calling back into Python, which ties up one of XLA's threads for the whole exchange.
 
 **Idea.** We split the segment at its messages instead. Casts, concatenations and small arithmetic
-are compiled into executables. Between two executables, the host makes each message with a single
-mpi4py call on NumPy views of the arrays. If a loop or a conditional contains an exchange, the host
-runs the loop, and its body is again a list of executables and messages. That costs a few dispatches
-per iteration.
+are compiled into executables. In between, the host sends each message with a single mpi4py call on
+NumPy views of the arrays. If a loop or conditional contains an exchange, the host runs it, and its
+body is again a list of executables and messages, at a cost of a few dispatches per iteration.
 
-**As few executables as possible.** If a message needs values that haven't been computed, an
-executable directly before it computes them. The same executable also computes whatever later
-messages need, as far as that doesn't depend on a message itself. Everything that no message needs
-is computed in the last executable, after all messages.
+**As few executables as possible.** If a message needs values that haven't been computed yet,
+they're computed by an executable right in front of it, along with everything else that later
+messages need (as long as it doesn't depend on a message itself). Whatever no message needs is left
+for a final executable after all messages.
 
-**Small results.** A large result is turned into a JAX array without a copy. That takes 15 us,
-whatever the array's size, whereas passing a NumPy array to an executable takes only 5 us. So we
-leave a small result as a NumPy array.
+**Small results.** A large result is turned into a JAX array without copying, which takes 15 us
+regardless of its size. Passing a NumPy array to an executable takes just 5 us, so small results
+stay NumPy arrays.
 """
 
 from __future__ import annotations
@@ -43,18 +41,18 @@ from jaxcross.wire.bytes import call_of
 from jaxcross.wire.host_calls import Receive
 
 Values = dict[Any, Any]
-"""Maps each variable to the array that is its value."""
+"""Maps each variable to its value, an array."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLowered:
-    """A closed jaxpr with messages of `host_calls`; implements `jaxcross.program.lowered.Lowered`.
+    """A closed jaxpr with `host_calls` messages; implements `jaxcross.program.lowered.Lowered`.
 
     Attributes:
         jaxpr: The jaxpr.
-        receive: Returns memory for a result.
-        abort: Terminates all ranks with the given error text. Called if MPI fails, because the
-            other ranks of the exchange would otherwise wait forever.
+        receive: Allocates memory for a result.
+        abort: Terminates all ranks with the given error message. Called if MPI fails, because the
+            other ranks in the exchange would otherwise wait forever.
     """
 
     jaxpr: Any
@@ -63,9 +61,9 @@ class HostLowered:
 
     @property
     def lent(self) -> Sequence[int]:
-        """Positions of the results whose memory may be a receive buffer.
+        """Indices of the results that may live in a receive buffer.
 
-        These are all large results of messages, and all results of loops.
+        That is, all large results of messages and all results of loops.
         """
         inner, _ = compat.open_jaxpr(self.jaxpr)
         own, _ = _own_results(inner)
@@ -83,7 +81,7 @@ class HostLowered:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a program runs. The fields are described in `HostLowered` and `Lowered.compile`."""
+    """Where a program runs. See `HostLowered` and `Lowered.compile` for the fields."""
 
     name: str
     host: Any
@@ -92,13 +90,13 @@ class _Site:
     abort: Callable[[str], None]
 
     def default(self) -> AbstractContextManager[Any]:
-        """Returns a context in which arrays without a device are placed on the host."""
+        """Returns a context in which the host is the default device."""
         return jax.default_device(self.host)
 
     def put(self, x: np.ndarray) -> jax.Array:
-        """Returns a NumPy array as a JAX array on the host.
+        """Turns a NumPy array into a JAX array on the host.
 
-        Commits the JAX array to the host only if the program's arguments are committed.
+        It's committed to the host only if the program's arguments are committed.
         """
         return compat.put_on_host(x, self.host, committed=self.place is not None)
 
@@ -116,9 +114,9 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The memory that a run takes, with the same fields as an executable's `memory_analysis`.
+    """Memory usage of a run, with the same fields as an executable's `memory_analysis`.
 
-    Only has the fields that we use.
+    Limited to the fields we use.
     """
 
     temp_size_in_bytes: int
@@ -128,14 +126,14 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One executable, one message, or one loop.
+    """An executable, a message, or a loop.
 
     Attributes:
-        inputs: The atoms that the stage reads, including literals.
-        outputs: The variables of its results.
+        inputs: The atoms read by the stage, including literals.
+        outputs: The variables it writes.
         run: Computes the results.
-        temp_nbytes: Returns the bytes of temporary memory that the stage needs while it runs.
-        kind: A conditional has the kind `loop`, too. Messages and loops communicate.
+        temp_nbytes: Returns how much temporary memory the stage needs while it runs, in bytes.
+        kind: Conditionals count as loops. Both messages and loops communicate.
     """
 
     inputs: Sequence[Any]
@@ -150,9 +148,9 @@ class HostProgram:
     """A compiled closed jaxpr whose messages are sent by the host.
 
     Args:
-        jaxpr: A jaxpr with messages of `host_calls`, at the top level or in loops and conditionals.
+        jaxpr: A jaxpr with `host_calls` messages, at the top level or in loops and conditionals.
         site: Where the program runs.
-        donate: Positions of the arguments that may be overwritten.
+        donate: Indices of the arguments that may be overwritten.
     """
 
     def __init__(self, jaxpr: Any, site: _Site, donate: Sequence[int] = ()) -> None:
@@ -167,15 +165,15 @@ class HostProgram:
         self._done = _last_uses(self._stages, _vars(self._outvars))
 
     def __call__(self, *args: Any) -> list[Any]:
-        # Turn off JAX's check for NaN and infinity: it could raise on this rank between two
-        # messages, and the other ranks would then wait in the second message forever. `_check`
-        # makes up for it at the end.
+        # Turn off JAX's checks for NaN and infinity: if these raised on this rank between two
+        # messages, the other ranks would wait for the second message forever. `_check` makes up for
+        # it at the end.
         #
-        # Turn on `enable_x64`, because this thread doesn't inherit the settings of the thread that
-        # called the step. Otherwise JAX would convert 64-bit NumPy arrays to 32 bits.
+        # Turn on `enable_x64`, because this thread doesn't inherit the settings of the thread
+        # calling the step, and JAX would convert 64-bit NumPy arrays to 32 bits.
         #
-        # Allow transfers from the host: if the user forbids implicit transfers, that's meant for
-        # the user's own code rather than for ours.
+        # Allow transfers from the host: if the user has disallowed implicit transfers, that's meant
+        # for their own code, not ours.
         with (
             self._site.default(),
             jax.enable_x64(True),
@@ -188,9 +186,9 @@ class HostProgram:
         return results
 
     def run(self, *args: Any) -> list[Any]:
-        """Runs the program without setting these contexts, because an outer program has done so."""
+        """Like `__call__`, but assumes that an outer program has set up these contexts."""
         values: Values = {**self._consts}
-        # Arguments may also be Python numbers, which we convert to the type that was compiled.
+        # Arguments can be Python numbers too, so convert these to the type we've compiled for.
         for var, arg in zip(self._invars, args, strict=True):
             values[var] = arg if isinstance(arg, jax.Array) else np.asarray(arg, var.aval.dtype)
         for n, (stage, done) in enumerate(zip(self._stages, self._done, strict=True)):
@@ -207,11 +205,13 @@ class HostProgram:
     def _give_up(self, n: int, error: Exception) -> None:
         """Terminates all ranks if stage `n` failed between two messages.
 
-        The other ranks would wait forever in the second message, because this rank never sends it.
-        If a stage fails before the first message or after the last one, only the step fails. We
-        can't tell how many messages a failing loop has already sent, so in that case we always
-        terminate. Since computations are dispatched asynchronously, one that fails may not raise
-        until a message waits for its result, so then `n` is the number of that message.
+        If this rank fails between two messages, it never sends the second, and the other ranks
+        would wait for it forever. If the failure comes before the first message or after the last,
+        only the step fails. For a failing loop, we can't tell how many messages it has already
+        sent, so we always terminate.
+
+        Since computations are dispatched asynchronously, an error may not surface until a message
+        waits for the result. In that case, `n` is the number of that message.
         """
         kinds = [stage.kind for stage in self._stages]
         sends = [kind != "executable" for kind in kinds]
@@ -220,11 +220,11 @@ class HostProgram:
             self._site.abort(f"`{self._site.name}` failed between two of its exchanges: {what}")
 
     def memory_analysis(self) -> _Memory:
-        """Returns how much memory a run takes, without its arguments.
+        """Returns how much memory a run takes, excluding its arguments.
 
-        The program consists of stages, which run one after another. Its temporary memory is that of
-        all values passed from one stage to another, plus the temporary memory of the single stage
-        that needs most.
+        The program is made up of stages that run one after another. So its temporary memory
+        consists of all values passed between stages, plus the temporary memory of the most
+        demanding stage.
         """
         between = _vars(var for stage in self._stages for var in stage.outputs) - _vars(
             self._outvars
@@ -234,9 +234,9 @@ class HostProgram:
 
 
 def _check(results: Sequence[Any]) -> None:
-    """Raises JAX's error if a result is NaN or infinite and the user has turned that check on.
+    """Raises JAX's error for NaN or infinite results if the user has enabled that check.
 
-    Waits for the results only if the check is on.
+    Only waits for the results if a check is enabled.
     """
     for name in compat.invalid_values_to_find():
         found = {"nan": np.isnan, "inf": np.isinf}[name]
@@ -247,7 +247,7 @@ def _check(results: Sequence[Any]) -> None:
 
 
 def holds_message(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or a jaxpr nested inside it, contains a message that the host sends."""
+    """Whether a jaxpr contains a message sent by the host, at any depth."""
     return holds(jaxpr, host_calls.is_message)
 
 
@@ -263,8 +263,8 @@ def _stages(
     Args:
         inner: The jaxpr.
         site: Where the stages run.
-        results: The variables that the program returns.
-        copies: Maps each result that the last executable has to copy to its original.
+        results: The variables returned by the program.
+        copies: Maps results that the last executable has to copy to their originals.
         donated: Arguments that may be overwritten.
     """
     groups = _groups(inner.eqns)
@@ -281,17 +281,17 @@ def _stages(
 
 
 def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
-    """Divides the equations into stages: a single message, loop or conditional, or an executable.
+    """Divides the equations into stages: single messages, loops or conditionals, and executables.
 
-    The messages keep their order. An executable is placed directly before the first message that
-    needs one of its results. The last list contains all equations that are left after the last
-    message, and may be empty.
+    Messages stay in order. Each executable goes right before the first message that needs one of
+    its results. The last list (possibly empty) has the equations that are left after the last
+    message.
     """
     needs = _dependences(eqns)
     by_host = [_by_host(eqn) for eqn in eqns]
-    # First collect the equations that compute anything for a message, directly or indirectly. We go
-    # backwards, because the equations that an equation depends on come before it. When we reach an
-    # equation, we already know whether it's needed.
+    # Start by collecting the equations that contribute to a message, directly or indirectly. An
+    # equation's dependencies always come before it, so if we go backwards, we already know whether
+    # an equation is needed by the time we get to it.
     sent: set[int] = set()
     for i in reversed(range(len(eqns))):
         if by_host[i] or i in sent:
@@ -302,8 +302,8 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
         if not by_host[i]:
             continue
         # If the message needs values that haven't been computed yet, put an executable in front of
-        # it. It also computes what later messages need, except for values that depend on a message
-        # that hasn't been sent yet.
+        # it. That also computes what later messages need, except for anything that depends on a
+        # message we haven't sent yet.
         if not needs[i] <= placed:
             ready: list[int] = []
             for j in sorted(sent - placed):
@@ -317,11 +317,11 @@ def _groups(eqns: Sequence[Any]) -> list[list[Any]]:
 
 
 def _dependences(eqns: Sequence[Any]) -> list[set[int]]:
-    """Returns, for each equation, the numbers of the equations that must run before it.
+    """Returns the indices of the equations that have to run before each equation.
 
-    An equation depends on those whose results it reads. In addition, each message depends on the
-    previous one, because all ranks must send their messages in the same order. Equations with
-    effects, e.g. callbacks, keep their order in the same way.
+    An equation depends on the equations whose results it reads. On top of that, each message
+    depends on the previous message, because all ranks must send their messages in the same order.
+    Equations with effects, such as callbacks, are kept in order in the same way.
     """
     maker: dict[Any, int] = {}
     found: list[set[int]] = []
@@ -344,7 +344,7 @@ def _executable(
     donated: set[Any],
     site: _Site,
 ) -> _Stage:
-    """Compiles equations into a stage. `later` contains the values that are needed after it."""
+    """Compiles equations into a stage. `later` contains the values still needed afterwards."""
     made = [var for eqn in eqns for var in eqn.outvars]
     inputs = sorted(
         _vars([*(a for eqn in eqns for a in eqn.invars), *copies.values()]) - {*made},
@@ -352,7 +352,7 @@ def _executable(
     )
     outputs = [var for var in made if var in later]
     jaxpr = compat.make_jaxpr_of(inputs, [*outputs, *copies.values()], eqns, inner)
-    # XLA can reuse a donated input only for an output with the same shape and type, so we donate no
+    # XLA can only reuse a donated input for an output with the same shape and type, so don't donate
     # more inputs than there are such outputs.
     free = Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     overwritten = []
@@ -366,15 +366,15 @@ def _executable(
 
 
 def _carried_out(eqn: Any, site: _Site) -> _Stage:
-    """Returns the stage of a message, a loop or a conditional."""
+    """Returns the stage for a message, loop or conditional."""
     if host_calls.is_message(eqn):
         return _Stage(eqn.invars, eqn.outvars, _message(eqn, site), lambda: 0, "message")
     run, programs = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, site)
 
     def owned(*operands: Any) -> list[Any]:
-        # A loop with zero iterations returns the arrays that it was given, which may belong to the
-        # user. A later segment of the step may overwrite the loop's results in place, so we copy
-        # such arrays.
+        # With zero iterations, a loop returns the arrays it was given, which may belong to the
+        # user. A later segment of the step may overwrite the loop's results in place, so copy
+        # these.
         taken = set(map(id, operands))
         return [jnp.array(x) if id(x) in taken else x for x in run(*operands)]
 
@@ -391,7 +391,7 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
     is_small = _is_small(eqn)
 
     def run(operand: Any) -> Sequence[Any]:
-        x = np.asarray(operand, order="C")  # waits until it has been computed; doesn't copy it
+        x = np.asarray(operand, order="C")  # waits until it's been computed; doesn't copy
         try:
             result = send(x)
         except MPI.Exception as error:
@@ -403,12 +403,12 @@ def _message(eqn: Any, site: _Site) -> Callable[[Any], Sequence[Any]]:
 
 
 def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """Returns a function that runs a `scan` on the host, and the program of its body.
+    """Returns a function that runs a `scan` on the host, and the program for its body.
 
-    The host runs one iteration after the other. In each iteration, the loop's inputs must be sliced
-    and its outputs stacked, which would be slow in Python. So the compiled body does it: it gets
-    the number of the iteration and the whole arrays, takes its slices, and writes its outputs into
-    the stacked results in place.
+    The host runs the iterations one by one. Slicing the loop's inputs and stacking its outputs in
+    Python on every iteration would be slow, so we leave that to the compiled body: given the
+    iteration number and the whole arrays, it takes its own slices and writes its outputs into the
+    stacked results in place.
     """
     n_consts, n_carry = compat.scan_counts(eqn)
     length = eqn.params["length"]
@@ -433,7 +433,7 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
     types = [*avals[:n_consts], *avals[n_consts + n_carry :], *avals[n_consts:][:n_carry], *stacked]
     empty = site.compile(lambda: [lax.full(aval.shape, 0, aval.dtype) for aval in stacked], [])
-    if length == 0:  # `body` can't be traced, because the stacked operands have no slices
+    if length == 0:  # can't trace `body`, because the stacked operands have no slices
         return lambda *operands: [*operands[n_consts:][:n_carry], *empty()], []
     traced = jax.make_jaxpr(body)(jax.ShapeDtypeStruct((), np.int32), *map(struct_of, types))
     program = HostProgram(traced, site, donate=range(1 + len(avals), 1 + len(types)))
@@ -449,12 +449,12 @@ def _scan(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence
 
 
 def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """Returns a function that runs a `while` on the host, and its condition and body as programs.
+    """Returns a function that runs a `while` on the host, and the programs for condition and body.
 
-    The host evaluates the condition before each iteration. If the loop is inside `vmap`, the
-    elements of the batch may need different numbers of iterations. The host then continues until
-    the condition is false for all elements. An element that has finished earlier keeps its values
-    during the remaining iterations.
+    The host evaluates the condition before each iteration. Under `vmap`, the elements of the batch
+    may need different numbers of iterations. In that case, the host keeps going until the condition
+    is false for all of them; elements that finish early keep their values for the remaining
+    iterations.
     """
     n_condition = eqn.params["cond_nconsts"]
     n_body = eqn.params["body_nconsts"]
@@ -488,23 +488,23 @@ def _while(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequenc
 
 
 def _cond(eqn: Any, site: _Site) -> tuple[Callable[..., Sequence[Any]], Sequence[HostProgram]]:
-    """Returns a function that reads a `cond`'s index on the host and runs that branch's program."""
+    """Returns a function that reads a `cond`'s index on the host and runs the branch's program."""
     branches = [HostProgram(branch, site) for branch in eqn.params["branches"]]
 
     def run(index: Any, *operands: Any) -> Sequence[Any]:
         n = int(np.asarray(index))
-        # XLA runs the last branch if the index is out of range.
+        # Like XLA, run the last branch if the index is out of range.
         return branches[n if 0 <= n < len(branches) else -1].run(*operands)
 
     return run, branches
 
 
 def _own_results(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
-    """Returns a variable for each result, and maps results that have to be copied to the originals.
+    """Returns a variable for each result, and a mapping from copies we have to make to originals.
 
-    Each result needs memory of its own, because a later segment of the step may overwrite it in
-    place. So if a result is the same array as an argument or another result, we copy it. We also
-    copy small results of messages, because these are still NumPy arrays.
+    A later segment of the step may overwrite a result in place, so each result needs its own
+    memory. We copy any result that's the same array as an argument or another result, as well as
+    small results of messages, which are still NumPy arrays.
     """
     small = (
         var
@@ -530,7 +530,7 @@ def _is_small(message: Any) -> bool:
 
 
 def _last_uses(stages: Sequence[_Stage], results: set[Any]) -> list[set[Any]]:
-    """Returns, for each stage, the values that aren't needed any more once it has run."""
+    """Returns the values that are no longer needed after each stage."""
     needed = set(results)
     done = []
     for stage in reversed(stages):
@@ -551,10 +551,9 @@ def _value(atom: Any, values: Values) -> Any:
 
 
 def _order(inner: Any) -> Callable[[Any], int]:
-    """Returns a function that returns a variable's position in a jaxpr.
+    """Returns a sort key: a variable's position in a jaxpr.
 
-    Executables take their arguments in the order of these positions, which is identical across
-    ranks.
+    We sort the arguments of executables by position, which is identical across ranks.
     """
     every = [*inner.constvars, *inner.invars, *(var for eqn in inner.eqns for var in eqn.outvars)]
     return {var: n for n, var in enumerate(every)}.__getitem__

@@ -1,9 +1,10 @@
 """Turns a jaxpr with exchanges into one with messages.
 
-We evaluate the jaxpr equation by equation under a new trace. Most equations are bound again as they
-are. For an exchange, we call the matching function of `mpi_collectives`, which adds the messages to
-the trace, either as mpi4jax calls or as equations that the host carries out. A loop or a
-conditional that contains exchanges is bound again with a body that we've retraced in the same way.
+We evaluate the jaxpr equation by equation under a new trace. Most equations are bound again
+unchanged. For an exchange, we call the corresponding function in `mpi_collectives`, which adds
+messages to the trace, either as mpi4jax calls or as equations for the host to execute. Loops and
+conditionals that contain exchanges are bound again with a body that has been retraced in the same
+manner.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxcross.wire.recognition import (
     recognise,
 )
 
-# Takes axes and groups, and returns the channel for exchanges over them.
+# Maps axes and groups to a channel for exchanges over them.
 Connect = Callable[[Sequence[str], Any], Channel]
 
 _LOOPS = ("scan", "while", "cond")
@@ -43,18 +44,18 @@ def lower(
     connect: Connect,
     comms: Mapping[CommKey, Any] | None = None,
 ) -> Any:
-    """Returns a closed jaxpr in which every exchange has been replaced by one or several messages.
+    """Returns a closed jaxpr in which each exchange is replaced by one or more messages.
 
-    The jaxpr's arguments and results stay the same. The messages are sent in the order of the
-    equations, with one exception: several sums may be joined into a single message if there's no
-    other exchange between them. This message takes the place of the last of these sums.
+    The arguments and results of the jaxpr stay the same. Messages are sent in the order of the
+    equations, except that several sums may be merged into one message if there's no other exchange
+    between them. That message goes where the last of these sums was.
 
-    Ranks that exchange with one another form a group, and need an MPI communicator. If a group has
-    none yet, this function creates it, and waits for the group's other members, which must lower
-    the same jaxpr.
+    Ranks that exchange with one another form a group, which needs an MPI communicator. If a group
+    doesn't have one yet, this creates it and waits for the group's other members, which must be
+    lowering the same jaxpr.
 
-    The user's own mpi4jax calls already have communicators. `comms` maps these to replacements. A
-    call whose communicator isn't in `comms` stays as it is.
+    The user's own mpi4jax calls come with their own communicators, which `comms` maps to
+    replacements. Calls with a communicator that isn't in `comms` are left unchanged.
     """
     if comms:
         jaxpr = compat.close(with_communicators(compat.open_jaxpr(jaxpr)[0], comms))
@@ -62,7 +63,7 @@ def lower(
 
 
 def calls_mpi4jax(jaxpr: compat.Jaxpr) -> bool:
-    """Whether a jaxpr, or one nested inside it, calls mpi4jax."""
+    """Whether a jaxpr calls mpi4jax, at any depth."""
     return holds(jaxpr, lambda eqn: eqn.primitive.name.endswith("_mpi"))
 
 
@@ -100,9 +101,9 @@ def _equation(
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
         results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
-        # JAX may have given the original result a weak type, which ours doesn't have. The equations
-        # that read the result were traced with the weak type, but that makes no difference to them,
-        # because the element type is the same.
+        # The original result may have had a weak type, which ours doesn't. Equations that read it
+        # were traced with the weak type, but that makes no difference to them, because the element
+        # type is the same.
         return [
             jnp.asarray(r, dtype=compat.array_type(o).dtype)
             for r, o in zip(results, eqn.outvars, strict=True)
@@ -132,21 +133,21 @@ def _equation(
 def _sums(
     eqns: Sequence[compat.Equation], values: list[Any], mesh: RankGrid, connect: Connect
 ) -> Sequence[Any]:
-    """Computes several sums over the same ranks with a single message."""
+    """Performs several sums over the same ranks in a single message."""
     exchange = coalesce.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None
     values = [jnp.asarray(value) for value in values]
     ranks = connect(*group_of(exchange, mesh)).size
     if ranks == 1:
         return values
-    # A sum of 8- or 16-bit floats is sent as one block per rank, so its length must be a multiple
-    # of the number of ranks. If it were sent separately, each value would be padded to such a
-    # multiple. We pad each value of a joint message as well, so that the message takes exactly as
-    # many bytes as `wire_bytes` predicts for the separate sums.
+    # A sum of 8- or 16-bit floats is sent as one block per rank, so it has to be padded to a
+    # multiple of the number of ranks. When sent separately, each value gets padded. We do the same
+    # in a merged message, so that it takes exactly as many bytes as `wire_bytes` predicts for the
+    # separate sums.
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
-    # Without these barriers, XLA could fuse the packing of the joint message with the computation
-    # before and after it. It can't do so if the step is cut into segments, so the last bits of the
-    # results would depend on whether the step is cut. With the barriers, they don't.
+    # The barriers keep XLA from fusing the packing of the merged message with the computation
+    # around it. It couldn't do that anyway if the step is cut into segments, so without barriers,
+    # the last bits of the results would depend on whether the step is cut.
     flat = jax.lax.optimization_barrier(
         coalesce.packed(jax.lax.optimization_barrier(values), blocks)
     )
@@ -165,9 +166,9 @@ def _exchange(exchange: Exchange, x: Any, mesh: RankGrid, connect: Connect) -> A
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
-        # We only convert plain tuples and lists, which is why we compare the exact type. A loop's
-        # parameters also include named tuples. These can't be constructed from an iterator, and
-        # contain no jaxprs, so we leave them alone.
+        # Only convert plain tuples and lists, hence the exact type check. A loop's parameters also
+        # include named tuples, which can't be constructed from an iterator and don't contain any
+        # jaxprs.
         if type(value) in (tuple, list):
             return type(value)(convert(v) for v in value)
         return function(value) if compat.is_closed_jaxpr(value) else value

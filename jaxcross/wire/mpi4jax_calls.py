@@ -1,12 +1,12 @@
-"""A program's own mpi4jax calls: how ranks compare them, and which communicators they use.
+"""A program's own mpi4jax calls: how ranks compare them and which communicators they use.
 
 If two jobs call mpi4jax on the same communicator, or if the script also uses that communicator
-outside of its steps, MPI may match a message with the wrong receive. So each job gets its own
-communicators, and we replace the user's communicators by these in the job's calls.
+outside its steps, MPI may match a message with the wrong receive. So each job gets its own
+communicators, which we substitute for the user's in the job's calls.
 
-When a job ends, we keep its communicators, and give them to the next job on the same ranks. We
-can't create new ones for every job, because MPI only has a few thousand of them, and we can't free
-them, because compiled executables contain their handles.
+When a job ends, we keep its communicators and hand them to the next job on the same ranks. Creating
+new ones for every job isn't an option, because MPI only has a few thousand of them, and we can't
+free them either, because compiled executables contain their handles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxcross.program import Exchange, Program
 from jaxcross.wire.recognition import recognise, unwrap
 
 CommKey = tuple[tuple[int, ...], str]
-"""A communicator's members in order, and the name that the user gave it."""
+"""A communicator's members in order, and the name the user gave it."""
 
 
 @dataclass(slots=True)
@@ -32,9 +32,9 @@ class _Lent:
 
 @dataclass(slots=True)
 class JobComms:
-    """The communicators of each job on this rank.
+    """Keeps track of the communicators of each job on this rank.
 
-    Only the exchange lane adds communicators. The jobs' threads may read at the same time.
+    Only the exchange lane adds communicators, but job threads may read concurrently.
     """
 
     _lent: dict[tuple[CommKey, int], _Lent] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class JobComms:
         return {key: lent.comm for (key, _), lent in self._lent.copy().items() if lent.job() is job}
 
     def in_use(self) -> list[tuple[CommKey, int]]:
-        """Returns the key and number of each communicator that a job on this rank still uses."""
+        """Returns the key and number of each communicator still in use by a job on this rank."""
         return [
             place
             for place, lent in self._lent.copy().items()
@@ -52,7 +52,7 @@ class JobComms:
         ]
 
     def assign(self, job: Any, key: CommKey, number: int, make: Callable[[], Any]) -> None:
-        """Gives a job the communicator with this key and number. Creates it if it doesn't exist."""
+        """Gives a job the communicator with this key and number, creating it if necessary."""
         lent = self._lent.get((key, number))
         self._lent[key, number] = _Lent(make() if lent is None else lent.comm, ref(job))
 
@@ -60,18 +60,17 @@ class JobComms:
 def calls_of(
     program: Program, members: Callable[[Exchange], tuple[int, ...]]
 ) -> tuple[Exchange, ...]:
-    """Returns all exchanges of a program in order, each with its group's `ranks`.
+    """Returns all of a program's exchanges in order, each with the `ranks` in its group.
 
-    A program may use several communicators with the same ranks and the same name. To tell them
-    apart, we number them by a suffix of the name: `#1` for the second communicator, `#2` for the
-    third one, and so on.
+    A program may use several communicators with the same ranks and name. To tell them apart, we add
+    a suffix to the name: `#1` for the second communicator, `#2` for the third, etc.
 
     Args:
         program: The program.
-        members: Returns the ranks of an exchange over named axes.
+        members: Returns the ranks in an exchange over named axes.
     """
     found: list[Exchange] = []
-    alike: dict[CommKey, list[int]] = {}  # handles of communicators with equal members and names
+    alike: dict[CommKey, list[int]] = {}  # handles of communicators with the same members and name
     for segment in program.collectives:
         comms = _comms_in(segment.jaxpr, dict(program.axes))
         for exchange, comm in zip(segment.exchanges, comms, strict=True):
@@ -93,25 +92,25 @@ def calls_of(
 
 
 def comm_key_of(exchange: Exchange) -> CommKey:
-    """Returns the members and the name of a call's communicator.
+    """Returns the members and name of a call's communicator.
 
-    Unlike its handle, these are the same on all ranks.
+    Unlike the handle, these are identical on all ranks.
     """
     params = dict(exchange.params)
     return params["ranks"], params.get("comm", "")
 
 
 def handle_of(comm: Any) -> int:
-    """Returns MPI's handle of a communicator, which is only valid in this process."""
+    """Returns MPI's handle for a communicator, which is only valid in this process."""
     from mpi4py import MPI
 
     return MPI._handleof(comm)
 
 
 def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[CommKey, Any]) -> compat.Jaxpr:
-    """Returns the open jaxpr in which mpi4jax's calls use the communicators in `comms`.
+    """Returns an open jaxpr whose mpi4jax calls use the communicators in `comms`.
 
-    Also does so in nested jaxprs. A call whose communicator isn't in `comms` stays as it is.
+    Includes nested jaxprs. Calls with a communicator that isn't in `comms` are left unchanged.
     """
 
     def changed(eqn: compat.Equation) -> compat.Equation:
@@ -128,7 +127,7 @@ def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[CommKey, Any]) -> com
 def _comms_in(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Iterator[Any]:
     """Yields the communicator of each exchange, in the order of `Segment.exchanges`.
 
-    For an exchange over named axes it yields None.
+    Yields None for exchanges over named axes.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         found = recognise(eqn, axes)

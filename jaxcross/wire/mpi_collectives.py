@@ -1,9 +1,9 @@
-"""JAX's named-axis collectives built from messages: one function per collective.
+"""JAX's named-axis collectives, built from messages: one function per collective.
 
-Each function takes a collective's operand and, as keyword arguments, its parameters. It returns a
-result of the shape that JAX expects. These functions are called while a program is traced, and only
-add messages to it. The messages are sent when the program runs. All ranks of the channel (the
-communicator) must trace the same functions in the same order.
+Each function takes a collective's operand, and its parameters as keyword arguments, and returns a
+result of the shape JAX expects. Calling a function while a program is traced only adds messages to
+the program; they're sent when it runs. All ranks in the channel (the communicator) must trace the
+same functions in the same order.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 from jaxcross.wire import mpi_messages
 from jaxcross.wire.mpi_messages import Channel
 
-# A sum of 8- or 16-bit floats normally takes two messages, an all-to-all and an all-gather. If all
-# ranks' operands together are no larger than this, a second message costs more time than additional
-# bytes do. So we send every rank's operand to all ranks, in a single all-gather.
+# Summing 8- or 16-bit floats normally takes two messages, an all-to-all and an all-gather. If all
+# ranks' operands together are no larger than this, a second message costs more than the extra
+# bytes, so we send everyone's operand to everyone in a single all-gather.
 GATHER_BYTES = 64 * 1024
-# The result of a float sum depends on the order of its additions. Up to this many ranks, we fix the
-# order by writing out one addition per rank, starting with the lowest rank. With more ranks, the
-# program would become too long for that.
+# The result of a float sum depends on the order of additions. Up to this many ranks, we fix the
+# order by unrolling the sum, starting with the lowest rank. Any more ranks would make the program
+# too long.
 _UNROLLED_RANKS = 64
 
 
 def gathers(count: int, itemsize: int, size: int) -> bool:
-    """Whether a sum of 8- or 16-bit floats of this size takes just a single all-gather."""
+    """Whether a sum of 8- or 16-bit floats of this size is done in a single all-gather."""
     return count * itemsize * size <= GATHER_BYTES
 
 
 def psum(x: jax.Array, channel: Channel) -> jax.Array:
-    """Returns the sum over ranks. Sums 8- and 16-bit floats in float32, and rounds once."""
+    """Returns the sum over ranks. Sums 8- and 16-bit floats in float32 and rounds once."""
     if mpi_messages.is_narrow_float(x.dtype):
         return _sum_narrow(x, channel)
     from mpi4py import MPI
@@ -45,19 +45,19 @@ def psum(x: jax.Array, channel: Channel) -> jax.Array:
 
 
 def pmax(x: jax.Array, channel: Channel) -> jax.Array:
-    """Returns the maximum over ranks, or NaN if any rank's value is NaN, as XLA does."""
+    """Returns the maximum over ranks. Like XLA, returns NaN if any rank's value is NaN."""
     return _extreme(x, channel, largest=True)
 
 
 def pmin(x: jax.Array, channel: Channel) -> jax.Array:
-    """Returns the minimum over ranks, or NaN if any rank's value is NaN, as XLA does."""
+    """Returns the minimum over ranks. Like XLA, returns NaN if any rank's value is NaN."""
     return _extreme(x, channel, largest=False)
 
 
 def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
-    """Stacks every rank's `x` along a new axis or, if `tiled`, concatenates along an existing one.
+    """Stacks all ranks' `x` along a new axis or, if `tiled`, concatenates along an existing axis.
 
-    The axis is `dimension` in both cases.
+    In either case, the axis is `dimension`.
     """
     parts = jnp.moveaxis(mpi_messages.allgather(x, channel), 0, dimension)
     if not tiled:
@@ -70,7 +70,7 @@ def all_gather(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -
 def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: bool) -> jax.Array:
     """Returns this rank's block of the sum.
 
-    Every rank receives all ranks' blocks for it in an all-to-all, and adds them in rank order.
+    Each rank receives its blocks from all ranks in an all-to-all and adds them up in rank order.
     """
     if tiled:
         shape = (
@@ -86,7 +86,7 @@ def reduce_scatter(x: jax.Array, channel: Channel, *, dimension: int, tiled: boo
 def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: int) -> jax.Array:
     """Sends block `j` of `split_axis` to rank `j`.
 
-    Joins the received blocks along `concat_axis`.
+    Concatenates the received blocks along `concat_axis`.
     """
     block = x.shape[split_axis] // channel.size
     blocks = x.reshape(*x.shape[:split_axis], channel.size, block, *x.shape[split_axis + 1 :])
@@ -97,7 +97,7 @@ def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: 
 
 
 def ppermute(x: jax.Array, channel: Channel, *, perm: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Returns the operand of this rank's source, or zeros if the permutation names no source."""
+    """Returns the operand of this rank's source, or zeros if it has no source."""
     source = next((s for s, d in perm if d == channel.rank), None)
     dest = next((d for s, d in perm if s == channel.rank), None)
     return mpi_messages.sendrecv(x, source=source, dest=dest, channel=channel)
@@ -122,7 +122,7 @@ def _sum_narrow(x: jax.Array, channel: Channel) -> jax.Array:
 def _sum_ranks(parts: jax.Array) -> jax.Array:
     """Sums along the first axis, starting with the lowest rank.
 
-    Sums floats that are narrower than float32 in float32, and rounds once.
+    Floats narrower than float32 are summed in float32 and rounded once.
     """
     narrow = mpi_messages.is_narrow_float(parts.dtype)
     wide = parts.astype(jnp.float32) if narrow else parts
@@ -148,23 +148,22 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
         return functools.reduce(pick, [parts[i] for i in range(channel.size)])
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return mpi_messages.allreduce(x, op, channel)
-    # `float8_e8m0fnu` has no sign bit. So if we read its bit patterns as unsigned integers, these
-    # are in the same order as the numbers, and NaN is the largest. MPI can then compare the
-    # integers.
+    # `float8_e8m0fnu` doesn't have a sign bit. Read as unsigned integers, its bit patterns are in
+    # the same order as the numbers, with NaN the largest, so we can let MPI compare integers.
     if x.dtype == jnp.float8_e8m0fnu:
-        # In a minimum, NaN must be the smallest. Adding 1 wraps NaN around to 0.
+        # For a minimum, NaN has to be the smallest, so add 1 to wrap it around to 0.
         keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)
         keys = mpi_messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
         return jax.lax.bitcast_convert_type(keys, x.dtype)
-    # In the `fnuz` types, NaN has the bit pattern of a negative zero, and every other pattern is a
-    # number. So there's no integer below or above all numbers that we could map NaN to. We compare
-    # the numbers as float32 instead.
+    # In the `fnuz` types, NaN has the bit pattern of negative zero and every other pattern is a
+    # number. That leaves no integer below or above all numbers to map NaN to, so compare the
+    # numbers as float32 instead.
     if x.dtype.name.endswith("fnuz"):
         return _extreme(x.astype(jnp.float32), channel, largest=largest).astype(x.dtype)
-    # MPI's maximum of NaN and a number depends on which of the two comes first, whereas XLA always
-    # returns NaN. So we let MPI compare integers: we map the floats to signed integers in the same
-    # order, and NaN to the largest integer for a maximum, or the smallest for a minimum. The result
-    # is the same as XLA's, and bit for bit the same on every rank.
+    # MPI's maximum of NaN and a number depends on which comes first, whereas XLA always returns
+    # NaN. So we let MPI compare integers instead: we map floats to signed integers in the same
+    # order, and NaN to the largest integer (for a maximum) or the smallest (for a minimum). The
+    # result is the same as XLA's, and bit for bit the same on every rank.
     signed = np.dtype(f"int{wire.itemsize * 8}")
     bits = jax.lax.bitcast_convert_type(x, signed)
     limits = jnp.iinfo(signed)
@@ -173,14 +172,14 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
 
 
 def _flip(bits: jax.Array) -> jax.Array:
-    """Maps the bits of floats to signed integers in the same order. This is its own inverse."""
+    """Maps the bits of floats to signed integers in the same order. It's its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def reduce_locally(op: str, x: jax.Array, positions: tuple[int, ...]) -> jax.Array:
-    """Reduces over those dimensions of `x` that a reduction names in addition to axes of ranks.
+    """Reduces over any dimensions of `x` that a reduction names in addition to axes of ranks.
 
-    Such reductions appear in a step that uses `vmap`.
+    Such reductions occur in steps that use `vmap`.
     """
     if not positions:
         return x

@@ -1,22 +1,22 @@
-"""Messages of any JAX element type and any number of elements, sent by mpi4jax or the host.
+"""Messages of any JAX element type and any length, sent by mpi4jax or the host.
 
-**Problem.** MPI doesn't have JAX's 8- and 16-bit floats, and mpi4jax can't send more than 2**31 - 1
-elements at once. All collectives in `mpi_collectives` are built from the five calls in this module.
-So we hide both limits here, and the collectives needn't deal with them.
+**Problem.** MPI lacks JAX's 8- and 16-bit floats, and mpi4jax can't send more than 2**31 - 1
+elements at once. All collectives in `mpi_collectives` are built from the five calls in this module,
+so this is where we hide both limitations.
 
-**Element types.** All calls except `allreduce` only move bits. If MPI lacks an array's element
-type, they send it bit-cast to unsigned integers of the same width. Converting to float32 instead
-would double the bytes on the wire, or quadruple them. `allreduce` computes with the elements, so a
-bit-cast would give a wrong sum: MPI would add up the bits as integers. `mpi_collectives` therefore
-computes sums of narrow floats itself, from calls that only move bits.
+**Element types.** All calls except `allreduce` merely move bits. If MPI lacks an array's element
+type, they send it bit-cast to unsigned integers of the same width. (Converting to float32 would
+double or even quadruple the bytes on the wire.) `allreduce`, however, computes with the elements,
+and after a bit-cast, MPI would add up the bits as integers. That's why `mpi_collectives` computes
+sums of narrow floats itself, from calls that only move bits.
 
-**Long messages.** An array that's too long is flattened and sent as several messages, as few as
-possible and of about the same length. All ranks have the same shapes, so they split their arrays
-in the same way, and the messages match up. An array that fits into one message isn't copied.
+**Long messages.** An array that's too long is flattened and split into as few messages as possible,
+all of about the same length. Shapes are the same on all ranks, so everyone splits in the same way
+and the messages match up. An array that fits into one message isn't copied.
 
-**When it communicates.** These functions are called while a program is traced, and only add
-messages to it. The messages are sent over `channel`, which wraps a communicator, when that part of
-the program runs. All ranks of the channel must make the same calls in the same order.
+**When it communicates.** Calling these functions while a program is traced only adds messages to
+it. The messages are sent when that part of the program runs, over `channel`, which wraps a
+communicator. All ranks in the channel must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ MAX_COUNT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A communicator, this rank's position in it, and the longest message that it can send.
+    """A communicator, this rank's position in it, and its maximum message length.
 
     Attributes:
         calls: The module that makes the calls: mpi4jax or `jaxcross.wire.host_calls`.
-        comm: The mpi4py communicator. Not used in a group of one rank, because nothing is sent
-            there.
+        comm: The mpi4py communicator. Unused in a single-rank group, where nothing is ever sent.
         rank: This rank's position in the group.
         size: Number of ranks in the group.
         max_count: Maximum number of elements per message. Longer messages are split.
@@ -56,9 +55,9 @@ class Channel:
 
 
 def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
-    """Returns the lengths of the fewest messages that can carry `count` elements.
+    """Splits `count` elements into as few messages as possible, and returns their lengths.
 
-    The lengths differ by at most one element.
+    The lengths differ by at most one.
     """
     if count == 0:
         return ()
@@ -70,13 +69,13 @@ def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
 def is_narrow_float(dtype: Any) -> bool:
     """Whether this is an 8- or 16-bit float.
 
-    MPI doesn't have these types. So we send them bit-cast to integers, and sum them in float32.
+    MPI lacks these types, so we send them bit-cast to integers and sum them in float32.
     """
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits in (8, 16)
 
 
 def carrier(dtype: Any) -> np.dtype:
-    """Returns the element type as which MPI sends elements of `dtype`.
+    """Returns the element type that we use to send `dtype` over MPI.
 
     Raises:
         ExchangeError: MPI has no suitable element type for `dtype`.
@@ -94,12 +93,12 @@ def carrier(dtype: Any) -> np.dtype:
 
 
 def allreduce(x: jax.Array, op: Any, channel: Channel) -> jax.Array:
-    """Reduces `x` elementwise over the ranks, with an MPI operator.
+    """Reduces `x` elementwise over the ranks with an MPI operator.
 
-    MPI must be able to compute with the element type.
+    MPI must be able to do arithmetic on the element type.
     """
-    # If the group consists of one rank, or if the array is empty, there's nothing to send. All
-    # ranks have the same shapes, so either all of them skip the message, or none.
+    # There's nothing to send in a single-rank group or for an empty array. Shapes are the same on
+    # all ranks, so either all of them skip the message or none do.
     if channel.size == 1 or x.size == 0:
         return x
     return _in_pieces(
@@ -132,7 +131,7 @@ def alltoall(x: jax.Array, channel: Channel) -> jax.Array:
         counts = split_counts(blocks.shape[1], channel.max_count)
         if len(counts) == 1:
             return channel.calls.alltoall(bits, comm=channel.comm)
-        # Each message must again have a block for every rank, so we split within the blocks.
+        # Each message again needs a block for every rank, so split within the blocks.
         pieces = jnp.split(blocks, np.cumsum(counts)[:-1], axis=1)
         received = [channel.calls.alltoall(piece, comm=channel.comm) for piece in pieces]
         return jnp.concatenate(received, axis=1).reshape(bits.shape)
@@ -153,9 +152,9 @@ def bcast(x: jax.Array, root: int, channel: Channel) -> jax.Array:
 
 
 def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Channel) -> jax.Array:
-    """Sends `x` to rank `dest`, and returns the `x` of rank `source`.
+    """Sends `x` to rank `dest` and returns the `x` of rank `source`.
 
-    If `dest` is None, sends nothing. If `source` is None, returns zeros.
+    If `dest` is None, nothing is sent. If `source` is None, returns zeros.
     """
     if x.size == 0 or (source is None and dest is None):
         return jnp.zeros_like(x)
@@ -166,12 +165,11 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
     null = MPI.PROC_NULL
 
     def one(piece: jax.Array) -> jax.Array:
-        # A rank that receives from nobody passes MPI's PROC_NULL as the source. MPI then doesn't
-        # write anything to the receive buffer. So the buffer may be empty, and we return zeros
-        # instead of its contents.
+        # A rank that doesn't receive anything passes MPI's PROC_NULL as the source, and MPI leaves
+        # the receive buffer untouched. So an empty buffer will do, and we return zeros.
         buffer = jnp.zeros((0,), piece.dtype) if source is None else piece
-        # If `x` is sent in several messages, they all have the same tag. They can't be mixed up,
-        # because MPI delivers messages between two ranks in the order in which they were sent.
+        # If we split `x` into several messages, they all have the same tag. They can't get mixed
+        # up, because MPI delivers messages between two ranks in the order they were sent.
         got = channel.calls.sendrecv(
             piece,
             buffer,
@@ -186,7 +184,7 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
 
 
 def _as_carrier(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Sends `x` bit-cast to a type that MPI has, if necessary. `send` must only move bits."""
+    """Sends `x`, bit-cast to a type that MPI has if need be. `send` must only move bits."""
     wire = carrier(x.dtype)
     if wire == x.dtype:
         return send(x)
@@ -196,10 +194,11 @@ def _as_carrier(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Arr
 def _in_pieces(
     send: Callable[[jax.Array], jax.Array], x: jax.Array, channel: Channel, *, stacked: bool = False
 ) -> jax.Array:
-    """Sends `x` as one message if it's short enough. Otherwise flattens it and sends several.
+    """Sends `x` as a single message if it's short enough, else flattens and splits it.
 
-    If `stacked` is true, `send` returns a value for every rank, stacked along the first axis. The
-    results of the several messages are then joined along the second axis, separately for each rank.
+    If `stacked` is true, `send` stacks a value from every rank along the first axis. We then
+    concatenate the results of several messages along the second axis, i.e. separately for each
+    rank.
     """
     counts = split_counts(x.size, channel.max_count)
     if len(counts) == 1:

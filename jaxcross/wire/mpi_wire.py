@@ -1,9 +1,9 @@
-"""The exchange lane's wire: recognises exchanges and lowers them to MPI messages.
+"""The exchange lane's wire, which recognises exchanges and lowers them to MPI messages.
 
-There are two ways to make a step's exchanges over MPI, and all ranks of a world use the same one.
-With *mpi4jax*, each segment of the step is a single XLA executable that contains the exchanges as
-calls. With *mpi4py*, the host makes each exchange between two executables, and receives into its
-own buffers (`host_program`).
+Exchanges can be sent over MPI in two ways; all ranks of a world use the same. With *mpi4jax*, each
+segment of the step is a single XLA executable that contains the exchanges as calls. With *mpi4py*,
+the host performs each exchange between two executables and receives into its own buffers
+(`host_program`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxcross.world import World
 
 WireLibrary = Literal["mpi4jax", "mpi4py"]
-"""The library that makes the exchanges."""
+"""The library that performs the exchanges."""
 
 
 @final
@@ -35,7 +35,7 @@ class MpiWire:
 
     Args:
         world: The ranks and their communicators.
-        over: The library that makes the exchanges. If None, the world decides.
+        over: The library that performs the exchanges. If None, the world decides.
         max_count: Maximum number of elements per message. Longer messages are split.
         comms: Replacements for the communicators in the user's own mpi4jax calls.
     """
@@ -62,13 +62,13 @@ class MpiWire:
         return recognise(eqn, axes)
 
     def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Lowered:
-        """Lowers a closed jaxpr to one that makes its exchanges over MPI, in equation order.
+        """Lowers a closed jaxpr's exchanges to MPI messages, in the order of the equations.
 
-        If the ranks of an exchange have no communicator yet, this creates it, and waits for the
-        exchange's other ranks.
+        If the ranks in an exchange don't have a communicator yet, this creates it and waits for the
+        other ranks to do the same.
 
-        If the jaxpr contains mpi4jax calls of the user, we make all of its exchanges with mpi4jax,
-        even if the world has chosen mpi4py, because only then does XLA keep all of them in one
+        If the jaxpr contains the user's own mpi4jax calls, all of its exchanges go through mpi4jax,
+        even if the world has chosen mpi4py. That's the only way for XLA to keep all of them in
         order.
         """
         grid = self._world.rank_grid(axes)
@@ -90,13 +90,13 @@ class MpiWire:
         lowered = lower(jaxpr, grid, connect, self._comms)
         if holds_message(lowered):
             return HostLowered(lowered, self._world.arena.take, self._world.abort)
-        if not lowered.effects:  # nothing is sent, because every group consists of a single rank
+        if not lowered.effects:  # nothing to send, because every group consists of a single rank
             return Traceable(jaxpr_as_fun(lowered))
         lowered, consts = compat.constants_first(lowered)
         return Traceable(lambda *args: primitive.bind(lowered, *consts, *args))
 
     def calls(self, program: Program) -> tuple[Exchange, ...]:
-        """Returns a program's exchanges in order, each with its group's `ranks`.
+        """Returns a program's exchanges in order, each with the `ranks` in its group.
 
         Does not communicate.
         """
@@ -104,13 +104,14 @@ class MpiWire:
         return calls_of(program, lambda exchange: grid.group(*group_of(exchange, grid)))
 
     def create_communicators(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
-        """Creates the communicators that these exchanges need, so that `lower` never waits.
+        """Creates the communicators for these exchanges up front, so that `lower` doesn't have to
+        wait.
 
-        Goes through the exchanges in order. If an exchange's group has no communicator yet, waits
-        for the group's other members.
+        Goes through the exchanges in order. For each group that doesn't have a communicator yet,
+        waits for the group's other members.
         """
         grid = self._world.rank_grid(axes)
-        # The user's own mpi4jax calls have no axes. They already have a communicator.
+        # The user's own mpi4jax calls, which have no axes, already have a communicator.
         for exchange in (x for x in exchanges if x.axes):
             self._world.communicator(grid, *group_of(exchange, grid))
 
@@ -126,9 +127,9 @@ class MpiWire:
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        """Returns everything about this wire that executables depend on.
+        """Returns everything about this wire that affects executables.
 
-        That includes the world, because executables contain handles of its communicators.
+        That includes the world, because executables contain handles to its communicators.
         """
         return (
             id(self._world),

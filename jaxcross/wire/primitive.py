@@ -1,13 +1,13 @@
-"""The mpi4jax wire's only primitive: a region that contains exchanges, without a JAX effect.
+"""The mpi4jax wire's only primitive: a region with exchanges but without a JAX effect.
 
-mpi4jax uses a JAX effect to keep its calls in order. That has two disadvantages: each call of a
+mpi4jax relies on a JAX effect to keep its calls in order. That has two drawbacks: every call of a
 jitted function with such an effect takes hundreds of microseconds, and the function can't be
 compiled ahead of time (`benchmarks/wire_call.py`).
 
-So we wrap the mpi4jax calls in a region that has no effect. When JAX lowers the region, we create
-an XLA token, which JAX then passes from one mpi4jax call to the next, in equation order, even
-through loops and branches. XLA neither drops nor merges the calls, because they're marked as having
-side effects. A call of the region takes no longer than that of any small jitted function.
+So we wrap the mpi4jax calls in a region without any effect. When JAX lowers the region, we create
+an XLA token, which JAX then threads through the mpi4jax calls in equation order, even inside loops
+and branches. XLA won't drop or merge the calls, because they're marked as having side effects.
+Calling the region is as fast as calling any small jitted function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ region_p.multiple_results = True
 
 
 def bind(jaxpr: Jaxpr, *args: Any) -> list[Any]:
-    """Runs the closed `jaxpr`, which contains mpi4jax equations, as one effect-free equation."""
+    """Runs a closed `jaxpr` with mpi4jax equations as a single effect-free equation."""
     return region_p.bind(*args, jaxpr=jaxpr)
 
 
@@ -45,10 +45,9 @@ def _lower(ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
 
 
 def _keep(*args: Any) -> tuple[list[bool], Any]:
-    # Dead code elimination must keep the region and all of its operands. Even if this rank doesn't
-    # use the result, the other ranks make the exchange, and would wait for this rank forever. In
-    # JAX 0.12, the equation is preceded by one more argument than before, so we take the last
-    # argument.
+    # Keep dead code elimination away from the region and its operands: even if this rank doesn't
+    # use the result, the other ranks still perform the exchange and would wait for us forever. JAX
+    # 0.12 added another argument before the equation, hence `args[-1]`.
     eqn = args[-1]
     return [True] * len(eqn.invars), eqn
 

@@ -1,6 +1,6 @@
-"""The ranks as a grid with named axes: sizes, coordinates, and the groups that exchange.
+"""Arranges the ranks in a grid with named axes: sizes, coordinates, and groups that exchange.
 
-This module is pure and doesn't use MPI.
+Pure functions without any MPI.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxcross._arguments import is_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGrid:
-    """The ranks of a world as a row-major grid, seen from one of them.
+    """The ranks of a world as a row-major grid, from one rank's point of view.
 
     Attributes:
         names: The axes, outermost first.
@@ -30,7 +30,7 @@ class RankGrid:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of ranks along each axis, by name. We trace a step with these axis sizes."""
+        """Number of ranks along each axis, by name. Steps are traced with these axis sizes."""
         return dict(zip(self.names, self.shape, strict=True))
 
     @property
@@ -44,16 +44,16 @@ class RankGrid:
     def group(
         self, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None
     ) -> tuple[int, ...]:
-        """Returns the world ranks that exchange with this rank over `axes`, itself included.
+        """Returns the world ranks that exchange with this rank over `axes`, including itself.
 
-        The ranks are in the order of JAX's flattened axis index.
+        They're ordered by JAX's flattened axis index.
 
         Args:
-            axes: The axes in the order in which the user wrote them. The first one varies slowest.
+            axes: The axes in the order the user wrote them. The first axis varies slowest.
             groups: JAX's `axis_index_groups`, i.e. lists of positions within the flattened axes.
 
         Raises:
-            ValueError: An axis isn't in the mesh or is named twice, or no group contains this rank.
+            ValueError: An axis isn't in the mesh or occurs twice, or no group contains this rank.
         """
         where = [self._position(a) for a in axes]
         if len(set(where)) != len(where):
@@ -81,14 +81,14 @@ class RankGrid:
 
 
 def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
-    """Returns the size of each axis by name, in which one size may still be -1.
+    """Returns the size of each axis by name. One size may still be -1.
 
-    We call this before we know the number of ranks. It checks everything about `axes` that doesn't
+    Use this before the number of ranks is known. It checks everything about `axes` that doesn't
     depend on that number.
 
     Raises:
         TypeError: `axes` is neither a name nor a mapping.
-        ValueError: There is no axis, a size is invalid, or two sizes are -1.
+        ValueError: There are no axes, a size is invalid, or more than one size is -1.
     """
     if isinstance(axes, str):
         return {axes: -1}
@@ -112,12 +112,12 @@ def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
 
 
 def make_rank_grid(axes: str | Mapping[str, int], *, rank: int, size: int) -> RankGrid:
-    """Returns the grid that `axes` describes, seen from one of its ranks.
+    """Returns the grid described by `axes`, from one rank's point of view.
 
     Args:
-        axes: A single name (for an axis over all ranks), or a mapping from names to sizes,
+        axes: A single name (for one axis spanning all ranks), or a mapping from names to sizes,
             outermost first. One size may be -1.
-        rank: The rank whose coordinates are stored in the grid.
+        rank: The rank whose point of view it is.
         size: Number of ranks.
 
     Raises:

@@ -1,8 +1,7 @@
 """Recognises exchanges: JAX's named-axis collectives over our axes, and mpi4jax's primitives.
 
-The functions here only read a program's equations, and never communicate. If the ranks run the same
-step, each of them finds the same exchanges. The exception is mpi4jax's sends and receives, whose
-peers depend on the rank.
+These functions only read a program's equations and never communicate. Ranks that run the same step
+find the same exchanges, except for mpi4jax's sends and receives, whose peers depend on the rank.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program import Exchange, holds
 from jaxcross.wire.rank_grid import RankGrid
 
-# Maps JAX's names of collectives to ours. JAX has several variants of some collectives, which send
-# the same data and differ only in the type that JAX gives to the result. So we treat them alike.
+# Maps JAX's names for collectives to ours. JAX has several variants of some collectives that send
+# the same data and only differ in the type of the result, so we don't distinguish between them.
 _OPS = {
     "psum": "psum",
     "psum_invariant": "psum",
@@ -38,7 +37,7 @@ _OPS = {
 }
 REDUCTIONS = ("psum", "pmax", "pmin")
 
-# Collectives that we don't implement over MPI, and what to use instead.
+# Collectives we don't implement over MPI, and what to use instead.
 _UNSUPPORTED = {
     "ragged_all_to_all": "pad to equal blocks and use `jax.lax.all_to_all`",
     "pbroadcast_dynamic": "use `jax.lax.pbroadcast` with a fixed source",
@@ -46,18 +45,19 @@ _UNSUPPORTED = {
     "precv": "use `jax.lax.ppermute`",
 }
 
-# Equations that name our axes but don't send anything.
+# Primitives that name our axes but don't send anything.
 LOCAL_PRIMITIVES = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
 
 
 def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-    """Returns an equation's exchanges, one per operand, or None if it doesn't exchange over `axes`.
+    """Returns an equation's exchanges over `axes`, one per operand, or None if it has none.
 
-    An mpi4jax call counts as exactly one exchange, no matter how many operands it has. The
-    transpose of an mpi4jax all-reduce counts as none, because mpi4jax sends nothing in that case.
+    An mpi4jax call always counts as one exchange, regardless of how many operands it has. The
+    exception is the transpose of an mpi4jax all-reduce, which doesn't count at all because mpi4jax
+    doesn't send anything for it.
 
     Raises:
-        ExchangeError: The equation is a collective over our axes that we can't make over MPI.
+        ExchangeError: The equation is a collective over our axes that we can't perform over MPI.
     """
     name = eqn.primitive.name
     if name.endswith("_mpi"):
@@ -103,13 +103,12 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
 
 
 def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
-    """Returns the axes and the groups of an exchange, i.e. the arguments of `RankGrid.group`.
+    """Returns the axes and groups of an exchange, as arguments for `RankGrid.group`.
 
-    The order of the axes determines how the ranks of a group are numbered.
+    The order of the axes determines how the ranks in a group are numbered.
     """
-    # We number a group's ranks as XLA does. It normally uses the order in which the user names the
-    # axes. The exception is `ppermute`, for which it uses the order in which the mesh names the
-    # axes.
+    # Number a group's ranks in the same way as XLA. Normally that's by the order in which the user
+    # names the axes, but for `ppermute`, it's by the order of the axes in the mesh.
     axes = exchange.axes
     if exchange.op == "ppermute":
         axes = tuple(a for a in mesh.names if a in axes)
@@ -119,9 +118,9 @@ def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
 def _check_indices(
     op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str
 ) -> None:
-    """Checks a collective's indices, as XLA does for `pmap`.
+    """Checks a collective's indices, like XLA does for `pmap`.
 
-    If we passed wrong indices to MPI, it would terminate all ranks.
+    MPI would terminate all ranks if we passed it invalid indices.
     """
     perm = params.get("perm", ((params["source"], 0),) if op == "pbroadcast" else ())
     for what, indices in (
@@ -147,7 +146,7 @@ def names_axis(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
 
 
 def involves_axes(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
-    """Whether an equation, or one nested inside it, is an exchange or names one of our axes."""
+    """Whether an equation is an exchange or names one of our axes, at any depth."""
 
     def concerned(eqn: compat.Equation) -> bool:
         return eqn.primitive.name.endswith("_mpi") or names_axis(eqn, axes)
@@ -167,9 +166,9 @@ def _axes_of(eqn: compat.Equation) -> tuple[Any, ...]:
 
 
 def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Returns all parameters that the messages depend on, except for the operand and the axes.
+    """Returns all parameters that affect the messages, other than the operand and the axes.
 
-    The parameters are hashable, and don't contain any MPI handles.
+    They're hashable and don't contain any MPI handles.
     """
     found: list[tuple[str, Any]] = []
     if op == "all_gather":
@@ -189,11 +188,11 @@ def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
-    """Recognises a call of mpi4jax on a communicator of the user.
+    """Recognises an mpi4jax call on one of the user's communicators.
 
-    Ranks compare their exchanges, so each exchange must identify its communicator in the same way
-    on all ranks. MPI's handle can't do that, because it differs between processes. So the exchange
-    contains the communicator's members instead.
+    The ranks compare their exchanges, so an exchange has to identify its communicator in a way
+    that's the same on all ranks. MPI's handle won't do, because it's different in every process. We
+    list the communicator's members instead.
     """
     params = eqn.params
     if params.get("transpose"):
@@ -234,9 +233,9 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
 
 
 def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str) -> None:
-    """Checks the ranks and tags of an mpi4jax call.
+    """Checks the ranks and tags in an mpi4jax call.
 
-    If they were wrong, MPI would terminate the job.
+    MPI would terminate the job if they were invalid.
     """
     from mpi4py import MPI
 
@@ -257,7 +256,7 @@ def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str)
 
 
 def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the peers and tags of a send or a receive.
+    """Returns the peers and tags of a send or receive.
 
     A peer is a rank of the communicator, None for `PROC_NULL`, or `any`. A tag is a number or
     `any`.
@@ -276,9 +275,9 @@ def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]
 
 
 def unwrap(value: Any) -> Any:
-    """Returns the MPI object behind a parameter of an mpi4jax equation."""
-    # mpi4jax wraps MPI's handles in a class that defines a hash but no equality. Two wrappers of
-    # the same handle would compare as different, so we take the handles out of them.
+    """Returns the MPI object inside a parameter of an mpi4jax equation."""
+    # mpi4jax wraps MPI's handles in a class with a hash but no equality, so two wrappers of the
+    # same handle never compare equal. Unwrap them.
     return value.wrapped if type(value).__name__ == "HashableMPIType" else value
 
 

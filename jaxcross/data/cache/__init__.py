@@ -1,4 +1,4 @@
-"""Levels of cache between a data set and training, shared by a node's jobs, ranks and runs.
+"""A multi-level cache for training data, shared by all jobs, ranks and runs on a node.
 
     cache.py         the cache's folder, its levels and its users
     split.py         one split, read through the levels
@@ -12,8 +12,8 @@
     statistics.py    how much each level has delivered
     info.py          what a cache contains and has delivered, for `jaxcross data info`
 
-All processes of a node share one cache. They coordinate through files and file locks in a common
-folder, so they don't have to send each other messages. The data set itself is never written.
+All processes on a node share one cache. They coordinate through files and file locks in a common
+folder, without any messages between them. The data set itself is never written to.
 """
 
 from jaxcross.data.cache.cache import Cache

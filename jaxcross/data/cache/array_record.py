@@ -1,17 +1,16 @@
-"""Finds the records of an ArrayRecord shard, and decodes some of them without the rest of the file.
+"""Finds and decodes individual records of an ArrayRecord shard without the rest of the file.
 
-ArrayRecord stores many records in one file, a shard. If the data set is at a URL, we want to
-download just the bytes of the records that we need, rather than whole shards. This raises two
-questions.
+ArrayRecord packs many records into one file, called a shard. For a data set at a URL, we'd like to
+download only the bytes of the records we need instead of whole shards. That raises two questions.
 
-**Where is a record?** ArrayRecord's own reader doesn't tell us the bytes at which a record is
-stored. That's in an index at the end of the shard, the footer, so we download and parse the footer
-ourselves. It's in Riegeli's format (https://github.com/google/riegeli/blob/master/doc).
+**Where is a record?** ArrayRecord's own reader doesn't expose the byte offsets of its records.
+They're in an index at the end of the shard, the footer, which we download and parse ourselves. It's
+stored in Riegeli's format (https://github.com/google/riegeli/blob/master/doc).
 
-**How do we decode it?** We'd rather leave decoding and verifying to ArrayRecord's reader, but that
-reader can only open a path. So we create a sparse file in memory, write the footer and the fetched
-bytes to it at their original offsets, and let the reader open this file. The reader finds
-everything that it looks at in the right place, and the gaps take no memory.
+**How do we decode it?** We'd rather leave decoding and verification to ArrayRecord's reader, but it
+can only open a path. So we create a sparse in-memory file, write the footer and the fetched bytes
+to it at their original offsets, and point the reader at that. Everything it looks at is where it
+expects it to be, and the gaps don't use any memory.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from jaxcross.errors import require_extra
 
 BLOCK_BYTES = 1 << 16
 BLOCK_HEADER_BYTES = 24
-# A chunk's header consists of five 8-byte numbers: the header's hash, the data's size, the data's
-# hash, the chunk's type combined with its number of records, and the size of the decoded data.
+# A chunk header is five 8-byte integers: a hash of the header, the data's size, the data's hash,
+# the chunk type packed together with the number of records, and the decoded size.
 CHUNK_HEADER = struct.Struct("<QQQQQ")
 SIMPLE = ord("r")
 PLAIN = 0
@@ -43,7 +42,7 @@ class Footer:
 
     Attributes:
         nbytes: Size of the shard.
-        start: Offset at which the footer starts and the records end.
+        start: Offset where the records end and the footer starts.
         index: The shard's bytes from `start` on, without the trailing zeros.
         postscript: The shard's last 64 KiB, without the trailing zeros.
     """
@@ -55,10 +54,10 @@ class Footer:
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, np.ndarray]:
-        """The chunks' offsets, and the number of each chunk's first record.
+        """The offset of each chunk and the number of its first record.
 
-        Both arrays have an additional last element: the end of the last chunk, and the number of
-        records in the shard.
+        Both arrays have one extra element at the end: the end of the last chunk and the shard's
+        total number of records.
 
         Raises:
             ValueError: The footer is damaged, or compressed with something other than zstd.
@@ -75,14 +74,14 @@ class Footer:
         return int(self.chunks[1][-1])
 
     def range_of(self, record: int) -> tuple[int, int]:
-        """Returns the offset at which a record's chunk starts, and the offset after its end."""
+        """Returns the byte range (start, end) of the chunk containing a record."""
         offsets, firsts = self.chunks
         chunk = int(np.searchsorted(firsts, record, "right")) - 1
         return int(offsets[chunk]), int(offsets[chunk + 1])
 
 
 def footer_start(last_block: bytes, nbytes: int) -> int:
-    """Reads the footer's offset from the last 64 KiB of a shard that has `nbytes`.
+    """Reads the footer's offset from the last 64 KiB of a shard of size `nbytes`.
 
     Raises:
         ValueError: The shard isn't an ArrayRecord file.
@@ -98,15 +97,15 @@ def footer_start(last_block: bytes, nbytes: int) -> int:
 def read_records(
     footer: Footer, ranges: Mapping[int, bytes], records: Sequence[int]
 ) -> list[bytes]:
-    """Decodes records of one shard from the bytes of their chunks.
+    """Decodes records of a shard, given the bytes of their chunks.
 
     Args:
         footer: The shard's footer.
-        ranges: The bytes of the chunks that contain these records, by offset.
-        records: Numbers of the records in the shard.
+        ranges: Maps the offset of each chunk containing one of the records to the chunk's bytes.
+        records: Record numbers within the shard.
 
     Raises:
-        ValueError: The bytes are damaged, according to the hashes that ArrayRecord verifies.
+        ValueError: The bytes are corrupt, i.e. they fail ArrayRecord's hash check.
     """
     fd = os.memfd_create("jaxcross-shard", os.MFD_CLOEXEC)
     try:
@@ -129,7 +128,7 @@ def read_records(
 
 
 def _records(content: bytes, offset: int) -> list[bytes]:
-    """Decodes the records of the first chunk in `content`, which is at `offset` in the file."""
+    """Decodes the records of the first chunk in `content`, found at `offset` in the file."""
     try:
         data = _without_block_headers(content, offset)
         *_, nbytes, _, kind, _ = CHUNK_HEADER.unpack_from(data)
@@ -186,7 +185,7 @@ def _decompressed(compression: int, data: bytes) -> bytes:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Reads a number that's stored with 7 bits per byte, and returns it and the place after it."""
+    """Decodes a varint (7 bits per byte). Returns its value and the position after it."""
     value = 0
     shift = 0
     while True:
@@ -199,9 +198,9 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> dict[int, int]:
-    """Returns the value of each integer field of a protocol buffer message, by field number.
+    """Returns the integer fields of a protocol buffer message, by field number.
 
-    For a field with a length, such as a string, returns its length instead.
+    For length-delimited fields, such as strings, returns the length instead.
     """
     found = {}
     place = 0

@@ -1,4 +1,4 @@
-"""A cache of data sets in a folder of the node: its levels, its users, and its statistics."""
+"""The cache object: sets up the node's cache folder, its levels, users and statistics."""
 
 from __future__ import annotations
 
@@ -34,41 +34,40 @@ _log = logging.getLogger("jaxcross")
 MARKER = "jaxcross-cache.json"
 FORMAT = 1
 SHARED_MEMORY = Path("/dev/shm")
-REPORT_S = 5.0  # minimum time between two writes of the statistics
+REPORT_S = 5.0  # minimum interval between writes of the statistics
 
 
 @final
 class Cache:
-    """A cache between a data set and training, shared by all processes and runs of a node.
+    """Caches training data on a node, shared by all processes and runs there.
 
-    It has three levels: decoded images in memory, encoded records in memory, and encoded records on
-    the node's disk. A record that's in none of them is read from the data set's own storage before
-    training needs it. The order of the records follows from the seed, so each level can keep the
-    records that any job on the node needs soonest. Batches are bit for bit the same as without a
-    cache.
+    There are three levels: decoded images in memory, encoded records in memory, and encoded records
+    on the node's disk. Anything not found there is read from the data set's own storage, ahead of
+    time. Since the seed determines the order of the records, each level knows which records the
+    node's jobs will need soonest, and keeps those. The batches are bit for bit the same as without
+    a cache.
 
-    The data set itself is only read, and never modified or deleted. If a process crashes, the cache
-    remains usable. If the disk or the memory is full, the level of the cache that can't be written
-    is turned off with one warning, and training continues without it. Linux only.
+    The data set is only ever read, never modified or deleted. The cache survives crashes of the
+    processes using it. If the disk or the memory fills up, the affected level is turned off with a
+    single warning and training continues without it. Linux only.
 
     Args:
-        folder: A folder on a disk of this node. It may be missing, empty, or already a cache. All
-            processes of the node must name the same folder.
-        disk_bytes: Budget for records on disk, for all processes together; 0 turns the level off.
-        memory_bytes: Budget for records in memory, for all processes together; 0 turns the level
-            off.
-        images_bytes: Budget for decoded images in memory, for all processes together; 0 turns the
+        folder: A folder on a local disk. It may be missing, empty, or an existing cache. All
+            processes on the node must use the same folder.
+        disk_bytes: Budget for records on disk, shared by all processes; 0 turns the level off.
+        memory_bytes: Budget for records in memory, shared by all processes; 0 turns the level off.
+        images_bytes: Budget for decoded images in memory, shared by all processes; 0 turns the
             level off.
-        ahead_records: Number of records that each stream of batches reads ahead. They're kept in
-            the process's own memory, in addition to the budgets.
-        memory_folder: A folder on an in-memory file system, for the levels in memory. The default
-            is `/dev/shm`, if that exists.
-        storage_options: Options for fsspec, for data sets at a URL.
+        ahead_records: How many records each stream of batches reads ahead. These are kept in the
+            process's own memory, on top of the budgets.
+        memory_folder: Where to put the in-memory levels: a folder on an in-memory file system.
+            Defaults to `/dev/shm`, if that exists.
+        storage_options: fsspec options for data sets at a URL.
 
     Raises:
         OSError: The folder can't be written.
-        ValueError: An argument is out of range, or the folder contains something else, is in use on
-            another machine, or is in use with different budgets.
+        ValueError: An argument is out of range; or the folder contains something other than a
+            cache, or is in use on another machine or with different budgets.
 
     Example:
         >>> cache = Cache(  # doctest: +SKIP
@@ -123,7 +122,7 @@ class Cache:
     def _check_machine(self) -> None:
         """Raises ValueError if another machine is using the folder.
 
-        Our file locks and mapped files only work between processes of the same machine.
+        Our file locks and memory mappings only work between processes on the same machine.
         """
         this = _machine()
         path = self.folder / "machine.json"
@@ -158,7 +157,7 @@ class Cache:
         try:
             if folder.parent == self._memory:
                 self._memory.mkdir(mode=0o700, exist_ok=True)
-                # Any user can create folders in `/dev/shm`, so this one may belong to someone else.
+                # Anyone can create folders in `/dev/shm`, so this one might belong to another user.
                 if self._memory.stat().st_uid != os.getuid():
                     raise PermissionError(f"`{self._memory}` belongs to another user")
                 write_json(self._memory / MARKER, {"cache": str(self.folder)})
@@ -177,12 +176,12 @@ class Cache:
             return None
 
     def split(self, origin: Origin, name: str, parse: Callable[[bytes], Any]) -> CachedSplit:
-        """Returns the origin's records, read through this cache's levels.
+        """Returns a view of the origin's records that reads through this cache's levels.
 
         Args:
-            origin: Where the records are stored.
-            name: The split's name, for messages.
-            parse: Turns a record's bytes into an example.
+            origin: Where to read the records from on a miss.
+            name: The split's name, for log messages.
+            parse: Parses a record's bytes into an example.
         """
         levels = self._levels
         base = 0
@@ -203,9 +202,9 @@ class Cache:
         )
 
     def _base(self, origin: Origin, name: str) -> int:
-        """Returns the number of a split's first record in this cache.
+        """Returns the number of a split's first record within this cache.
 
-        The cache numbers the records of all splits that were ever opened in it consecutively.
+        Every split ever opened in the cache gets its own range of consecutive record numbers.
         """
         path = self.folder / "data_sets.json"
         with self._mutex:
@@ -221,16 +220,16 @@ class Cache:
             return known[origin.fingerprint]["base"]
 
     def statistics(self) -> dict[str, LevelStatistics]:
-        """Returns what each level has delivered to this process so far.
+        """Returns what this process has read from each level so far.
 
         The levels are called `images`, `memory`, `disk` and `origin`.
         """
         return self._statistics.levels()
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Returns how many records and bytes are in each active level.
+        """Returns the number of records and bytes in each active level.
 
-        All processes of the node share the levels, so this doesn't depend on the process.
+        The levels are shared, so the answer is the same in every process on the node.
         """
         stores = {
             "images": self._levels.images,
@@ -244,7 +243,7 @@ class Cache:
             self._report()
 
     def _report(self) -> None:
-        """Writes the statistics to a file that `jaxcross data info` reads."""
+        """Writes the statistics to a file for `jaxcross data info`."""
         self._reported_s = time.monotonic()
         with suppress(OSError):  # the disk may be full
             self._report_path.parent.mkdir(exist_ok=True)
@@ -253,9 +252,9 @@ class Cache:
             )
 
     def close(self) -> None:
-        """Stops reading ahead, and closes this process's files of the levels.
+        """Stops reading ahead and closes the levels in this process.
 
-        If no other process uses the cache, also frees its memory. Records on disk stay there.
+        The last process to close the cache also frees its memory. Records on disk are kept.
         """
         if not self._feeds.close():
             return
@@ -295,9 +294,9 @@ def _memory_folder(folder: Path, wanted: str | Path | None) -> Path:
 
 
 def _claim_folder(folder: Path, memory: Path) -> None:
-    """Turns the folder into a cache. Raises ValueError if it contains anything else.
+    """Marks the folder as a cache. Raises ValueError if it contains anything else.
 
-    We never write into a folder that isn't ours.
+    This makes sure that we never write to a folder that isn't ours.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -321,16 +320,16 @@ def _claim_folder(folder: Path, memory: Path) -> None:
 
 
 def _remove_abandoned(own: Path) -> None:
-    """Frees the memory of this user's other caches whose processes were all killed."""
+    """Frees memory left behind by this user's other caches whose processes were all killed."""
     for other in own.parent.glob(f"jaxcross-cache-{os.getuid()}-*"):
         folder = Path(str(read_json(other / MARKER).get("cache", "")))
         if other == own or not folder.is_absolute():
             continue
         if not folder.is_dir():
-            # We can't find the cache that this memory belongs to. Either somebody has removed the
-            # cache's folder, or the folder is on the disk of a container that shares this memory
-            # with us. In the second case the cache may still be in use, so we only free the memory
-            # if its levels have no users.
+            # The cache that this memory belongs to isn't there. Either somebody has deleted its
+            # folder, or the folder is on the disk of a container that shares this memory with us.
+            # In the latter case the cache may well be in use, so only free the memory if its levels
+            # have no users.
             if not any(has_users(users) for users in other.glob("*/users")):
                 shutil.rmtree(other, ignore_errors=True)
             continue
@@ -354,7 +353,7 @@ def _machine() -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Returns an empty one if the file is missing or damaged."""
+    """Reads a JSON object, or returns `{}` if the file is missing or corrupt."""
     with suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
         if isinstance(found, dict):
@@ -363,5 +362,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON object. The file is written completely or not at all."""
+    """Writes a JSON object atomically."""
     write_whole(path, json.dumps(value, indent=1).encode(), shared=True)

@@ -1,9 +1,9 @@
-"""Reads the records that a stream needs next, on a separate thread, before they're needed.
+"""Reads a stream's records ahead of time, on a separate thread.
 
-The thread reads one group of records after the other: it first looks up the whole group in the
-cache's levels, then fetches all missing records from the origin at once, because storage with a
-high latency serves many requests at once much faster than one after the other. Meanwhile, the
-threads that decode images take the records by their position in the stream (`Feed.take`).
+The thread works through the stream in groups of records. It looks up the whole group in the cache's
+levels first, and then fetches everything that's missing from the origin in one go, because
+high-latency storage is much faster at many concurrent requests than at sequential ones. In the
+meantime, the decoding threads pick up records by their position in the stream (`Feed.take`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
     Attributes:
         record: The record's number.
         raw: The record's bytes, or None if its decoded image is in memory.
-        level: The level in which the record was found.
+        level: The level the record was found in.
     """
 
     record: int
@@ -40,10 +40,10 @@ class Arrival(NamedTuple):
 
 @final
 class Passes:
-    """The order of a stream's records in each pass. A thread computes the next pass in advance.
+    """The order of a stream's records, pass by pass. A thread computes the next pass in advance.
 
     Args:
-        record_at: Returns the number of the record at a position.
+        record_at: Maps a position to a record number.
         length: Number of positions per pass.
     """
 
@@ -78,7 +78,7 @@ class Passes:
 
 @final
 class Feed:
-    """The records of one stream, by position, read ahead in the order in which they're needed.
+    """The records of one stream, by position, read ahead in the order they're needed.
 
     Args:
         split: The split to read from.
@@ -86,8 +86,8 @@ class Feed:
         length: Number of positions per pass.
         start: The first position.
         stop: The position after the last one.
-        ahead_records: Maximum number of records to keep until they're taken. They're read in groups
-            of half that size.
+        ahead_records: Maximum number of records to buffer. They're read in groups of half that
+            size.
     """
 
     def __init__(
@@ -107,30 +107,30 @@ class Feed:
         self._stop = stop
         self._ahead = ahead_records
         self._arrivals: dict[int, Arrival] = {}
-        # The stream's records have been read up to this position. So if an earlier position isn't
-        # in `_arrivals` any more, somebody has already taken its record.
+        # The stream has been read up to this position. An earlier position that isn't in
+        # `_arrivals` any more has already been taken.
         self._read_up_to = start
-        self._wanted = start  # the furthest position that was requested so far
-        # True while the thread that reads ahead fetches records from the origin, i.e. the data
-        # set's own storage. Until it has them, it doesn't read the next group of records, even if
-        # that group is entirely in the cache. So if a thread that decodes has to wait meanwhile,
-        # the statistics count this as waiting for the origin.
+        self._wanted = start  # the furthest position requested so far
+        # True while the read-ahead thread is fetching from the origin, i.e. from the data set's own
+        # storage. Until that's done, it can't move on to the next group, even if the cache already
+        # has all of it. So if a decoding thread has to wait for a record during that time, we count
+        # it as waiting for the origin, regardless of where the record turns up.
         self._fetching = False
         self._waited_s: dict[str, float] = {}
         self._error: BaseException | None = None
-        self._awaited = 0  # size of the next group while the thread waits to read it, otherwise 0
+        self._awaited = 0  # size of the next group while the thread waits for room, otherwise 0
         lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # notifies threads that wait for a record
-        self._room = threading.Condition(lock)  # notifies the thread that reads ahead
+        self._changed = threading.Condition(lock)  # notifies threads waiting for a record
+        self._room = threading.Condition(lock)  # notifies the read-ahead thread
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-data", daemon=True)
         self._thread.start()
 
     def take(self, position: int) -> Arrival:
-        """Returns the record at a position. Waits until it has been read.
+        """Returns the record at a position, waiting for it to be read if necessary.
 
-        A record that was read ahead is returned only once. If you request the same position again,
-        it's read again.
+        Each record is only buffered until it's taken. Taking the same position twice reads it
+        again.
 
         Raises:
             OSError: The origin can't be read.
@@ -157,17 +157,17 @@ class Feed:
             raise self._error
         if not was_read:
             raise RuntimeError("The stream of batches was closed while a record was read.")
-        # The record has been read ahead and taken before, so read it again in this thread.
+        # Someone has taken this record already, so read it again in this thread.
         record = self._passes.record_at(position)
         return Arrival(record, *self._split.read(record))
 
     def waited_s(self) -> dict[str, float]:
-        """Returns how many seconds `take` has waited for each level, summed over all threads."""
+        """Returns the seconds `take` has spent waiting for each level, summed over all threads."""
         with self._changed:
             return dict(self._waited_s)
 
     def close(self) -> None:
-        """Stops reading ahead once the current read is done. Threads waiting in `take` raise."""
+        """Stops reading ahead after the current read. Threads waiting in `take` raise."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -200,12 +200,12 @@ class Feed:
                 self._changed.notify_all()
 
     def _has_room(self, count: int) -> bool:
-        """Waits until the next group may be read. Returns False if the feed has ended.
+        """Waits until we can read the next group. Returns False if the feed has ended.
 
-        The thread that reads ahead may read the next group of records if this group, together with
-        the records that haven't been taken yet, fits into `ahead_records`. It may also do so if
-        another thread requests a record that hasn't been read yet, because that thread would
-        otherwise wait forever.
+        Normally, we can read the next group of records once it fits into `ahead_records` along with
+        the records that haven't been taken yet. But if a thread is already waiting for a record
+        beyond what we've read, we go ahead regardless, because that thread would otherwise wait
+        forever.
         """
         with self._changed:
             self._awaited = count
@@ -222,19 +222,19 @@ class Feed:
         )
 
     def _wake_thread(self) -> None:
-        """Wakes up the thread that reads ahead if it's waiting and can continue now.
+        """Wakes up the read-ahead thread if it's waiting for room and now has it.
 
-        Waking up a thread takes as long as reading a record, so we don't do it each time a record
-        is taken. When we did, the CPU time per image rose from 0.89 to 1.02 times that of reading a
+        Waking up a thread is about as expensive as reading a record, so we can't afford it on every
+        `take`. When we tried, the CPU time per image went from 0.89 to 1.02 times that of reading a
         local folder without a cache (benchmarks/results/benchmarks.md).
         """
         if self._awaited and self._may_read:
             self._room.notify_all()
 
     def _read_group(self, stream: OwnStream, group: range) -> None:
-        missing: dict[int, int] = {}  # maps the records that no level has to their positions
-        # First look up the whole group in the cache, and deliver the records that are there. After
-        # that, we know all records that are missing, and can fetch them from the origin at once.
+        missing: dict[int, int] = {}  # maps records that aren't in any level to their positions
+        # Look up the whole group in the cache first, delivering what's there. After that, we know
+        # everything that's missing and can fetch it from the origin in one go.
         for position in group:
             record = stream.take(position)
             if self._split.has_image(record):
@@ -262,12 +262,12 @@ class Feed:
 
 @final
 class Feeds:
-    """All feeds of one cache, which end when the cache is closed.
+    """Keeps track of a cache's feeds and ends them when the cache is closed.
 
-    A feed reads from the cache's files on a thread of its own. If it were started while another
-    thread is closing the cache, it would read from file descriptors that are closed, or that the
-    kernel has already reused for other files. So feeds are started while holding a lock, and once
-    `close` has taken this lock, no feed can be started any more.
+    A feed reads from the cache's files on its own thread. If a feed could start while another
+    thread is closing the cache, it might read from file descriptors that are already closed, or
+    that the kernel has reused for other files. That's why we hold a lock to start a feed; once
+    `close` has taken that lock, no new feed can start.
 
     Args:
         stop: Set when the cache is closed.
@@ -295,7 +295,7 @@ class Feeds:
         return feed
 
     def close(self) -> bool:
-        """Ends all feeds after their current reads. Returns whether this is the first call."""
+        """Ends all feeds after their current reads. Returns False if it was called before."""
         with self._lock:
             if self._stop.is_set():
                 return False

@@ -1,6 +1,6 @@
-"""Reads what a cache contains and what its latest run has read, for `jaxcross data info`.
+"""Reads a cache's contents and the statistics of its latest run, for `jaxcross data info`.
 
-This only reads the cache's files, and doesn't become one of the cache's users.
+We only read the cache's files here, without registering as one of its users.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class LevelInfo:
 
     Attributes:
         name: `images`, `memory`, `disk` or `origin`.
-        budget_bytes: The level's budget; None for the origin, and if the level is off.
-        used_bytes: Size of the records in the level.
+        budget_bytes: The level's budget; None for the origin and for levels that are turned off.
+        used_bytes: Total size of the records in the level.
         records: Number of records in the level.
-        given: What the level has delivered to all processes of the run.
+        given: What all processes of the run have read from the level.
     """
 
     name: str
@@ -41,10 +41,10 @@ def is_cache(folder: Path) -> bool:
 
 
 def cache_info(folder: Path) -> list[LevelInfo]:
-    """Returns the cache's levels, the fastest first, with the statistics of its latest run.
+    """Returns the cache's levels, fastest first, with the statistics of its latest run.
 
-    If a run is in progress, the statistics may be a few seconds old, because each process writes
-    its own to a file only every few seconds.
+    During a run, the statistics can lag behind by a few seconds, because each process only writes
+    its own to disk every few seconds.
     """
     memory = Path(str(read_json(folder / MARKER).get("memory", folder)))
     runs = [

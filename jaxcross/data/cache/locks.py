@@ -1,6 +1,6 @@
-"""File locks between the threads, processes and runs of one machine.
+"""File locks that work across the threads, processes and runs on a machine.
 
-We use the kernel's file locks, because the kernel releases them when a process dies.
+We rely on the kernel's file locks because they're released automatically if a process dies.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from types import TracebackType
 from typing import Self, final
 
 POLL_S = 0.02
-# The fields of the kernel's `struct flock`: the kind of lock, what the offset is relative to, the
-# offset of the first byte, the number of bytes, and the process.
+# The kernel's `struct flock`: lock type, what the offset is relative to, offset, length, and pid.
 BYTE_LOCK = struct.Struct("hhqqi4x")
 
 
 @final
 class FileLock:
-    """Mutual exclusion among all threads and processes that name the same file. Not reentrant.
+    """A lock for all threads and processes that use the same file. Not reentrant.
 
-    Use it as a context manager. Once it's closed, it only excludes the threads of this process.
+    Use it as a context manager. Once closed, it only works between threads of this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,17 +52,17 @@ class FileLock:
         with self._threads:
             if self._fd is not None:
                 os.close(self._fd)
-            self._fd = None  # the kernel may reuse the number for another file
+            self._fd = None  # the kernel may reuse this number for another file
 
 
 @final
 class Users:
-    """One user of a resource that several processes share.
+    """Registers this process as a user of a resource that several processes share.
 
-    Create this object, and call `leave`, while holding a lock that all users take.
+    Create it and call `leave` while holding a lock that's common to all users.
 
     Attributes:
-        is_first: Whether there was no other user when this one was created.
+        is_first: Whether there were no other users at the time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,14 +71,14 @@ class Users:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def leave(self) -> bool:
-        """Stops using the resource. Returns whether there's no other user any more."""
+        """Stops using the resource. Returns whether we were the last user."""
         is_last = _is_alone(self._fd)
         os.close(self._fd)
         return is_last
 
 
 def has_users(path: Path) -> bool:
-    """Whether any process has locked this file as a user. False if the file doesn't exist."""
+    """Whether any process is registered as a user in this file. False if the file doesn't exist."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -92,26 +91,26 @@ def has_users(path: Path) -> bool:
 
 @final
 class Claims:
-    """Claims on records that are being fetched, so that each record is fetched only once.
+    """Claims on records being fetched, which make sure that each record is only fetched once.
 
-    Only one thread on the whole node can hold the claim on a record at a time. The claim is a lock
-    on a single byte of a file, and the record's number is the offset of this byte. A process may
-    have several caches, so we use locks that belong to an open file rather than to the process.
+    A record can be claimed by at most one thread on the whole node. Under the hood, a claim is a
+    file lock on a single byte, whose offset is the record's number. These locks belong to an open
+    file rather than to a process, because a process can have several caches open.
 
-    A thread that holds claims must release them before it waits for another one. Otherwise, two
-    threads could each wait for a claim that the other one holds.
+    Release your own claims before you wait for someone else's. Otherwise two threads can deadlock,
+    each waiting for a claim held by the other.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = _open(path)
         self._lock = threading.Lock()
-        # Claims held by threads of this process. All of them use the same open file, and the kernel
-        # grants a lock to an open file rather than to a thread. So its locks can't exclude these
-        # threads from one another, but this set can.
+        # Claims held by threads of this process. They all share one open file, and as far as the
+        # kernel is concerned, a lock belongs to the open file, not to a thread. So we need this set
+        # to keep our own threads apart.
         self._own: set[int] = set()
 
     def take(self, numbers: Iterable[int]) -> set[int]:
-        """Claims those of the numbers that nobody has claimed, and returns them. Doesn't wait."""
+        """Claims as many of the numbers as are still free, and returns these. Doesn't wait."""
         taken = set()
         with self._lock:
             for number in numbers:
@@ -128,7 +127,7 @@ class Claims:
                 self._own.discard(number)
 
     def wait(self, number: int, stop: threading.Event) -> None:
-        """Waits until no other thread holds the claim on a record, or `stop` is set."""
+        """Waits until nobody else has claimed the record, or `stop` is set."""
         while not self.take([number]):
             if stop.wait(POLL_S):
                 return
@@ -144,7 +143,7 @@ class Claims:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, BYTE_LOCK.pack(kind, os.SEEK_SET, number, 1, 0))
 
     def close(self) -> None:
-        """Closes the file, which releases all claims that were made with this object."""
+        """Closes the file, which releases all claims made through this object."""
         os.close(self._fd)
 
 
@@ -153,7 +152,7 @@ def _open(path: Path) -> int:
 
 
 def _is_alone(fd: int) -> bool:
-    """Returns whether no other user has locked the file. If so, also locks it exclusively."""
+    """Returns whether there are no other users. If so, locks the file exclusively."""
     with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

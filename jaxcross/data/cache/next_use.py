@@ -1,36 +1,36 @@
-"""Decides which records a cache level keeps, and predicts hits with a simulation. Pure.
+"""Decides which records a cache level keeps, and predicts hit rates by simulation. Pure functions.
 
-**Problem.** When a new record arrives at a full level, should the level drop other records for it,
-and which ones? Most caches have to guess from the past. LRU, for example, assumes that the records
-used last will be needed again soonest. We don't have to guess. A stream's shuffled order follows
-from its seed, so we know the position at which each stream will use each record next.
+**Problem.** When a new record arrives at a full level, should it replace any of the records there,
+and if so, which? Most caches have to guess from past accesses: LRU, for example, assumes that
+recently used records will be needed again soonest. We don't have to guess. The seed determines a
+stream's shuffled order, so we know exactly when each stream will need each record next.
 
-**Belady's rule.** If all records have the same size, there are the fewest misses if we always drop
-the record whose next use is furthest away (L. A. Belady, 1966,
-https://doi.org/10.1147/sj.52.0078). We call the number of positions until a record's next use its
-distance. If several streams use the level, the stream that needs the record soonest determines the
-distance. So when a record arrives at a full level, `Room.victims` sorts the records in the level by
-distance. If the new record is needed sooner than the most distant ones, it replaces these.
-Otherwise the level refuses the new record.
+**Belady's rule.** As long as all records have the same size, evicting the record whose next use is
+furthest away gives the fewest possible misses (L. A. Belady, 1966,
+https://doi.org/10.1147/sj.52.0078). A record's distance is the number of positions until its next
+use. When several streams share a level, the stream that needs the record soonest determines its
+distance. When a record arrives at a full level, `Room.victims` sorts the level's records by
+distance. If the new record is needed sooner than the most distant ones, it replaces them; otherwise
+the level refuses it.
 
-**Cost.** To find the records whose next use is furthest away, we have to sort all records in the
-level. For a million records, that takes 0.1 s, which is too slow to do for each new record. So we
-deviate from Belady's rule in two ways, which `Room` implements:
+**Cost.** To find the most distant records, we have to sort everything in the level. With a million
+records that takes 0.1 s, far too slow to do for each new record. So `Room` relaxes Belady's rule in
+two ways:
 
-- Once we've sorted, we drop not just one record but as many as fill 1/64 of the level. The free
-  space then lasts for many new records.
-- After each sort, we remember a bound: the smallest distance among the records that we dropped, or
-  would have dropped. A new record whose distance is at or beyond the bound is refused without
-  sorting. The bound becomes stale as the streams advance, so we sort again after a number of offers
-  that's 1/64 of the number of records in the level.
+- - After sorting, we evict not just one record but enough to free 1/64 of the level. That leaves
+  room for many more records before we have to sort again.
+- - We also remember the smallest distance among the records we evicted (or would have evicted) as a
+  bound. From then on, any new record at or beyond this distance is refused without sorting. The
+  bound gets stale as the streams advance, so we sort again after a number of offers equal to 1/64
+  of the number of records in the level.
 
-**A single stream** uses every record once per pass over the data set, so evicting a record that it
-still needs in favour of another one gains nothing. If the new record is also in a slower level of
-the cache, we therefore don't evict any record for it that's still needed; see `Room.offer_copy`.
+**A single stream** uses every record once per pass, so evicting a record that it still needs in
+favour of another record gains nothing. That's why, if a slower level of the cache also has the new
+record, we don't evict anything that's still needed for it; see `Room.offer_copy`.
 
-**Simulation.** `simulate` predicts how many records a cache with given budgets would find in each
-level. It makes the same decisions as the real cache, but reads no data. For comparison, it can also
-predict how many records a cache with LRU would find.
+**Simulation.** `simulate` predicts how many records a cache with given budgets would serve from
+each level. It makes the same decisions as the real cache without reading any data. For comparison,
+it can also simulate LRU.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ import numpy as np
 
 PAGE_BYTES = 4096
 NEVER = 2**62
-"""Stands for the position of a record's next use if we know of no further use."""
+"""Placeholder for the next use of a record that, as far as we know, won't be used again."""
 UNNEEDED = NEVER // 2
-"""A record with at least this distance isn't known to be used again.
+"""From this distance on, we consider a record unneeded.
 
-Distances are differences of positions, so they're a bit smaller than `NEVER` even for such records.
+Distances are differences between positions, so even for records that won't be used again, they come
+out slightly below `NEVER`.
 """
 BATCH_SHARE = 64
-"""A level drops 1/64 of its pages at a time, because sorting a million records takes 0.1 s."""
+"""We evict 1/64 of a level's pages at a time, because sorting a million records takes 0.1 s."""
 
 Order = Callable[[int], np.ndarray]
-"""Returns the record numbers of one pass over a stream, given the pass's number."""
+"""Maps the number of a pass to the record numbers in that pass, in order."""
 
 
 def pages_of(nbytes: int) -> int:
-    """Returns the number of pages that a blob of `nbytes` occupies."""
+    """Returns the number of pages taken up by a blob of `nbytes`."""
     return -(-nbytes // PAGE_BYTES)
 
 
 @final
 class Room:
-    """Decides which records a full level drops to make room for a new one.
+    """Decides which records a full level evicts to make room for a new record.
 
     Args:
         capacity: The level's size in pages.
@@ -71,28 +72,29 @@ class Room:
 
     def __init__(self, capacity: int) -> None:
         self._batch = capacity // BATCH_SHARE
-        self._bound = 0  # a new record at this distance or beyond is refused without sorting
-        self._offers = 0  # number of records offered since the latest sort
-        self._patience = 0  # after this many offers, we sort again in any case
-        self._refusals = 0  # how many more copies `offer_copy` refuses before it tries again
+        self._bound = 0  # refuse new records from this distance on without sorting
+        self._offers = 0  # number of records offered since the last sort
+        self._patience = 0  # sort again after this many offers, no matter what
+        self._refusals = 0  # how many more copies `offer_copy` refuses before trying again
 
     def offer_copy(self, put: Callable[[bool], bool], *, several_streams: bool) -> bool:
-        """Offers a full level a copy of a slower level's record. Returns whether it's there now.
+        """Offers a full level a copy of a slower level's record. Returns whether the level has it
+        now.
 
-        Suppose there's a single stream. It uses each record once per pass, so after a record was
-        used, it has to be kept for about a whole pass until it's used again. A level that holds a
-        quarter of the records therefore serves a quarter of the reads, no matter which records it
-        holds. Replacing them would gain nothing. When we still did it, it took 0.2 ms per record of
-        100 kB, which raised the CPU time per image from 0.89 to 1.19 times that of reading a local
-        folder (benchmarks/results/benchmarks.md). So for a single stream, a copy may only replace
-        records of which we don't know that they're needed again.
+        Suppose there's a single stream. It uses each record once per pass, so once a record has
+        been used, we'd have to keep it for about a whole pass before it's needed again. A level
+        with room for a quarter of the records therefore serves a quarter of the reads, no matter
+        which records it holds, and replacing any of them is a waste of time. When we still did it,
+        it took 0.2 ms per 100 kB record and raised the CPU time per image from 0.89 to 1.19 times
+        that of reading a local folder (benchmarks/results/benchmarks.md). So with a single stream,
+        a copy may only replace records that aren't known to be needed again.
 
-        With several streams, replacing does pay, because another stream may need the record soon.
+        With several streams, it does pay off, because another stream may need the record soon.
 
         Args:
-            put: Function that offers the record to the level, and returns whether the level has it
-                then. Its argument says whether the record may replace records that are needed
-                later.
+            put: Function that offers the record to the level and returns whether the level has it
+                afterwards. The argument says whether the record may replace records that are still
+                needed.
             several_streams: Whether more than one stream uses the level.
         """
         if several_streams:
@@ -100,7 +102,7 @@ class Room:
         if self._refusals > 0:
             self._refusals -= 1
             return False
-        # Each try means sorting the records, so after a failure we refuse some copies untried.
+        # Each attempt means sorting, so after a failure we refuse a number of copies outright.
         taken = put(False)
         self._refusals = 0 if taken else self._batch
         return taken
@@ -111,35 +113,34 @@ class Room:
         distance: int,
         residents: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]],
     ) -> np.ndarray | None:
-        """Chooses the records to drop for a new one, starting with the furthest next use.
+        """Chooses the records to evict for a new record, starting with the most distant.
 
         Args:
-            needed: Number of pages that are missing for the new record.
-            distance: Number of positions until the new record is used.
-            residents: Returns numbers, distances and pages of all records in the level. Calling it
-                is expensive, so we do that only if we don't refuse the new record straight away.
+            needed: Number of pages that the new record needs in addition to the free ones.
+            distance: Number of positions until the new record is needed.
+            residents: Returns the numbers, distances and page counts of all records in the level.
+                This is expensive, so we only call it if we can't refuse the new record straight
+                away.
 
         Returns:
-            Numbers of the records to drop, or None if the new record is needed at the same time as
-            one of them, or later.
+            Numbers of the records to evict, or None if some of them are needed no later than the
+            new record.
         """
         self._offers += 1
         if distance >= self._bound and self._offers <= self._patience:
-            return None  # it would lose against what the latest sort found
+            return None  # it can't beat anything the last sort would evict
         numbers, distances, pages = residents()
         self._offers = 0
         self._patience = len(numbers) // BATCH_SHARE
-        # Sort the records by distance, i.e. by how far away their next use is, the furthest first.
-        # If distances are equal, sort by number, so that the simulation makes the same choice as a
-        # real level. `freed[n]` is the number of pages that become free if we drop the first n + 1
-        # records.
+        # Sort by distance, most distant first. Break ties by number, so that the simulation makes
+        # the same choice as a real level. Evicting the first n + 1 records frees `freed[n]` pages.
         order = np.argsort(-distances, kind="stable")
         freed = np.cumsum(pages[order])
         if not len(freed) or freed[-1] < needed:
             return None
-        # Drop a whole batch of records at once, or more if the new record needs more pages. But do
-        # so only if the new record is needed sooner than every record in the batch, because
-        # otherwise we'd drop a record that's needed before the new one.
+        # Evict a whole batch at once, or more if the new record needs more pages. But only do so if
+        # the new record is needed sooner than everything in the batch; otherwise we'd evict a
+        # record that's needed before the new one.
         last = min(int(np.searchsorted(freed, max(needed, self._batch))), len(order) - 1)
         self._bound = int(distances[order[last]])
         return numbers[order[: last + 1]] if distance < self._bound else None
@@ -147,11 +148,10 @@ class Room:
 
 @final
 class NextUse:
-    """The position at which one stream uses each record next, updated as the stream advances.
+    """Tracks when a stream will use each record next, as the stream advances.
 
     Args:
-        table: int64 `[records]`. We write the positions to this array, which may be in shared
-            memory.
+        table: int64 `[records]`, receives the positions. May be in shared memory.
         order: Returns the order of the records in each pass.
         length: Number of records per pass.
         start: The stream's first position.
@@ -166,22 +166,23 @@ class NextUse:
         self._stop = stop
         self._epoch = start // length
         self._records = order(self._epoch)
-        # A pass uses no record twice. Until a record is taken in the current pass, its next use is
-        # in this pass. After that, its next use is in the next pass. A pass may also leave out some
-        # records. If both passes leave out a record, its next use counts as unknown (`NEVER`).
+        # No record occurs twice in a pass. Until it's taken in the current pass, its next use is in
+        # this pass, and from then on it's in the next pass. A pass may also leave out some records.
+        # If both the current and the next pass skip a record, we treat its next use as unknown
+        # (`NEVER`).
         self._later = self._positions(self._epoch + 1)
         np.minimum(self._positions(self._epoch), self._later, out=self.table)
 
     def take(self, position: int) -> int:
-        """Returns the record at `position`, and updates the position of its next use.
+        """Returns the record at `position` and updates its next use.
 
-        You must call this for all positions in order.
+        Must be called for every position, in order.
         """
         epoch, index = divmod(position, self._length)
         if epoch != self._epoch:
             self._epoch = epoch
             self._records = self._order(epoch)
-            # The pass that was the next one has become the current one.
+            # What was the next pass is now the current one.
             current = self._later
             self._later = self._positions(epoch + 1)
             np.minimum(current, self._later, out=self.table)
@@ -190,13 +191,13 @@ class NextUse:
         return record
 
     def _positions(self, epoch: int) -> np.ndarray:
-        """Returns each record's position in a pass, or `NEVER` if the pass leaves it out."""
+        """Returns each record's position in a pass, or `NEVER` if it doesn't occur there."""
         positions = np.full(len(self.table), NEVER, np.int64)
         first = epoch * self._length
         if first >= self._stop:
             return positions
         positions[self._order(epoch)] = np.arange(first, first + self._length)
-        # The stream may begin or end in the middle of this pass.
+        # The stream may start or stop in the middle of this pass.
         positions[(positions < self._start) | (positions >= self._stop)] = NEVER
         return positions
 
@@ -204,7 +205,7 @@ class NextUse:
 def groups(start: int, stop: int, length: int, size: int) -> Iterator[range]:
     """Yields consecutive ranges of up to `size` positions.
 
-    No range spans two passes, so no record occurs in it twice.
+    Ranges never span two passes, so a record can't occur twice in a range.
     """
     while start < stop:
         end = min(start + size, stop, (start // length + 1) * length)
@@ -214,11 +215,11 @@ def groups(start: int, stop: int, length: int, size: int) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """How many records all streams together read from each level in one pass.
+    """How many records were read from each level in one pass, summed over all streams.
 
     Attributes:
-        hits: Number of records that were found in each level, in the order of the levels.
-        origin: Number of records that were found in no level.
+        hits: Number of records found in each level, in the order of the levels.
+        origin: Number of records not found in any level.
         origin_bytes: Number of bytes that the origin sent for these records.
     """
 
@@ -228,13 +229,13 @@ class Tally:
 
     @property
     def hit_share(self) -> float:
-        """Fraction of the records that were found in some level."""
+        """Fraction of the records found in any of the levels."""
         return sum(self.hits) / max(1, sum(self.hits) + self.origin)
 
 
 @final
 class _Level:
-    """One simulated level. Its methods correspond to those of `PageStore`."""
+    """A simulated level. The methods mirror those of `PageStore`."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.free = budget_bytes // PAGE_BYTES
@@ -262,8 +263,8 @@ class _Level:
                     np.array([self.pages[number] for number in numbers], np.int64),
                 )
 
-            # If the record mustn't replace others that are needed, treat it as if it weren't needed
-            # itself.
+            # Without `exchange`, pretend that the record isn't needed itself, so that it can't
+            # replace records that are.
             own = max(int(distance(np.array([record]))[0]), 0 if exchange else UNNEEDED)
             victims = self._room.victims(pages - self.free, own, residents)
             if victims is None:
@@ -301,26 +302,25 @@ def simulate(
     read_bytes: np.ndarray | None = None,
     policy: str = "next_use",
 ) -> list[Tally]:
-    """Predicts how many records each pass reads from each level. Reads no data.
+    """Predicts how many records each pass reads from each level, without reading any data.
 
-    The simulated levels make the same decisions as real ones, but the prediction isn't exact. The
-    simulation advances all streams in turn, whereas in a real run one job may be some records ahead
-    of another one. In our benchmark, the number of bytes that were actually read from the origin
-    was within 3% of the prediction (benchmarks/results/benchmarks.md).
+    The simulated levels make the same decisions as real levels, but the prediction isn't exact: the
+    simulation advances all streams in lockstep, whereas in a real run, one job can be a few records
+    ahead of another. In our benchmark, the number of bytes actually read from the origin was within
+    3% of the prediction (benchmarks/results/benchmarks.md).
 
     Args:
-        orders: The order of the records in each pass, for each stream on the node, i.e. for each
-            job and rank.
+        orders: The record order of each stream on the node, i.e. of each job and rank.
         sizes: Size of each record in bytes.
-        budgets: Size of each level in bytes, the fastest level first. A level uses whole pages of
-            4096 bytes.
+        budgets: Size of each level in bytes, fastest level first. Levels are made up of 4096-byte
+            pages.
         length: Number of records per pass of a stream.
         epochs: Number of passes.
-        group: Number of records that are looked up before the missing ones are fetched. In a real
-            cache that's half of `ahead_records`.
+        group: Number of records to look up before fetching those that are missing. A real cache
+            uses half of `ahead_records`.
         read_bytes: Bytes that the origin sends for each record, if that differs from `sizes`.
-        policy: `next_use`, or `lru` to see how a cache would do that keeps the most recently used
-            records.
+        policy: `next_use`, or `lru` to see how a cache that keeps the most recently used records
+            would do.
 
     Raises:
         ValueError: `policy` is neither `next_use` nor `lru`.
@@ -345,8 +345,8 @@ def simulate(
         ]
         return np.maximum(np.min(each, axis=0), 0)
 
-    # With LRU, a full level drops the record that was used longest ago. So instead of the distance
-    # to a record's next use, we use the time since its latest use.
+    # LRU evicts the least recently used record. So the time since the last use takes the place of
+    # the distance.
     def by_last_use(numbers: np.ndarray) -> np.ndarray:
         return clock - last_use[numbers]
 
@@ -359,8 +359,8 @@ def simulate(
                 positions[index] = position + 1
                 clock += 1
                 last_use[record] = clock
-                # The fastest level that has the record delivers it, and the levels that are even
-                # faster are offered a copy.
+                # The fastest level that has the record serves it, and any faster levels are offered
+                # a copy.
                 found = next((n for n, level in enumerate(levels) if record in level.pages), None)
                 if found is None:
                     missing.append(record)
@@ -371,8 +371,8 @@ def simulate(
                     level.put_copy(
                         record, int(pages[record]), distance, several_streams=len(streams) > 1
                     )
-            # We do this in the same order as the real cache: it fetches the missing records after
-            # it has looked up the whole group, and offers them to the slowest level first.
+            # Same order as in the real cache: fetch what's missing only after looking up the whole
+            # group, and offer it to the slowest level first.
             for record in missing:
                 for level in reversed(levels):
                     level.put(record, int(pages[record]), distance)

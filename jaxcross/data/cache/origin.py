@@ -1,6 +1,6 @@
-"""Where a data set is stored: in a local folder, or at a URL that's read in byte ranges by fsspec.
+"""Where a data set lives: a local folder, or a URL from which fsspec reads byte ranges.
 
-Nothing here modifies or deletes any part of the data set.
+Nothing here ever modifies or deletes any part of the data set.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from jaxcross._files import write_whole
 from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
 
 CONNECTIONS = 32
-"""Number of byte ranges that are read at once.
+"""Number of byte ranges to read concurrently.
 
-With fsspec's default of 128, some requests starved: over an 8 Mbit/s link, reading took 19 s rather
-than 12 s, and once even 200 s.
+With fsspec's default of 128, some requests starved: reading over an 8 Mbit/s link took 19 s instead
+of 12 s, and 200 s on one occasion.
 """
 TRIES = 7
-# How long we wait, after a request to the storage has failed, before we try again. The wait doubles
-# with each further try, because that's what stores that limit the rate of requests ask their
-# clients to do. All waits together add up to 31.5 s.
+# How long to wait before retrying a failed request. The wait doubles with each retry, which is what
+# rate-limited stores ask their clients to do; altogether it adds up to 31.5 s.
 WAIT_S = 0.5
 FOOTER_HEAD = struct.Struct("<QQQI")  # size of the shard, offset and size of the footer, checksum
 
 
 class Fetched(NamedTuple):
-    """Records in the order of the request, and how many bytes the origin sent for them."""
+    """The requested records, in order, and how many bytes the origin sent for them."""
 
     records: list[bytes]
     nbytes: int
@@ -49,7 +48,7 @@ class Shard(NamedTuple):
     Attributes:
         path: The file.
         skip: Number of records at its start that don't belong to the split.
-        take: Number of records after these that belong to the split.
+        take: Number of records after that which do.
     """
 
     path: str
@@ -58,12 +57,12 @@ class Shard(NamedTuple):
 
 
 class Origin(ABC):
-    """The records of one split, by number. Thread-safe."""
+    """The records of a split, by number. Thread-safe."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Text that identifies the records. It changes whenever the records may have changed."""
+        """A string identifying the records. It changes whenever the records may have changed."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -80,12 +79,12 @@ class Origin(ABC):
 
 @final
 class LocalOrigin(Origin):
-    """A folder in this machine's file system, which may be a network mount.
+    """A folder on this machine's file system, possibly a network mount.
 
     Args:
         shards: The files of the split.
         source: The records in these files, read by ArrayRecord.
-        identity: Distinguishes data sets that have the same files.
+        identity: Distinguishes between data sets with the same files.
     """
 
     def __init__(self, shards: Sequence[Shard], source: Any, identity: str) -> None:
@@ -108,13 +107,13 @@ class LocalOrigin(Origin):
 
 @final
 class FooterFiles:
-    """Footers of remote shards, saved in a folder of the node. Ignores files that are damaged."""
+    """Footers of remote shards, saved in a folder on the node. Corrupt files are ignored."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def load(self, shard: str) -> Footer | None:
-        """Returns the footer that was saved for this shard, or None."""
+        """Returns the footer saved for this shard, or None."""
         with suppress(OSError, struct.error):
             content = self._path(shard).read_bytes()
             nbytes, start, index_bytes, crc = FOOTER_HEAD.unpack_from(content)
@@ -127,7 +126,7 @@ class FooterFiles:
         return None
 
     def save(self, shard: str, footer: Footer) -> None:
-        """Saves a footer. Does nothing if the disk is full; it's then fetched again next time."""
+        """Saves a footer, best effort. If the disk is full, it's fetched again next time."""
         content = footer.index + footer.postscript
         head = (footer.nbytes, footer.start, len(footer.index))
         crc = zlib.crc32(content, zlib.crc32(FOOTER_HEAD.pack(*head, 0)))
@@ -141,14 +140,14 @@ class FooterFiles:
 
 @final
 class RemoteOrigin(Origin):
-    """A split's shards on one of fsspec's file systems. Their footers are saved on the node.
+    """A split's shards on one of fsspec's file systems. Keeps their footers on the node.
 
     Args:
         fs: The file system.
         shards: The files of the split.
-        identity: Distinguishes data sets that have the same file names.
-        footers: Where the footers are saved.
-        stop: Once this is set, we give up instead of waiting for the next try.
+        identity: Distinguishes between data sets with the same file names.
+        footers: Where to save the footers.
+        stop: Once set, we give up instead of waiting to retry.
     """
 
     def __init__(
@@ -176,11 +175,11 @@ class RemoteOrigin(Origin):
         return int(self._firsts[-1])
 
     def read(self, records: Sequence[int]) -> Fetched:
-        wanted: dict[int, list[int]] = defaultdict(list)  # maps shards to places in `records`
+        wanted: dict[int, list[int]] = defaultdict(list)  # maps shards to indices into `records`
         for place, record in enumerate(records):
             wanted[self._place(record)[0]].append(place)
         nbytes = self._load_footers(list(wanted))
-        ranges: dict[tuple[int, int], int] = {}  # maps shard and start of each range to its end
+        ranges: dict[tuple[int, int], int] = {}  # maps (shard, start of range) to end of range
         for shard, places in wanted.items():
             for place in places:
                 start, end = self._known[shard].range_of(self._place(records[place])[1])
@@ -205,19 +204,19 @@ class RemoteOrigin(Origin):
         return Fetched(found, nbytes + sum(map(len, contents)))
 
     def read_bytes(self, record: int) -> int:
-        """Returns how many bytes the origin sends for a record. May have to read a footer."""
+        """Returns how many bytes the origin sends for a record. May need to read a footer."""
         shard, index = self._place(record)
         self._load_footers([shard])
         start, end = self._known[shard].range_of(index)
         return end - start
 
     def _place(self, record: int) -> tuple[int, int]:
-        """Returns a record's shard, and the record's number in the shard's file."""
+        """Returns a record's shard and its number within the shard's file."""
         shard = int(np.searchsorted(self._firsts, record, "right")) - 1
         return shard, record - int(self._firsts[shard]) + self._shards[shard].skip
 
     def _load_footers(self, shards: list[int]) -> int:
-        """Loads the footers of these shards. Returns the number of bytes read from the origin."""
+        """Loads the shards' footers. Returns the number of bytes read from the origin."""
         for shard in shards:
             if shard in self._known:
                 continue
@@ -269,15 +268,14 @@ class RemoteOrigin(Origin):
             ) from error
 
     def _ranges(self, wanted: Sequence[tuple[int, int, int]]) -> list[bytes]:
-        """Reads several byte ranges at once, each given as (shard, start, end)."""
+        """Reads several byte ranges concurrently, each given as (shard, start, end)."""
         paths = [self._shards[shard].path for shard, _, _ in wanted]
         starts = [start for _, start, _ in wanted]
         ends = [end for _, _, end in wanted]
         if not wanted:
             return []
-        # We limit how many byte ranges are read at once. Only asynchronous file systems have such
-        # an option. Others, e.g. fsspec's caches, read one range after the other, so they don't
-        # need it.
+        # Limit the number of concurrent reads. Only asynchronous file systems have an option for
+        # this. Others, such as fsspec's caches, read the ranges sequentially anyway.
         several = isinstance(self._fs, AsyncFileSystem)
         options = {"batch_size": self._fs.batch_size or CONNECTIONS} if several else {}
         contents = self._retried(
@@ -296,9 +294,9 @@ class RemoteOrigin(Origin):
         for attempt in range(1, TRIES + 1):
             try:
                 return call()
-            except Exception as error:  # each file system of fsspec raises errors of its own
-                # We even retry after `FileNotFoundError`, because that's what fsspec raises over
-                # HTTP if the server is down.
+            except Exception as error:  # fsspec's file systems all raise different errors
+                # We even retry on `FileNotFoundError`, because over HTTP, that's what fsspec raises
+                # when the server is down.
                 again = attempt < TRIES and not isinstance(error, PermissionError)
                 if again and not self._stop.wait(WAIT_S * 2 ** (attempt - 1)):
                     continue

@@ -1,36 +1,35 @@
-"""One cache level: records by number, in the pages of a file that all processes of the node share.
+"""One cache level: records by number, stored in pages of a file shared by the node's processes.
 
-**Problem.** Several processes read and write the same cache level at once, and any of them may be
-killed at any moment. Even then, the level must not exceed its budget or return wrong bytes, and the
-other processes must still be able to use it. Records have different sizes, and are dropped in any
-order.
+**Problem.** Several processes read and write the same cache level concurrently, and any of them may
+be killed at any moment. Even then, the level must not exceed its budget or return corrupt data, and
+it has to remain usable for everyone else. On top of that, records vary in size and are evicted in
+arbitrary order.
 
-**Files.** A level is a folder with three files. The file `data` contains the records' bytes, in
-pages of 4096 bytes. The file `pages` contains a header, then the number of the next page of the
-same record for each page, and then a stack of free pages. The file `rows` contains a row of 16
-bytes for each record: its first page, its size and its checksum, and a checksum of the row itself.
+**Files.** A level is a folder with three files. `data` holds the records' bytes, in 4096-byte
+pages. `pages` starts with a header, followed by a linked list (the next page of the same record,
+for each page) and a stack of free pages. `rows` has a 16-byte row per record: its first page, size
+and checksum, and a checksum of the row itself.
 
 **Space.** The number of pages is fixed, so the level can't exceed its budget. A record's pages form
-a linked list, so a record fits as soon as enough pages are free, wherever they are, and we never
-have to move records. As long as the level hasn't dropped anything, a record's pages are adjacent,
-and we can read it with a single `pread`.
+a linked list, which means that a record fits as soon as enough pages are free, wherever they are,
+and nothing ever has to be moved. Until the level evicts something for the first time, every
+record's pages are adjacent and can be read with a single `pread`.
 
-**Concurrency.** Writers take the level's file lock. Readers take no lock. Instead, a reader checks
-the row's checksum, reads the bytes, and compares them with the record's checksum. If one of the
-checksums is wrong, another process may have replaced the record while we were reading it, so the
-reader tries again while holding the lock. If the record is still wrong then, it's damaged, and we
-drop it.
+**Concurrency.** Writers take the level's file lock; readers don't. Instead, a reader verifies the
+row's checksum, reads the bytes, and compares them with the record's checksum. If either is wrong,
+another process may have replaced the record under its feet, so the reader tries again with the lock
+held. If the checksum is still wrong then, the record is corrupt and gets dropped.
 
-**Crashes.** To insert a record, we first write its bytes, to pages that are still free. If we're
-killed at that point, nothing has changed. Then we change the stack of free pages, the linked list
-and, last of all, the row. Meanwhile a dirty flag is set in the header. The next process that takes
-the lock finds this flag, keeps all rows that are intact, and rebuilds the stack of free pages from
-them. The first user of a level always does so.
+**Crashes.** To insert a record, we first write its bytes to pages that are still free. If we're
+killed at this point, nothing has changed. Then we update the stack of free pages, the linked list
+and, last of all, the row, with a dirty flag set in the header throughout. If a process finds this
+flag set when it takes the lock, it keeps all rows that are intact and rebuilds the stack of free
+pages from them. The first user of a level always does this.
 
-**Full disks.** We access the files `pages` and `rows` through memory mappings. If the disk were
-full, writing to a mapping would kill the process with SIGBUS, so we allocate the space of these
-files in advance (`_resize`). The records' bytes are written with `pwrite`, which raises an ordinary
-error on a full disk. The level then turns itself off.
+**Full disks.** `pages` and `rows` are memory-mapped, and writing to a mapping on a full disk would
+kill the process with SIGBUS. So we allocate these files up front (`_resize`). The records' bytes
+are written with `pwrite`, which raises an ordinary error when the disk is full; in that case, the
+level turns itself off.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from jaxcross.data.cache.next_use import PAGE_BYTES, UNNEEDED, Room, pages_of
 
 _log = logging.getLogger("jaxcross")
 
-# The columns of a row, 4 bytes each. Pages are counted from 1 here, and 0 means that there's none.
+# The columns of a row, 4 bytes each. Pages are numbered from 1 here; 0 means no page.
 FIRST, NBYTES, CRC, CHECK = range(4)
 ROW_BYTES = 16
-HEADER = 8  # number of 8-byte words in the header, two of which are in use
-DIRTY = 0  # the word that says whether a change has begun but hasn't been completed
-FREE = 1  # the word that contains the number of free pages
-# Odd 64-bit numbers, with which the row's checksum multiplies the parts of a row.
+HEADER = 8  # number of 8-byte words in the header, two of them in use
+DIRTY = 0  # header word: a change has been started but not completed
+FREE = 1  # header word: number of free pages
+# Odd 64-bit multipliers for the row's checksum.
 FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
 WORD = 2**64 - 1
 SMALLEST_BYTES = 16 * PAGE_BYTES
@@ -65,17 +64,15 @@ SMALLEST_BYTES = 16 * PAGE_BYTES
 
 @final
 class PageStore:
-    """A level with a hard budget, shared by all processes that name the same folder. Thread-safe.
+    """A level with a hard budget, shared by all processes that use the same folder. Thread-safe.
 
-    Create and close it while holding a lock that all users of the level take.
+    Create and close it while holding a lock that's common to all users of the level.
 
     Args:
-        folder: A folder for this level alone, which is created if it's missing.
-        name: The level's name, for messages.
-        budget_bytes: Size of the files `data` and `pages` together. The file `rows` takes another
-            16 bytes per record.
-        distances: Takes record numbers, and returns the number of positions until each record's
-            next use.
+        folder: The level's own folder, created if it doesn't exist.
+        name: The level's name, for log messages.
+        budget_bytes: Combined size of `data` and `pages`. `rows` takes another 16 bytes per record.
+        distances: Maps record numbers to the number of positions until each record's next use.
         several_streams: Returns whether more than one stream uses the level.
 
     Raises:
@@ -83,10 +80,8 @@ class PageStore:
         ValueError: The budget is below 64 KiB, or the level is in use with a different budget.
 
     Attributes:
-        damaged: Number of records that were dropped because their bytes didn't match their
-            checksum.
-        is_off: Whether writing has been turned off because a write failed. Records can still be
-            read.
+        damaged: Number of records dropped because their bytes didn't match their checksum.
+        is_off: Whether writes are disabled because one has failed. Reading still works.
     """
 
     def __init__(
@@ -138,10 +133,9 @@ class PageStore:
                 "node the same one."
             )
         self._data = os.open(self._folder / "data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # The file starts with a header of 8-byte words. After that, it has two arrays with one
-        # 4-byte number per page. The first array says, for each page, which page of the same record
-        # comes next. The second array is the stack of free pages, and is that long because all
-        # pages may be free.
+        # The file has a header of 8-byte words, followed by two arrays with one 4-byte integer per
+        # page. The first array maps each page to the next page of the same record. The second is
+        # the stack of free pages, which has to have room for all pages.
         words = np.frombuffer(_map(self._folder / "pages"), np.int64)
         self._header = words[:HEADER]
         tables = words[HEADER:].view(np.uint32)
@@ -149,16 +143,17 @@ class PageStore:
         self._free = tables[self.n_pages :]
         self._rows = np.empty((0, 4), np.uint32)
         self._map_rows()
-        # The first process that uses the level can't trust its files, which may be new, or left
-        # over from a machine that crashed. It sets the dirty flag, as if a process had died while
-        # changing the level. `_locked` then checks the rows, and rebuilds the stack of free pages.
+        # The first process to use the level can't trust its files: they may be new, or left over
+        # from a machine that crashed. It sets the dirty flag, as if a process had died in the
+        # middle of a change. That makes `_locked` check the rows and rebuild the stack of free
+        # pages.
         if self._users.is_first:
             self._header[DIRTY] = 1
         with self._locked():
             pass
 
     def grow(self, records: int) -> None:
-        """Extends the file `rows` so that it has a row for each record number below `records`."""
+        """Extends `rows` to cover every record number below `records`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -167,11 +162,11 @@ class PageStore:
             self._map_rows()
 
     def close(self) -> None:
-        """Closes the level's files. Records can't be found any more. Waits for other threads."""
+        """Closes the level's files, after which lookups find nothing. Waits for other threads."""
         with self._lock:
-            # Once the file is closed, the kernel may reuse its descriptor's number for another
-            # file, and a thread that's still looking for a record would read from that file. So we
-            # first remove the rows, and no thread finds a record to read any more.
+            # Once we've closed the file, the kernel may reuse its descriptor for a different file,
+            # which a thread in the middle of a lookup would then read from. So we remove the rows
+            # first; that way, lookups don't find anything to read.
             self._is_closed = True
             self._rows = np.empty((0, 4), np.uint32)
             os.close(self._data)
@@ -179,13 +174,13 @@ class PageStore:
         self._users.leave()
 
     def __contains__(self, number: int) -> bool:
-        rows = self._rows  # read the attribute just once, because another thread may change it
+        rows = self._rows  # read the attribute only once; another thread may replace it
         return number < len(rows) and bool(rows[number, FIRST])
 
     def get(self, number: int, salt: int = 0) -> bytes | None:
-        """Returns a record's bytes, or None if the level doesn't have the record.
+        """Returns a record's bytes, or None if it's not in the level.
 
-        If the record's checksum is wrong, drops the record. `salt` must be the same as in `put`.
+        Drops the record if its checksum is wrong. Pass the same `salt` as to `put`.
         """
         if number not in self:
             return None
@@ -195,10 +190,9 @@ class PageStore:
             if not self._is_closed:
                 raise
             return None
-        # The checksum is wrong. Either another process has replaced the record while we were
-        # reading it, or the record is damaged. To find out, we read it again while holding the
-        # lock. No other process can change anything then, so if the checksum is still wrong, the
-        # record is damaged.
+        # The checksum is wrong. Either another process replaced the record while we were reading
+        # it, or the record is corrupt. To find out, read it again with the lock held: nobody else
+        # can change anything now, so if the checksum is still wrong, the record is corrupt.
         if blob is None and number in self:
             with self._locked():
                 if self._is_closed:
@@ -210,23 +204,22 @@ class PageStore:
         return blob
 
     def put(self, number: int, blob: bytes, salt: int = 0, *, exchange: bool = True) -> bool:
-        """Offers a record, and returns whether the level has it now.
+        """Offers a record to the level. Returns whether the level has it now.
 
-        If there isn't enough space, the level drops the records whose next use is furthest away. If
-        the new record's own next use is even further away, the level refuses the new record
-        instead.
+        If the level is full, it evicts the records whose next use is furthest away, unless the new
+        record's own next use is even further away. In that case, it refuses the new record.
 
-        If a write fails, e.g. because the disk is full, the level turns off for this process with
-        one warning.
+        If a write fails, e.g. because the disk is full, this process logs a single warning and
+        turns the level off for itself.
 
         Args:
             number: The record's number.
             blob: The record's bytes.
-            salt: The seed of the record's checksum. Each data set has a different salt. So if the
-                same number later belongs to a record of another data set, `get` finds that the
-                checksum is wrong, and doesn't return the old record.
-            exchange: Whether the record may replace records that are needed later. Otherwise it
-                only replaces records that no stream is known to need.
+            salt: Seed of the record's checksum, different for each data set. If the same number is
+                later given to another data set's record, `get` finds a checksum mismatch instead of
+                returning the old record.
+            exchange: Whether the record may replace records that are needed later. If not, it only
+                replaces records that no stream is known to need.
         """
         needed = pages_of(len(blob))
         if self.is_off or not needed or needed > self.n_pages or number >= len(self._rows):
@@ -239,8 +232,8 @@ class PageStore:
                     return True
                 lacking = needed - int(self._header[FREE])
                 if lacking > 0:
-                    # Without `exchange`, treat the record as if no stream needed it. It then only
-                    # replaces others that no stream needs.
+                    # Without `exchange`, pretend that nobody needs the record. That way, it can
+                    # only replace records that nobody needs either.
                     distance = max(
                         int(self._distances(np.array([number]))[0]), 0 if exchange else UNNEEDED
                     )
@@ -260,10 +253,9 @@ class PageStore:
         return True
 
     def put_copy(self, number: int, blob: bytes, salt: int = 0) -> bool:
-        """Offers a record that a slower level also has; see `Room.offer_copy`."""
-        # We don't hold the lock while we read the number of free pages, so another process may
-        # change it before we write. That doesn't matter, because `put` checks it again while
-        # holding the lock.
+        """Offers a copy of a slower level's record; see `Room.offer_copy`."""
+        # We're not holding the lock here, so another process may change the number of free pages
+        # right after we've read it. That's fine, because `put` checks it again under the lock.
         if pages_of(len(blob)) <= self._header[FREE]:
             return self.put(number, blob, salt)
         return self._room.offer_copy(
@@ -272,20 +264,20 @@ class PageStore:
         )
 
     def usage(self) -> tuple[int, int]:
-        """Returns the number of records in the level, and the bytes of their pages."""
+        """Returns the number of records in the level and the total size of their pages in bytes."""
         free = int(self._header[FREE])
         return int(np.count_nonzero(self._rows[:, FIRST])), (self.n_pages - free) * PAGE_BYTES
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the level's lock. If a process died while changing the level, repairs it first."""
+        """Holds the level's lock, after repairing the level if a process died mid-change."""
         with self._lock:
             if self._header[DIRTY] and not self._is_closed:
                 self._recount()
             yield
 
     def _residents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the numbers, distances and numbers of pages of all records in the level."""
+        """Returns the number, distance and page count of each record in the level."""
         self._map_rows()
         numbers = np.flatnonzero(self._rows[:, FIRST])
         return (
@@ -297,19 +289,19 @@ class PageStore:
     def _insert(self, number: int, blob: bytes, salt: int) -> None:
         needed = pages_of(len(blob))
         free = int(self._header[FREE])
-        # Take the pages from the top of the stack. When the stack has been rebuilt, the lowest page
-        # is at the top, so records get adjacent pages, which can be read with a single system call.
+        # Take pages from the top of the stack. After a rebuild, the lowest pages are on top, which
+        # gives records adjacent pages that can be read with a single system call.
         pages = self._free[free - needed : free][::-1].astype(np.int64)
-        # First write only the record's bytes. If this fails, or if the process is killed meanwhile,
-        # the pages still count as free, and there's nothing to repair.
+        # Write just the record's bytes for now. If this fails, or if we're killed in the process,
+        # the pages still count as free and there's nothing to repair.
         view = memoryview(blob)
         done = 0
         for first, count in _runs(pages):
             _write(self._data, view[done : done + count * PAGE_BYTES], first * PAGE_BYTES)
             done += count * PAGE_BYTES
-        # If the process is killed after this point, the dirty flag stays set, and the next process
-        # repairs the level. The row is written last, because readers find the record through its
-        # row, and everything else must be in place by then.
+        # If we're killed from here on, the dirty flag stays set and the next process repairs the
+        # level. The row comes last: it's what makes the record visible to readers, so everything
+        # else must be in place by then.
         self._header[DIRTY] = 1
         self._header[FREE] = free - needed
         self._next[pages[:-1]] = pages[1:] + 1
@@ -325,15 +317,15 @@ class PageStore:
         for number in numbers:
             pages = self._chain(int(number))
             self._rows[number] = (0, 0, 0, 0)
-            # The record's pages have to be returned to the stack of free pages. If its list of
-            # pages is damaged, we don't know which pages these are. In that case, we rebuild the
-            # whole stack from the other records' rows.
+            # We need to push the record's pages back onto the stack of free pages. If its linked
+            # list is damaged, we don't know which pages these are, so rebuild the whole stack from
+            # the other records' rows instead.
             if pages is None:
                 self._recount()
                 self._header[DIRTY] = 1
                 free = int(self._header[FREE])
                 continue
-            # In reverse order, so that the next record to take these pages gets them in order.
+            # In reverse, so that the next record to take these pages gets them in ascending order.
             self._free[free : free + len(pages)] = pages[::-1]
             free += len(pages)
             self._header[FREE] = free
@@ -342,8 +334,8 @@ class PageStore:
     def _chain(self, number: int) -> np.ndarray | None:
         """Returns a record's pages in order, or None if the row or the linked list is damaged.
 
-        Readers don't hold the lock, so another process may be changing the list while we follow it.
-        That's why every page number and every size is checked before we use it.
+        Readers don't hold the lock, so the list may change while we're following it. That's why we
+        check every page number and size before using it.
         """
         first, nbytes, crc, check = map(int, self._rows[number])
         if not first or check != _check(number, first, nbytes, crc):
@@ -362,17 +354,17 @@ class PageStore:
         return None if page else pages
 
     def _read(self, number: int, salt: int) -> bytes | None:
-        # The fast path: if the record's pages are adjacent, a single system call reads it without
-        # copying. When we gathered every record page by page instead, the CPU time per image rose
+        # Fast path: if the record's pages are adjacent, we can read it with a single system call
+        # and without copying. Gathering every record page by page raised the CPU time per image
         # from 0.89 to 1.08 times that of reading a local folder (benchmarks/results/benchmarks.md).
         first, nbytes, crc, check = self._rows[number].tolist()
         if check == _check(number, first, nbytes, crc) and self._is_one_run(first, nbytes):
             found = os.pread(self._data, nbytes, (first - 1) * PAGE_BYTES)
             if len(found) == nbytes and zlib.crc32(found, salt) == crc:
                 return found
-        # We get here if the record's pages are scattered, or if another process has just changed
-        # the record. In the second case, `_chain` and the next line may read different versions of
-        # the record's row, so we check that their sizes fit together.
+        # Slow path: the record's pages are scattered, or another process has just changed the
+        # record. In the latter case, `_chain` and the next line may see different versions of the
+        # row, so we check that the sizes are consistent.
         pages = self._chain(number)
         _, nbytes, crc, _ = map(int, self._rows[number])
         if pages is None or pages_of(nbytes) != len(pages):
@@ -387,7 +379,7 @@ class PageStore:
         return bytes(found) if zlib.crc32(found, salt) == crc else None
 
     def _is_one_run(self, first: int, nbytes: int) -> bool:
-        """Whether a record's pages are adjacent, as they are until the level drops something."""
+        """Whether a record's pages are adjacent, as they are until the first eviction."""
         count = pages_of(nbytes)
         if not 1 <= first <= first + count - 1 <= self.n_pages:
             return False
@@ -395,12 +387,12 @@ class PageStore:
         return successors == [*range(first + 1, first + count), 0]
 
     def _recount(self) -> None:
-        """Clears rows that are damaged or share a page, and rebuilds the stack of free pages.
+        """Clears rows that are corrupt or share a page, and rebuilds the stack of free pages.
 
-        Follows the linked lists of all records at once, by one page per iteration. If two records
-        claim the same page, we keep only one of them. When we reject a record, the pages that it
-        claimed earlier in the walk are marked as taken, although they're free. So we start over
-        without the rejected records, until a walk rejects none.
+        Walks the linked lists of all records at once, one page per iteration. If two records claim
+        the same page, only one of them survives. A rejected record may already have marked some
+        pages as taken earlier in the walk, although they're actually free. So we start over without
+        the rejected records until a walk doesn't reject any.
         """
         self._map_rows()
         rows = self._rows
@@ -413,14 +405,13 @@ class PageStore:
             page = found[:, FIRST].astype(np.int64)
             taken = np.zeros(self.n_pages + 1, bool)
             while len(walk := np.flatnonzero(good & (left > 0))):
-                # `at` is the page that each record has reached. It's 0 for a record whose list
-                # leads outside of the level.
+                # `at` is the page each record has reached, or 0 if its list has led out of bounds.
                 at = page[walk]
                 inside = (at >= 1) & (at <= self.n_pages)
                 at = np.where(inside, at, 0)
                 # A page can only belong to one record. If several records reach the same page in
-                # this iteration, we give it to the first of them and reject the others. If a record
-                # reached the page in an earlier iteration, we reject all of them.
+                # this iteration, the first of them gets it and the others are rejected. If the page
+                # was taken in an earlier iteration, all of them are rejected.
                 _, firsts = np.unique(at, return_index=True)
                 fresh = np.zeros(len(walk), bool)
                 fresh[firsts] = True
@@ -431,20 +422,20 @@ class PageStore:
             if good.all():
                 break
             rows[numbers[~good]] = (0, 0, 0, 0)
-        # Put the lowest page at the top of the stack, so that new records get adjacent pages.
+        # Put the lowest pages on top of the stack, so that new records get adjacent pages.
         free = np.flatnonzero(~taken[1:])
         self._free[: len(free)] = free[::-1]
         self._header[FREE] = len(free)
         self._header[DIRTY] = 0
 
     def _map_rows(self) -> None:
-        """Maps `rows` again if the file has grown, because a process has opened more data sets."""
+        """Remaps `rows` if the file has grown, e.g. because a process opened another data set."""
         if _size(self._folder / "rows") > self._rows.nbytes:
             self._rows = np.frombuffer(_map(self._folder / "rows"), np.uint32).reshape(-1, 4)
 
 
 def _check(number: int, first: int, nbytes: int, crc: int) -> int:
-    """Returns the checksum of a row, which depends on the row's number as well."""
+    """Returns a row's checksum, which also covers the row's number."""
     total = (
         sum(
             part * factor
@@ -457,7 +448,7 @@ def _check(number: int, first: int, nbytes: int, crc: int) -> int:
 
 def _checks(numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns the checksums of many rows at once."""
-    # Unsigned integers wrap around in NumPy, so the result is the same as that of `_check`.
+    # NumPy's unsigned integers wrap around on overflow, so the result is the same as `_check`'s.
     parts = (numbers, rows[:, FIRST], rows[:, NBYTES], rows[:, CRC])
     total = np.zeros(len(numbers), np.uint64)
     for part, factor in zip(parts, FACTORS, strict=True):
@@ -466,7 +457,7 @@ def _checks(numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _runs(pages: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yields the first page and the length of each run of adjacent pages."""
+    """Yields the first page and length of each run of adjacent pages."""
     breaks = np.flatnonzero(np.diff(pages) != 1) + 1
     for part in np.split(pages, breaks):
         yield int(part[0]), len(part)
@@ -484,12 +475,12 @@ def _size(path: Path) -> int:
 
 
 def _resize(path: Path, nbytes: int) -> None:
-    """Changes a file's size, and allocates all of it on the disk.
+    """Resizes a file and allocates all of it on disk.
 
-    We'll map the file into memory. If one of its pages couldn't be allocated later because the disk
-    is full, writing to this page would kill the process with SIGBUS. If the disk is already full
-    now, we restore the file's old size before we raise. Otherwise the next process would find a
-    file of the right size, and wouldn't notice that parts of it aren't allocated.
+    The file will be memory-mapped. If the disk filled up later and a page of the file couldn't be
+    allocated, writing to that page would kill the process with SIGBUS. If the disk is full now, we
+    restore the file's old size before raising. Otherwise the next process would find a file of the
+    right size and never notice that parts of it aren't allocated.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

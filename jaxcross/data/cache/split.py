@@ -23,15 +23,15 @@ IMAGE = struct.Struct("<IIq")  # height, width and label, before the pixels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """The levels of a cache, and what they share.
+    """The levels of a cache, and the state they share.
 
     Attributes:
-        images: Decoded images in memory. Like the other levels, it's None if it's turned off.
+        images: Decoded images in memory. Like the other levels, None if turned off.
         memory: Encoded records in memory.
         disk: Encoded records on the node's disk.
-        claims: Claims on records that are being fetched.
+        claims: Claims on records being fetched.
         streams: All streams on the node.
-        statistics: What each level has delivered to this process.
+        statistics: What this process has read from each level.
     """
 
     images: PageStore | None
@@ -44,16 +44,16 @@ class Levels:
 
 @final
 class CachedSplit:
-    """The records of a split, by number. Thread-safe.
+    """The records of a split, by number, read through the cache. Thread-safe.
 
     Args:
         levels: The cache's levels.
-        origin: Where the records are stored.
-        parse: Turns a record's bytes into an example.
+        origin: Where to read the records from on a miss.
+        parse: Parses a record's bytes into an example.
         base: Number of the split's first record among all records of the cache.
-        salt: Seed of the split's checksums, which differs between splits; see `PageStore.put`.
-        ahead_records: Maximum number of records that a stream keeps until they're taken.
-        feeds: Keeps track of the feeds, so that the cache can close them.
+        salt: Seed of the split's checksums, different for each split; see `PageStore.put`.
+        ahead_records: Maximum number of records that a stream buffers.
+        feeds: Registry of feeds, which lets the cache close them.
         on_group: Called each time a group of records has been fetched.
     """
 
@@ -83,14 +83,14 @@ class CachedSplit:
         return len(self._origin)
 
     def __getitem__(self, record: int) -> Any:
-        """Returns one example, read from the fastest level that has its record."""
+        """Returns an example, read from the fastest level that has its record."""
         return self._parse(self.read(record)[0])
 
     def feed(self, record_at: Callable[[int], int], *, length: int, start: int, stop: int) -> Feed:
         """Starts reading ahead for a stream.
 
         Args:
-            record_at: Returns the number of the record at a position.
+            record_at: Maps a position to a record number.
             length: Number of positions per pass.
             start: The first position.
             stop: The position after the last one.
@@ -111,9 +111,9 @@ class CachedSplit:
         )
 
     def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream:
-        """Announces a stream, so that the levels know when it needs each record.
+        """Announces a stream and when it will need each record, so that the levels can plan ahead.
 
-        The levels are shared, so this also reaches the other processes on the node.
+        Other processes on the node see this too.
         """
         records = len(self)
         record_at = passes.record_at
@@ -136,12 +136,12 @@ class CachedSplit:
     ) -> tuple[np.ndarray, int]:
         """Returns a record's image, uint8 `[height, width, 3]`, and its label.
 
-        If the decoded image was found in memory, it's read-only.
+        The image is read-only if it was already decoded in memory.
 
         Args:
             record: The record's number.
             raw: The record's bytes, if they've already been read.
-            decode: Turns an example into an image and a label.
+            decode: Decodes an example into an image and a label.
         """
         images = self._levels.images
         number = self._base + record
@@ -160,17 +160,17 @@ class CachedSplit:
         return image, label
 
     def read(self, record: int) -> tuple[bytes, str]:
-        """Reads one record. Returns its bytes, and the level in which it was found.
+        """Reads a record. Returns its bytes and the level it was found in.
 
-        Waits for the memory, the disk, or the data set's storage.
+        Waits for memory, disk or the data set's storage, wherever the record is.
         """
         found = self.find(record)
         return found or next((raw, level) for _, raw, level in self._from_origin([record]))
 
     def find(self, record: int) -> tuple[bytes, str] | None:
-        """Looks for a record in memory and on disk. Returns its bytes and the level, or None.
+        """Looks up a record in memory and on disk. Returns its bytes and the level, or None.
 
-        If the record is found on disk, it's offered to the level in memory.
+        A record found on disk is offered to the memory level.
         """
         number = self._base + record
         for name, level in (("memory", self._levels.memory), ("disk", self._levels.disk)):
@@ -186,22 +186,22 @@ class CachedSplit:
     def fetch(
         self, records: Sequence[int], stream: OwnStream, stop: threading.Event
     ) -> Iterator[tuple[int, bytes, str]]:
-        """Reads records that weren't found in any level, and offers them to the levels.
+        """Reads records that weren't found in any level, and offers them to the levels as it goes.
 
-        Several streams on the node may need the same record at the same time, but we want to read
-        it from the origin only once. So the stream first claims all records that nobody else has
-        claimed, reads these, and releases its claims. Then it waits until the records that other
-        streams have claimed are in some level. If it waited for these while holding its own claims,
-        two streams could wait for each other forever.
+        Several streams on the node may need the same record at the same time, but it should only be
+        read from the origin once. So a stream first claims every record that's still unclaimed,
+        reads those, and releases its claims. Only then does it wait for the records claimed by
+        others to show up in a level. Waiting while still holding its own claims could deadlock two
+        streams.
 
         Args:
             records: Numbers of the records. `stream` must have taken all of them.
             stream: The stream that needs the records.
-            stop: Once this is set, we stop waiting for other streams.
+            stop: Once set, we stop waiting for other streams.
 
         Yields:
-            Each record's number, its bytes, and where it was found. That may be a level of the
-            cache, because another process may have added it since we looked.
+            Each record's number, its bytes, and where it was found. That can be a level of the
+            cache after all, if another process has added the record since we looked.
         """
         numbers = [self._base + record for record in records]
         claims = self._levels.claims
@@ -212,16 +212,16 @@ class CachedSplit:
                 for record, number in zip(records, numbers, strict=True)
                 if number not in mine
             ]
-            # Other streams are fetching some of the records that we need, and will add them to the
-            # cache. Mark these records as needed right now. Otherwise the cache might drop them
-            # again before we get to read them.
+            # Other streams are already fetching some of the records we need, and will add them to
+            # the cache. Mark these as needed right now; otherwise they might be evicted again
+            # before we get to read them.
             stream.lacks(late)
             absent = []
             for record in records:
                 if self._base + record not in mine:
                     continue
                 found = self.find(record)
-                if found:  # another stream added it after we looked for it, before we claimed it
+                if found:  # another stream added it between our lookup and our claim
                     yield record, *found
                 else:
                     absent.append(record)

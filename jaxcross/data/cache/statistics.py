@@ -1,4 +1,4 @@
-"""Counts what each cache level has delivered, and how long training has waited for it."""
+"""Counts what each cache level has served, and how long training has waited for it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 LEVELS = ("images", "memory", "disk", "origin")
-"""The levels, the fastest first.
+"""The levels, fastest first.
 
-These are decoded images in memory, encoded records in memory, encoded records on the node's disk,
-and the data set's own storage.
+Decoded images in memory, encoded records in memory, encoded records on the node's disk, and the
+data set's own storage.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelStatistics:
-    """What one level has delivered to one process.
+    """What one process has read from one level.
 
     Attributes:
-        records: Number of records that were found in the level.
+        records: Number of records found in the level.
         nbytes: Number of bytes read from the level.
-        seconds: Time spent reading from the level, summed over the threads that read.
-        waited_s: Time for which threads had to wait because their record hadn't been read from the
+        seconds: Time spent reading from the level, summed over all reading threads.
+        waited_s: Time that threads were blocked because their record hadn't been read from the
             level yet.
     """
 
@@ -35,11 +35,11 @@ class LevelStatistics:
 
 @final
 class Statistics:
-    """Counters by level. Thread-safe."""
+    """Per-level counters. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # In the order of `LevelStatistics`'s fields.
+        # Same order as the fields of `LevelStatistics`.
         self._counts = {name: [0, 0, 0.0, 0.0] for name in LEVELS}
 
     def add(
@@ -51,7 +51,7 @@ class Statistics:
         seconds: float = 0.0,
         waited_s: float = 0.0,
     ) -> None:
-        """Adds a read from `level`, or the time spent waiting for it, to the counters."""
+        """Records a read from `level`, or time spent waiting for it."""
         counts = self._counts[level]
         with self._lock:
             counts[0] += records
@@ -60,7 +60,7 @@ class Statistics:
             counts[3] += waited_s
 
     def levels(self) -> dict[str, LevelStatistics]:
-        """Returns the counters so far by level, the fastest first."""
+        """Returns the current counters by level, fastest first."""
         with self._lock:
             counts = {name: tuple(each) for name, each in self._counts.items()}
         return {
@@ -72,7 +72,7 @@ class Statistics:
 
 
 def total(parts: Iterable[LevelStatistics]) -> LevelStatistics:
-    """Returns the sum of the counters of several processes or reads."""
+    """Adds up counters from several processes or reads."""
     values = [asdict(part) for part in parts]
     return LevelStatistics(
         **{name: sum(each[name] for each in values) for name in asdict(LevelStatistics())}
@@ -80,10 +80,10 @@ def total(parts: Iterable[LevelStatistics]) -> LevelStatistics:
 
 
 def from_json(levels: Mapping[str, Mapping[str, Any]]) -> dict[str, LevelStatistics]:
-    """Returns the counters that `as_json` converted. A level that's missing has counted nothing."""
+    """The inverse of `as_json`. Levels that are missing get zero counters."""
     return {name: LevelStatistics(**levels.get(name, {})) for name in LEVELS}
 
 
 def as_json(levels: Mapping[str, LevelStatistics]) -> dict[str, dict[str, Any]]:
-    """Returns the counters as values that JSON can represent."""
+    """Converts the counters to JSON-compatible values."""
     return {name: asdict(level) for name, level in levels.items()}

@@ -1,14 +1,13 @@
-"""When each record is needed next by any stream on the node.
+"""Keeps track of when each record is needed next by any stream on the node.
 
-The levels are shared by all processes of a node, so a process that wants to drop a record must find
-out whether another process needs it soon. For this, each stream has a file in a shared folder. The
-file contains a table with the position at which the stream uses each record next. All processes map
-it into their memory. The process that owns the stream updates the table as the stream advances, and
-the other processes read it.
+The levels are shared by all processes on a node, so before a process evicts a record, it has to
+find out whether another process needs it soon. For this, each stream has a file in a shared folder,
+with a table of the position where it uses each record next. Every process maps these files into
+memory. The stream's owner updates its table as the stream advances; everyone else just reads it.
 
-If a process is killed, the levels must not keep records for its streams forever. So a process holds
-a lock on each of its files, which the kernel releases when the process dies. If a process finds a
-file without a lock, it removes the file.
+If a process gets killed, the levels must not go on keeping records for its streams forever. So each
+process holds a lock on its files, which the kernel releases when the process dies. Whoever finds a
+file without a lock removes it.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from jaxcross.data.cache.next_use import NEVER, NextUse, Order
 
 _log = logging.getLogger("jaxcross")
 
-# A stream's file starts with four 8-byte numbers: the number of the split's first record, the
-# number of records, the stream's position, and whether the table behind these numbers is complete.
+# Each stream's file starts with four 8-byte integers: the number of the split's first record, the
+# number of records, the stream's position, and whether the table that follows is complete.
 HEADER = 4
 COMPLETE = 1
 START_S = 1.0
-"""How long a stream waits for its order to be computed when it starts.
+"""How long to wait for the order to be computed when a stream starts.
 
-That's long enough for a small data set. For a large one, the stream starts without its order.
+That's enough for a small data set. With a large data set, the stream starts without its order.
 """
 COUNT_S = 1.0
-"""How long we reuse the number of open streams before we count them again.
+"""How long to reuse the number of open streams before counting them again.
 
-Counting means listing the folder, which takes as long as reading a record.
+Counting means listing the folder, which is as expensive as reading a record.
 """
 SUFFIX = ".stream"
 
 
 class _StreamFile(NamedTuple):
-    """A stream's mapped file: its header, and the position at which each record is used next."""
+    """A memory-mapped stream file: its header, and the position of each record's next use."""
 
     header: np.ndarray
     table: np.ndarray
@@ -60,12 +59,11 @@ class _StreamFile(NamedTuple):
 
 @final
 class OwnStream:
-    """A stream of this process, which publishes when it needs each record. Not thread-safe.
+    """One of this process's streams, publishing when it needs each record. Not thread-safe.
 
-    Computing the order in which a stream uses a million records takes 100 s. So another thread does
-    it, and the stream starts without waiting for it. Until the order is known, the other processes
-    can't tell which records this stream needs, so levels that are full don't accept any records for
-    it.
+    Working out the order of a million records takes 100 s, so we leave that to another thread and
+    start the stream right away. Until the order is known, other processes can't tell which records
+    this stream needs, so levels that are full won't accept any records on its behalf.
     """
 
     def __init__(
@@ -85,13 +83,13 @@ class OwnStream:
         self._later: dict[int, int] = {}
 
     def take(self, position: int) -> int:
-        """Advances past `position`, and returns the number of the record there."""
+        """Advances past `position` and returns the number of the record there."""
         if self._next_use is None:
             patience_s = START_S if position == self._start else 0
             with suppress(TimeoutError):
                 self._next_use = self._pending.result(patience_s)
-                # If the order wasn't known until now, bring the table up to date with what has been
-                # taken meanwhile.
+                # The order has only just become known, so update the table with everything that has
+                # been taken in the meantime.
                 for earlier in range(self._start, position):
                     self._next_use.take(earlier)
                 self._header[3] = COMPLETE
@@ -101,11 +99,11 @@ class OwnStream:
         )
 
     def lacks(self, records: Sequence[int]) -> None:
-        """Marks records as needed right now, although they've been taken.
+        """Marks records as needed right now, even though they've been taken.
 
-        If another stream on the node is already fetching a record that this stream needs, we wait
-        for that stream instead of fetching the record again. Call this for such records, so that
-        the levels keep them until this stream has read them.
+        When another stream on the node is already fetching a record we need, we wait for it instead
+        of fetching the record a second time. Calling this makes the levels hold on to such records
+        until we've read them.
         """
         if self._next_use is not None:
             table = self._next_use.table
@@ -113,18 +111,18 @@ class OwnStream:
             table[list(records)] = self._header[2]
 
     def has(self, record: int) -> None:
-        """Undoes `lacks` for a record that has been read: it's needed at its next use again."""
+        """Undoes `lacks` for a record that has been read, restoring its regular next use."""
         if self._next_use is not None and record in self._later:
             self._next_use.table[record] = self._later.pop(record)
 
     def close(self) -> None:
-        """Removes the stream's file, so that the levels no longer keep records for it."""
+        """Removes the stream's file; from then on, the levels don't keep records for it."""
         self._withdraw()
 
 
 @final
 class Streams:
-    """The open streams of all processes that share a folder. Thread-safe."""
+    """All open streams of the processes sharing a folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,16 +144,16 @@ class Streams:
         start: int = 0,
         stop: int = NEVER,
     ) -> OwnStream:
-        """Announces a stream to all processes that share the folder.
+        """Announces a stream to all processes sharing the folder.
 
         Args:
-            base: Number of the split's first record among all records of the cache.
+            base: Number of the split's first record within the cache.
             records: Number of records in the split.
             order: Returns the order of the records in each pass.
-            record_at: Returns the number of the record at a position.
+            record_at: Maps a position to a record number.
             length: Number of positions per pass.
             start: The stream's first position.
-            stop: The position after its last one.
+            stop: The position after the stream's last one.
         """
         name = f"{uuid.uuid4().hex}{SUFFIX}"
         try:
@@ -176,9 +174,8 @@ class Streams:
 
     def _shared(self, name: str, records: int) -> tuple[_StreamFile, Callable[[], object]]:
         path = self._folder / name
-        # A process that finds a stream's file without a lock assumes that its owner has died, and
-        # removes it. So we create the file under a different name, lock it, and only then give it
-        # its final name.
+        # Anyone who finds a stream file without a lock assumes that its owner is dead and removes
+        # it. So we create the file under a different name, lock it, and only then rename it.
         hidden = path.with_suffix(".new")
         fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -198,10 +195,10 @@ class Streams:
             raise
 
     def distances(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns, for each record, the number of positions until any stream uses it next."""
+        """Returns the number of positions until any stream next uses each record."""
         nearest = np.full(len(numbers), NEVER, np.int64)
         for header, table in self._refreshed():
-            # A stream's table covers only the records of its own split. It never uses the others.
+            # A stream's table only covers its own split; it never uses any other records.
             index = numbers - header[0]
             inside = (index >= 0) & (index < len(table))
             own = np.where(inside, table[np.where(inside, index, 0)], NEVER) - header[2]
@@ -209,7 +206,7 @@ class Streams:
         return np.maximum(nearest, 0)
 
     def are_several(self) -> bool:
-        """Whether more than one stream is open on the node. The answer may be a second old."""
+        """Whether more than one stream is open on the node. May be up to a second out of date."""
         if time.monotonic() - self._counted_s > COUNT_S:
             self._are_several = len(self._refreshed()) > 1
             self._counted_s = time.monotonic()
@@ -230,11 +227,11 @@ class Streams:
         return [each for each in every if len(each.header) == HEADER and each.header[3] == COMPLETE]
 
     def _opened(self, path: Path) -> _StreamFile | None:
-        """Returns a stream's mapped file. If its owner is dead, removes it and returns None."""
+        """Maps a stream's file. If its owner is dead, removes the file and returns None."""
         with suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                # If we get the lock, the owner no longer holds it, so it must have died.
+                # If we can get the lock, the owner isn't holding it any more, so it must have died.
                 with suppress(BlockingIOError):
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink(missing_ok=True)
