@@ -1,11 +1,11 @@
-"""The only folder that uses private or version-dependent names of JAX.
+"""The only folder that uses private or version-dependent JAX names.
 
-jaxcross supports JAX 0.10 to 0.12, which represent jaxprs in two ways. Before 0.11, a closed jaxpr
-is an object that wraps an open one; from 0.11 on, there's only one class (`ClosedJaxpr is Jaxpr`).
-The rest of jaxcross doesn't have to know, because it builds and reads jaxprs with the functions
-below, and never checks for a class.
+jaxcross supports JAX 0.10 to 0.12, which represent jaxprs in two different ways. Before 0.11, a
+closed jaxpr is an object that wraps an open one; from 0.11 on, there's only one class (`ClosedJaxpr
+is Jaxpr`). The rest of jaxcross is shielded from this: it builds and reads jaxprs with the
+functions below, and never checks their class.
 
-The private names for `jax.shard_map` are in `shard_map.py`.
+The private names for `jax.shard_map` live in `shard_map.py`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ Jaxpr: TypeAlias = Any  # open or closed; one class from JAX 0.11 on, two before
 DropVar = _core.DropVar
 Tracer = _core.Tracer
 ArrayImpl = _array.ArrayImpl
-# Executables raise this under `jax_debug_nans`.
+# Raised by executables under `jax_debug_nans`.
 InternalFloatingPointError = _api_util.InternalFloatingPointError
 _PRNGImpl = type(_exrandom.threefry_prng_impl)
-# Look the module up by the class, because it has moved between versions of JAX.
+# Look up the module through the class, because it has moved between JAX versions.
 _generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs
 
 INLINED = frozenset(
@@ -79,14 +79,13 @@ INLINED = frozenset(
         "composite",
     }
 )
-"""Primitives that only call a jaxpr, so that we can replace them by the jaxpr's equations."""
+"""Primitives that merely call a jaxpr, so we can replace them with that jaxpr's equations."""
 
 
 def compilation_cache_dir() -> Path | None:
     """Returns the local folder of JAX's persistent compilation cache, or None.
 
-    Returns None if the user has named no folder, has disabled the cache, or keeps it in remote
-    storage.
+    None if the user hasn't set a folder, has disabled the cache, or keeps it in remote storage.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
@@ -95,7 +94,7 @@ def compilation_cache_dir() -> Path | None:
 
 
 def jit_disabled() -> bool:
-    """Whether this thread is inside of `jax.disable_jit()`."""
+    """Whether this thread is inside `jax.disable_jit()`."""
     return _config.disable_jit.value
 
 
@@ -109,15 +108,15 @@ def invalid_values_to_find() -> list[str]:
 
 
 def x64_is_local() -> bool:
-    """Whether this thread has its own setting of `enable_x64` that differs from the global one.
+    """Whether `enable_x64` in this thread differs from the global setting.
 
-    If so, Python and NumPy numbers have different element types here than in other threads.
+    If so, Python and NumPy numbers get different element types here than in other threads.
     """
     return _config.enable_x64.value != _config.enable_x64.get_global()
 
 
 def trace_context() -> Any:
-    """Returns all of JAX's settings that affect a trace (`enable_x64`, ...), hashable.
+    """Returns all JAX settings that affect a trace (`enable_x64`, ...), hashable.
 
     Takes 0.2 us.
     """
@@ -125,24 +124,23 @@ def trace_context() -> Any:
 
 
 def runs_pmap(code: Any) -> bool:
-    """Whether this code object belongs to a function that `jax.pmap` has returned."""
+    """Whether this code object belongs to a function returned by `jax.pmap`."""
     name = getattr(code, "co_qualname", "")
     file = getattr(code, "co_filename", "")
     return name.startswith("pmap.<locals>") and "jax" in Path(file).parts
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the open jaxpr, and the values of its `constvars`."""
+    """Returns the open jaxpr and the values of its `constvars`."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return inner, list(getattr(jaxpr, "consts", ()))
 
 
 def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
-    """Returns a closed jaxpr in which no equation hides its jaxpr inside of an object.
+    """Returns a closed jaxpr in which no equation hides its jaxpr inside an object.
 
-    In JAX 0.12, the equation of `custom_root` keeps its jaxpr inside of an object, where we
-    couldn't find the exchanges in it. So we lower the equation in the same way as `jax.jit` does
-    before it compiles.
+    In JAX 0.12, a `custom_root` equation keeps its jaxpr inside an object, where we couldn't find
+    its exchanges. So we lower the equation, just as `jax.jit` does before compiling.
     """
     if not jaxpr.is_high:
         return jaxpr
@@ -151,7 +149,7 @@ def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs in an equation's parameters, open or closed as they are there."""
+    """Yields the jaxprs in an equation's parameters, open or closed as they come."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
@@ -193,7 +191,7 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
 
 
 def call_of_solver(eqn: Any) -> Any:
-    """Returns a `custom_linear_solve` equation as a call of only its solver."""
+    """Turns a `custom_linear_solve` equation into a call of just its solver."""
     lengths = eqn.params["const_lengths"]
     solver = eqn.params["jaxprs"].solve
     start = lengths.matvec + lengths.vecmat
@@ -202,16 +200,16 @@ def call_of_solver(eqn: Any) -> Any:
 
 
 def call_of(eqn: Any, jaxpr: Any) -> Any:
-    """Returns a call of a closed jaxpr with an equation's inputs and results, to replace it."""
+    """Returns a call of a closed jaxpr, to replace an equation with the same inputs and results."""
     return eqn.replace(
         primitive=_primitives.closed_call_p, params={"call_jaxpr": jaxpr}, effects=jaxpr.effects
     )
 
 
 def array_type(atom: Atom) -> _core.ShapedArray:
-    """Returns the shape and element type of a value.
+    """Returns a value's shape and element type.
 
-    JAX declares `aval` with the base class, which has neither.
+    JAX annotates `aval` with the base class, which has neither.
     """
     aval: Any = atom.aval
     return aval
@@ -223,16 +221,16 @@ def new_var(aval: Any) -> Any:
 
 
 def new_literal(value: Any, aval: Any) -> Any:
-    """Returns a literal."""
+    """Returns a literal with this value and abstract value."""
     return Literal(value, aval)
 
 
 def make_jaxpr_of(
     invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], like: Any
 ) -> Any:
-    """Returns a closed jaxpr of these equations, without constants.
+    """Builds a closed jaxpr from these equations, without constants.
 
-    It gets its debug information from `like`.
+    The debug information is copied from `like`.
     """
     effects = _core.join_effects(*(e.effects for e in eqns)) if eqns else _core.no_effects
     info = open_jaxpr(like)[0].debug_info.with_unknown_names()
@@ -241,13 +239,13 @@ def make_jaxpr_of(
 
 
 def replace_eqns(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """Returns an open jaxpr with other equations and results, but the same constants and inputs."""
+    """Returns an open jaxpr with new equations and results, but the same constants and inputs."""
     effects = _core.join_effects(*(e.effects for e in eqns)) if eqns else _core.no_effects
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), effects=effects)
 
 
 def one_result(jaxpr: Any, n: int) -> Any:
-    """Returns the jaxpr, closed or open, reduced to what computes its n-th result."""
+    """Returns the jaxpr, closed or open, reduced to what its n-th result depends on."""
     inner, _ = open_jaxpr(jaxpr)
     changed, _, *_ = partial_eval.dce_jaxpr(
         inner, [i == n for i in range(len(inner.outvars))], instantiate=True
@@ -256,12 +254,12 @@ def one_result(jaxpr: Any, n: int) -> Any:
 
 
 def is_named_axis_effect(effect: Any) -> bool:
-    """Whether an effect only says that an equation uses a named axis."""
+    """Whether an effect merely says that an equation uses a named axis."""
     return isinstance(effect, _core.NamedAxisEffect)
 
 
 def is_ordered_effect(effect: Any) -> bool:
-    """Whether equations with this effect must run in the order in which they're written."""
+    """Whether equations with this effect must run in the order they're written."""
     return _effects.ordered_effects.contains(effect)
 
 
@@ -271,11 +269,11 @@ def is_array_type(value: Any) -> bool:
 
 
 def source_of(eqn: Any, *, outside: str = "") -> str:
-    """Returns the user's line that made an equation: `file.py:12:4 (function)` or `unknown line`.
+    """Returns the user's line behind an equation: `file.py:12:4 (function)` or `unknown line`.
 
     Args:
         eqn: The equation.
-        outside: A part of a path, like `package/folder`. Files under it aren't the user's.
+        outside: Part of a path, like `package/folder`. Files below it don't count as the user's.
     """
     info = eqn.source_info
     frames = list(_source_info_util.user_frames(info.traceback)) if outside else []
@@ -290,17 +288,17 @@ def source_of(eqn: Any, *, outside: str = "") -> str:
 
 
 def stack_of(eqn: Any) -> list[str]:
-    """Returns the lines that made an equation, innermost first, without those of JAX itself.
+    """Returns the lines that led to an equation, innermost first, without JAX's own.
 
-    They're formatted as by `source_of`.
+    Formatted like the result of `source_of`.
     """
     return _source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize).splitlines()[::-1]
 
 
 def user_line_of(error: Exception) -> str:
-    """Returns the innermost line outside of JAX that an error came through.
+    """Returns the innermost line outside JAX that an error passed through.
 
-    It's formatted as by `source_of`.
+    Formatted like the result of `source_of`.
     """
     frames = [
         f for f in extract_tb(error.__traceback__) if _source_info_util.is_user_filename(f.filename)
@@ -325,9 +323,9 @@ def register_host_calls() -> None:
 
 
 def put_on_host(x: np.ndarray, host: Any, *, committed: bool) -> jax.Array:
-    """Does the same as `jax.device_put(x, host)`, but takes 15 us rather than 100 us.
+    """Equivalent to `jax.device_put(x, host)`, but takes 15 us instead of 100 us.
 
-    If the memory is page-aligned, the JAX array uses it without a copy.
+    If the memory is page-aligned, the JAX array uses it without copying.
     """
     aval = _core.ShapedArray(x.shape, x.dtype)
     return _pxla.batched_device_put(
@@ -336,14 +334,14 @@ def put_on_host(x: np.ndarray, host: Any, *, committed: bool) -> jax.Array:
 
 
 def collect_garbage() -> None:
-    """Makes JAX release the Python objects of deleted arrays now rather than in a later call."""
+    """Makes JAX release the Python objects of deleted arrays now instead of in a later call."""
     _xla_client._xla.collect_garbage()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def backends_started() -> bool:
     """Whether JAX has started a backend in this process.
 
-    If so, it's too late for thread-pool settings.
+    If so, it's too late to change thread-pool settings.
     """
     return _xla_bridge.backends_are_initialized()
 
@@ -354,9 +352,9 @@ def aval_of(value: Any) -> Any:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """Returns the array with a weak type, like arrays that JAX makes from Python numbers.
+    """Returns the array with a weak type, like the arrays that JAX makes from Python numbers.
 
-    When it's combined with another array, the other array's type prevails.
+    When combined with another array, the other array's type wins.
     """
     weak: Any = _lax._convert_element_type(array, weak_type=True)
     return weak
@@ -365,32 +363,32 @@ def weakly_typed(array: jax.Array) -> jax.Array:
 def generator_name(value: Any) -> str | None:
     """Returns the name of one of JAX's own random-bit generators, the same in every process.
 
-    The name is only meaningful for a generator that comes with JAX, so the result is None for
-    anything else. This includes generators that were defined with
-    `jax.extend.random.define_prng_impl`, because another generator may have the same name.
+    Only the generators that ship with JAX are identified by their names. For anything else,
+    including those defined with `jax.extend.random.define_prng_impl`, the result is None, because a
+    different generator could have the same name.
     """
     known = isinstance(value, _PRNGImpl) and _generators.get(value.name) is value
     return value.name if known else None
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    """Whether an equation's parameter is a jaxpr, open or closed."""
     return isinstance(value, _excore.Jaxpr | _excore.ClosedJaxpr)
 
 
 def is_closed_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr that carries its constants."""
+    """Whether an equation's parameter is a jaxpr that carries its constants."""
     return isinstance(value, _excore.ClosedJaxpr)
 
 
 def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Evaluates or traces one equation on `values`, with the given parameters.
+    """Evaluates or traces a single equation on `values`, with the given parameters.
 
-    It keeps the equation's name and source line.
+    The equation's name and source line are preserved.
     """
     primitive = eqn.primitive
-    # The primitives in `_INVARIANT` require types that say over which mesh axes a value varies, but
-    # `without_mesh` has removed the mesh from all types. So we use the equivalent primitives that
+    # The primitives in `_INVARIANT` require types that say which mesh axes a value varies over, but
+    # `without_mesh` has stripped the mesh from all types. Switch to equivalent primitives that
     # don't need a mesh.
     if primitive.name in _INVARIANT:
         primitive, more = _INVARIANT[primitive.name]
@@ -408,7 +406,7 @@ _INVARIANT: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """Gives everything that's traced inside the name, source line and settings of an equation."""
+    """Traces everything inside with the name, source line and settings of an equation."""
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     with (
         _source_info_util.user_context(eqn.source_info.traceback, name_stack=names),
@@ -423,7 +421,7 @@ def close(jaxpr: Any) -> Any:
 
 
 def constants_first(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the closed jaxpr with its constants as its first arguments, and the constants."""
+    """Returns the closed jaxpr with its constants as leading arguments, and the constants."""
     inner, consts = open_jaxpr(jaxpr)
     if not consts:
         return jaxpr, ()
@@ -433,7 +431,7 @@ def constants_first(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def bytes_of(array: Any) -> bytes:
-    """Returns type, shape and content of a concrete array as bytes. Waits for the array."""
+    """Returns a concrete array's type, shape and content as bytes. Waits for the array."""
     if jnp.issubdtype(getattr(array, "dtype", np.dtype(float)), jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
@@ -441,7 +439,7 @@ def bytes_of(array: Any) -> bytes:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Returns the number of a `scan`'s constant operands, and of the carried ones after them."""
+    """Returns how many constant operands a `scan` has, and how many carried operands after them."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(len, eqn.params["ft_in"].unpack())  # from 0.12

@@ -1,4 +1,4 @@
-"""JAX's private names for `shard_map`: types that vary over a mesh, its body, and its arguments."""
+"""JAX's private names for `shard_map`: varying types, its body, and its arguments."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jaxcross._jax_compat import Literal, map_sub_jaxprs, new_var, open_jaxpr
 def checks_varying() -> bool:
     """Whether a `shard_map(check_vma=True)` is being traced.
 
-    Inside of such a `shard_map`, a type says over which axes its values vary.
+    Inside such a `shard_map`, types say which axes their values vary over.
     """
     return _config._check_vma.value
 
 
 def vary_over(x: Any, axes: Sequence[str]) -> Any:
-    """Returns `x` with a type that varies over `axes`. Call this only if `checks_varying()`.
+    """Returns `x` with a type that varies over `axes`. Only call this if `checks_varying()`.
 
-    The gradient of `x` is then summed over those axes over which `x` didn't vary before.
+    This makes JAX sum the gradient of `x` over those axes that `x` didn't vary over before.
     """
     return jax.lax.pcast(
         x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying"
@@ -33,16 +33,16 @@ def vary_over(x: Any, axes: Sequence[str]) -> Any:
 
 
 def is_cast_outside_of_shard_map(error: Exception) -> bool:
-    """Whether JAX's error means that `jax.lax.pcast` names an axis which no `shard_map` binds."""
+    """Whether JAX's error means that `jax.lax.pcast` names an axis that no `shard_map` binds."""
     if isinstance(error, AssertionError):
         return str(error).startswith("ManualAxisType(")
     return isinstance(error, ValueError) and "should be called under jax.shard_map" in str(error)
 
 
 def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
-    """Returns a closed jaxpr with inputs of other shapes and without a mesh in their types.
+    """Returns a closed jaxpr with different input shapes, and no mesh in the types of its inputs.
 
-    Its equations are unchanged.
+    The equations stay the same.
     """
     inner, _ = open_jaxpr(jaxpr)
     new = {
@@ -63,8 +63,8 @@ def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
     return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
 
 
-# Inside of a `shard_map`, these primitives say over which mesh axes a value varies, or where it's
-# placed. They leave the value itself as it is, so a single rank can do without them.
+# Inside a `shard_map`, these primitives state which mesh axes a value varies over, or where it's
+# placed. They don't change the value itself, so a single rank can do without them.
 _CASTS = frozenset(
     {
         "pvary",
@@ -81,10 +81,9 @@ _CASTS = frozenset(
 def without_mesh(jaxpr: Any) -> Any:
     """Returns a `shard_map`'s open body as if it had been traced on one rank, without a mesh.
 
-    On one rank, the body runs on this rank's own shards, so it needs no mesh. We remove the mesh
-    from types, contexts and parameters. The types then no longer say over which axes a value
-    varies, so we also remove the casts that change this. Exchanges that JAX has inserted
-    (`psum_invariant`) stay.
+    Each rank runs the body on its own shards, so it doesn't need a mesh. We strip it from types,
+    contexts and parameters. Since types then no longer say which axes a value varies over, we also
+    drop the casts that change this. Exchanges inserted by JAX (`psum_invariant`) stay.
     """
     inner, _ = open_jaxpr(jaxpr)
     env: dict[Any, Any] = {}
@@ -124,7 +123,7 @@ def without_mesh(jaxpr: Any) -> Any:
 
 
 def _without_mesh(value: Any) -> Any:
-    """Returns a type, parameter or context of an equation without the mesh it refers to."""
+    """Strips the mesh from a type, parameter or context of an equation."""
     empty = jax.sharding.AbstractMesh((), ())
     if isinstance(value, _core.ShapedArray):
         return _core.ShapedArray(value.shape, value.dtype, value.weak_type)
@@ -139,10 +138,10 @@ def _without_mesh(value: Any) -> Any:
 
 
 class _Asked(BaseException):
-    """Raised at a function's first equation, to leave the function.
+    """Raised at a function's first equation, to get back out of the function.
 
-    If the equation is a `shard_map`, the exception has its `arguments` and `parameters`; otherwise,
-    they're None.
+    If that equation is a `shard_map`, the exception carries its `arguments` and `parameters`;
+    otherwise, they're None.
     """
 
     def __init__(self, arguments: Any = None, parameters: Any = None) -> None:
@@ -165,7 +164,7 @@ class _Asking(_core.Trace):
 class _AnySpec:
     """Equal to every spec.
 
-    JAX compares an argument's own spec with the one in `in_specs` if an axis has type `Explicit`.
+    If an axis has type `Explicit`, JAX compares the argument's own spec with the one in `in_specs`.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -185,7 +184,7 @@ class _AnySharding:
 
 
 class _Unplaced(_core.ShapedArray):
-    """The type of an array for which we only know the shape so far."""
+    """The type of an array that hasn't been placed yet, so we only know its shape."""
 
     sharding: Any = _AnySharding()
 
@@ -200,16 +199,15 @@ class _Unplaced(_core.ShapedArray):
 def first_shard_map(
     function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
 ) -> tuple[Any, list[tuple[int | None, Any]]] | None:
-    """Returns the mesh of the `shard_map` that `function` begins with, and each argument's spec.
+    """Returns the mesh of the `shard_map` that `function` starts with, and each argument's spec.
 
-    If the function's first equation isn't a `shard_map`, returns None. Otherwise, each array that
-    the `shard_map` takes has a spec. The spec comes with the number of the argument of `function`
-    that it shards, or with None if the function closes over the array instead of taking it as an
-    argument.
+    None if the function's first equation isn't a `shard_map`. Otherwise, there's a pair for every
+    array that the `shard_map` takes: the number of the argument of `function` that it is (None if
+    the function closes over the array instead), and its spec.
 
-    The body of the `shard_map` doesn't run, so the shapes needn't be those of real arguments. They
-    only have to be divisible by the number of parts into which the specs split them. Each shape in
-    `shapes` comes with an element type.
+    The body of the `shard_map` doesn't run, so the shapes don't have to match any real arguments,
+    as long as they're divisible by the number of parts that the specs split them into. Each entry
+    of `shapes` consists of a shape and an element type.
 
     Raises:
         Exception: Whatever JAX or the function raises for such arguments.
@@ -217,8 +215,8 @@ def first_shard_map(
     trace = _Asking()
     tracers = [_core.Tracer(trace, _Unplaced(shape, dtype)) for shape, dtype in shapes]
     try:
-        # We disable `jit` here, because JAX traces the function inside a `jit` before it binds the
-        # primitive of the `jit`. So `_Asking` wouldn't see the equations inside.
+        # Disable `jit`, because JAX traces the function inside a `jit` before it binds the `jit`
+        # primitive itself, so `_Asking` would never see the equations inside.
         with jax.disable_jit(), _core.set_current_trace(trace):
             function(*tracers)
     except _Asked as asked:
@@ -232,7 +230,7 @@ def first_shard_map(
 def begins_under_vmap(
     function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
 ) -> bool:
-    """Whether `first_shard_map` fails because the `shard_map` is under a `jax.vmap`."""
+    """Whether `first_shard_map` fails because the `shard_map` is inside a `jax.vmap`."""
     with _config.traceback_filtering("off"):  # otherwise JAX removes its own frames from tracebacks
         try:
             first_shard_map(function, shapes)

@@ -1,11 +1,11 @@
 """Defines the IR: a program is a list of segments and the values that flow between them.
 
-A program can be printed (`str(program)`), parsed (`text.parse`) and checked (`verify.verify`). This
-module contains only plain data, and doesn't depend on any pass.
+Programs can be printed (`str(program)`), parsed (`text.parse`) and checked (`verify.verify`). This
+module contains nothing but plain data, and doesn't depend on any pass.
 
-A program has two hashes, for two purposes. Programs of one rank share executables if their
-`digest.program_digest` is the same. Before the first step, ranks compare the hash of their
-`exchange_signature`, which must be the same on all of them.
+There are two hashes of a program, for different purposes. Programs on the same rank share
+executables if their `digest.program_digest` matches. Before the first step, ranks compare a hash of
+their `exchange_signature`, which has to match on all of them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Exchange:
     """An array that a named-axis collective moves between ranks.
 
     Attributes:
-        op: The usual name of the collective: `psum`, `pmax`, `all_gather`, `ppermute`,
-            `mpi.allreduce` ...
-        axes: The mesh axes it goes over, in the order in which the user wrote them.
-        dtype: Element type of the operand, as NumPy spells it (`bfloat16` included).
-        shape: Shape of the operand on one rank.
-        params: Everything else that decides the message: permutation, groups, split and concat
+        op: The collective's usual name: `psum`, `pmax`, `all_gather`, `ppermute`, `mpi.allreduce`
+            ...
+        axes: The mesh axes it goes over, in the order the user wrote them.
+        dtype: The operand's element type, as spelled by NumPy (including `bfloat16`).
+        shape: The operand's shape on one rank.
+        params: Everything else that determines the message: permutation, groups, split and concat
             dimensions, reduction.
         source: The user's line, `file.py:12 (function)`. Not part of any hash.
     """
@@ -55,22 +55,22 @@ class Exchange:
 
     @property
     def count(self) -> int:
-        """The number of elements of the operand on one rank."""
+        """Number of elements in the operand on one rank."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the operand on one rank. `jaxcross.wire` counts the bytes on the wire."""
+        """Bytes of the operand on one rank. `jaxcross.wire` counts the bytes on the wire."""
         return self.count * itemsize(self.dtype)
 
     @property
     def times(self) -> int:
-        """The number of times that one step makes the exchange.
+        """How many times a single step performs the exchange.
 
-        If the exchange is inside loops, this is the product of the loops' lengths. A `while` loop
-        counts as a single iteration, because we don't know in advance how many iterations it makes.
+        For an exchange inside loops, that's the product of their lengths. A `while` loop counts as
+        a single iteration, because we don't know up front how many it will make.
         """
-        # A loop's parameter is text such as `scan 8`, because signatures are compared and parsed as
+        # Loop parameters are text such as `scan 8`, because signatures are compared and parsed as
         # text.
         lengths = [str(value).split()[-1] for name, value in self.params if name == "loop"]
         return math.prod(int(n) for n in lengths if n.isdigit())
@@ -83,7 +83,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aval:
-    """Shape and element type of a value."""
+    """A value's shape and element type."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -100,37 +100,38 @@ class Aval:
 class RankDecision(Protocol):
     """A decision that each rank makes based on its own values.
 
-    Alongside an exchange, the ranks count how many of them decided which way.
+    Along with an exchange, the ranks count how many of them decided each way.
     """
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """Returns an error text if ranks decided differently, None if they decided the same.
+        """Returns an error text if ranks decided differently, or None if they all agreed.
 
         Args:
-            counts: How many ranks decided each way. A failed rank isn't counted anywhere.
+            counts: How many ranks decided each way. Failed ranks aren't counted at all.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The part of a step that is one XLA executable.
+    """The part of a step that becomes a single XLA executable.
 
     Attributes:
-        index: Its position in the program. Segments are listed in an order in which they may run.
-        kind: A `compute` segment runs on the accelerator, if there is one. A `collective` segment
-            runs on the host's CPU device, together with its exchanges.
-        inputs: The ids of the values it reads.
-        outputs: The ids of the values it defines.
-        last_uses: Values that no later segment of the list reads. A value is dropped once all its
-            readers have run, and donated if no order of the segments could read it later.
+        index: Position in the program. Segments are listed in an order in which they may run.
+        kind: `compute` segments run on the accelerator, if there is one. `collective` segments run
+            on the host's CPU device, together with their exchanges.
+        inputs: Ids of the values it reads.
+        outputs: Ids of the values it defines.
+        last_uses: Values that no later segment in the list reads. A value is dropped once all of
+            its readers have run, and donated if it can't be read later in any order of the
+            segments.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
-        decisions: Decisions for which a collective segment counts how many ranks decided which way.
-        jaxpr: Its computation as a closed jaxpr, with `len(inputs)` invars and `len(outputs)`
-            outvars; None in a parsed program. It holds the named-axis collective equations
-            themselves. A collective segment returns more than its outputs: first, each exchanged
+        decisions: Decisions for which a collective segment counts how many ranks decided each way.
+        jaxpr: The computation as a closed jaxpr, with `len(inputs)` invars and `len(outputs)`
+            outvars; None in a parsed program. The named-axis collectives are still in there as
+            equations. A collective segment returns more than its outputs: first, every exchanged
             value that leaves the segment only through an operation that can hide a NaN (see
-            `nonfinite.masked_by`), then one count for each decision.
+            `nonfinite.masked_by`), then a count for each decision.
     """
 
     index: int
@@ -139,31 +140,31 @@ class Segment:
     outputs: tuple[int, ...]
     last_uses: tuple[int, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-    # Not compared, so that a parsed program equals the program whose text was parsed.
+    # Not compared, so that a parsed program equals the original.
     decisions: tuple[RankDecision, ...] = field(default=(), compare=False, repr=False)
     jaxpr: Any = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its exchanges pass to the wire on one rank."""
+        """Bytes that its exchanges hand to the wire on one rank."""
         return sum(x.nbytes * x.times for x in self.exchanges)
 
     @property
     def extra_nbytes(self) -> int:
-        """The bytes of the results beyond `outputs`."""
+        """Bytes of the results beyond `outputs`."""
         extra = [] if self.jaxpr is None else self.jaxpr.jaxpr.outvars[len(self.outputs) :]
         return sum(v.aval.size * v.aval.dtype.itemsize for v in extra)
 
 
 class Wire(Protocol):
-    """Recognises exchanges in a jaxpr, and makes them when a collective segment runs."""
+    """Recognises exchanges in a jaxpr, and performs them when a collective segment runs."""
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-        """Returns one `Exchange` per operand if `eqn` moves data over one of `axes`, else None."""
+        """Returns an `Exchange` per operand if `eqn` moves data over any of `axes`, else None."""
         ...
 
     def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Lowered:
-        """Returns a compilable form of the closed `jaxpr`, whose exchanges go over the wire."""
+        """Returns a compilable form of the closed `jaxpr` that exchanges over the wire."""
         ...
 
     def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:
@@ -173,24 +174,24 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The work of one step: segments, and the values between them.
+    """The work of one step: segments, and the values that flow between them.
 
     Attributes:
-        name: The name of the step function.
+        name: Name of the step function.
         axes: `(name, size)` of every mesh axis, row-major over ranks.
-        values: The type of each value. A value's id is its position here.
-        inputs: Ids of the step's inputs: first the constants the step closed over, then its flat
+        values: Each value's type. A value's id is its position in here.
+        inputs: Ids of the step's inputs: the constants it closes over, followed by its flat
             arguments.
         constants: How many of `inputs` are constants.
         outputs: Ids of the step's flat results.
-        donated: Inputs whose arrays the step may overwrite, but not before its last exchange.
+        donated: Inputs whose arrays the step may overwrite, though not before its last exchange.
         segments: The segments, in an order in which they may run.
-        commit_flag_inputs: Inputs that no segment reads before the last exchange, so that their
-            values may still change until the commit.
-        calls: A hash of all ranks' mpi4jax calls, once the ranks have agreed on them; empty without
-            such calls.
-        traced: The traced step that the program was cut from; None in a parsed program.
-        order: What must have run before each segment, and what each segment may overwrite.
+        commit_flag_inputs: Inputs that no segment reads before the last exchange, so their values
+            may still change up to the commit.
+        calls: A hash of all ranks' mpi4jax calls, once the ranks have agreed on them; empty if
+            there are no such calls.
+        traced: The traced step that the program was cut from, or None in a parsed program.
+        order: What must run before each segment, and what each segment may overwrite.
     """
 
     name: str
@@ -217,12 +218,12 @@ class Program:
 
     @property
     def local_step(self) -> bool:
-        """Whether the host chose a branch without exchanges although another branch has some."""
+        """Whether the host chose a branch without exchanges when another branch has some."""
         return not self.exchanges and self.traced is not None and bool(self.traced.choices)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All its exchanges, in order."""
+        """All of its exchanges, in order."""
         return tuple(x for s in self.segments for x in s.exchanges)
 
     @property
@@ -231,7 +232,7 @@ class Program:
         return any(x.op.startswith("mpi.") for x in self.exchanges)
 
     def is_single_rank(self, segment: Segment) -> bool:
-        """Whether a collective segment has no peers: every exchange is over axes of size 1."""
+        """Whether a collective segment has no peers, i.e. only exchanges over axes of size 1."""
         sizes = dict(self.axes)
         return all(x.axes and all(sizes.get(a) == 1 for a in x.axes) for x in segment.exchanges)
 
@@ -260,7 +261,7 @@ class Program:
         )
 
     def __str__(self) -> str:
-        """Formats the program, with one line per segment."""
+        """Formats the program, one line per segment."""
         axes = ", ".join(f"{n}={s}" for n, s in self.axes)
         return "\n".join([f"program {self.name} over {axes}", *self._lines()])
 
@@ -268,7 +269,7 @@ class Program:
         return preformatted(str(self))
 
     def text(self) -> str:
-        """Formats everything except the equations; `text.parse` parses it."""
+        """Formats everything except the equations. `text.parse` can read it back."""
         lines = [
             f"program {self.name}",
             f"axes {self._axes_text()}",
@@ -289,18 +290,18 @@ class Program:
     def exchange_signature(self) -> str:
         """Returns the text that must be equal on all ranks before the first step.
 
-        It lists every exchange in order, and how many exchanges each segment makes, because the
-        wire may pack the exchanges of one segment into one message. It leaves out ranks, handles
-        and computation, because these may differ. mpi4jax calls may differ by rank, too, so the
-        text contains a hash of all ranks' lists of calls instead of the calls themselves.
+        It lists all exchanges in order, and how many of them each segment makes, because the wire
+        may pack a segment's exchanges into a single message. Ranks, handles and computation are
+        left out because they're allowed to differ. So are mpi4jax calls, which is why they are
+        represented by a hash of all ranks' lists of calls.
         """
         if self.is_unit:
             return (
                 f"axes {self._axes_text()}\ncalls of mpi4jax "
                 f"{self.calls or 'that are not agreed yet'}"
             )
-        # Two different cuts may make the same exchanges in the same order, and still pack them into
-        # different messages.
+        # Different cuts may make the same exchanges in the same order, yet pack them into different
+        # messages.
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
         lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
         return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)
@@ -314,18 +315,18 @@ class Program:
 
 
 def hash_62(text: str) -> int:
-    """Hashes a text to 62 bits, so that the hash and its negative fit into int64.
+    """Hashes a text to 62 bits, so that both the hash and its negative fit into int64.
 
-    The ranks compare hashes with a single exchange: a minimum over `(h, -h)`.
+    Ranks compare hashes with a single exchange, the minimum of `(h, -h)`.
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 def itemsize(dtype: str) -> int:
-    """Returns the bytes of one element; a key counts as the 32-bit words that it wraps."""
+    """Returns the bytes per element; a key counts as the 32-bit words it wraps."""
     if dtype.startswith("key<"):
         return 8
-    # NumPy has no names for bfloat16 and narrower types.
+    # NumPy doesn't know bfloat16 and narrower types by name.
     return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
@@ -339,7 +340,7 @@ def human_bytes(count: int) -> str:
 
 
 def _word(name: str) -> str:
-    """Returns an axis name, in quotes if `text.parse` couldn't read it back otherwise."""
+    """Returns an axis name, quoted if `text.parse` couldn't read it back otherwise."""
     return name if re.fullmatch(r"[\w.:/+-]+", name) else repr(name)
 
 

@@ -1,4 +1,4 @@
-"""Answers simple questions about a jaxpr, rewrites its equations, and drops unread equations."""
+"""Queries jaxprs, rewrites their equations, and drops equations that nothing reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 def holds(jaxpr: compat.Jaxpr, concerns: Callable[[compat.Equation], bool]) -> bool:
-    """Whether a jaxpr, or a jaxpr inside it, has an equation that `concerns` accepts."""
+    """Whether a jaxpr, or any jaxpr inside it, has an equation that `concerns` accepts."""
     return any(
         concerns(eqn) or any(holds(j, concerns) for j in compat.sub_jaxprs(eqn))
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns
@@ -26,12 +26,12 @@ def holds_exchange(
     *,
     only: Callable[[Exchange], bool] = lambda _: True,
 ) -> bool:
-    """Whether a jaxpr, or a jaxpr inside it, makes an exchange that `only` accepts."""
+    """Whether a jaxpr, or any jaxpr inside it, makes an exchange that `only` accepts."""
     return holds(jaxpr, lambda eqn: any(map(only, wire.recognise(eqn, axes) or ())))
 
 
 def holds_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
-    """Whether a jaxpr, or a jaxpr inside it, has a `shard_map` along one of `axes`."""
+    """Whether a jaxpr, or any jaxpr inside it, has a `shard_map` along any of `axes`."""
     return holds(jaxpr, lambda eqn: is_shard_map(eqn, axes))
 
 
@@ -44,13 +44,12 @@ def forward(
 ) -> list[V]:
     """Propagates a property of values from a jaxpr's inputs to its results.
 
-    This includes the functions that the jaxpr calls.
+    Follows calls to other functions as well.
 
     Args:
         jaxpr: Open or closed.
-        args: The property of each input.
-        rule: Returns the property of each result of an equation, given the property of each
-            operand.
+        args: Each input's property.
+        rule: Computes the properties of an equation's results from those of its operands.
         constant: The property of constants.
     """
     inner, _ = compat.open_jaxpr(jaxpr)
@@ -79,18 +78,18 @@ def rewritten(
     *,
     enters: Callable[[compat.Equation], bool] = lambda _: True,
 ) -> compat.Jaxpr:
-    """Changes some equations of a jaxpr, including those inside loops and calls.
+    """Changes some of a jaxpr's equations, including those inside loops and calls.
 
     Args:
-        jaxpr: Open or closed. Returned as it is if `concerns` accepts nothing in it.
+        jaxpr: Open or closed. Returned as is if `concerns` doesn't accept anything in it.
         concerns: Accepts the equations to change.
-        change: Returns the equation that replaces an accepted one. Equations inside the new
-            equation are changed, too.
-        enters: Whether to change equations inside an equation.
+        change: Returns the replacement for an accepted equation. Equations inside the replacement
+            are changed, too.
+        enters: Whether to change the equations inside an equation.
     """
-    # Remember what each inner jaxpr was replaced by. So if several equations share a jaxpr, it's
-    # rewritten only once and stays shared. The keys are ids. We store the original jaxpr as well,
-    # because once it's freed, Python may reuse its id for another jaxpr.
+    # Remember what each inner jaxpr was replaced with. That way, a jaxpr shared by several
+    # equations is rewritten only once and stays shared. The keys are ids, so hold a reference to
+    # the original jaxpr, too: once it's freed, Python may reuse its id for another jaxpr.
     done: dict[int, tuple[compat.Jaxpr, compat.Jaxpr]] = {}
 
     def changed(eqn: compat.Equation) -> compat.Equation:
@@ -113,7 +112,7 @@ def rewritten(
 
 
 def is_shard_map(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
-    """Whether an equation maps over shards along one of `axes`."""
+    """Whether an equation maps over shards along any of `axes`."""
     return eqn.primitive.name == "shard_map" and any(
         a in axes for a in eqn.params["mesh"].axis_names
     )
@@ -122,7 +121,7 @@ def is_shard_map(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
 def drop_unread(
     eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]
 ) -> list[compat.Equation]:
-    """Returns, in order, the equations that `outs` depend on, and those that have a real effect."""
+    """Returns, in order, the equations that `outs` depend on and those with a real effect."""
     live = {a for a in outs if not isinstance(a, compat.Literal)}
     kept: list[compat.Equation] = []
     for eqn in reversed(eqns):
@@ -134,15 +133,15 @@ def drop_unread(
 
 
 def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> bool:
-    """Whether an equation ends on a rank whose operands are all zero.
+    """Whether an equation is sure to end on a rank whose operands are all zero.
 
-    This is the case if each loop inside has a fixed length or a vote.
+    That's the case if every loop inside it has a fixed length or a vote.
 
     Args:
-        eqn: An equation of a flat jaxpr. Loops with a vote have been rewritten by
-            `jaxcross.program.lockstep`.
-        present: Variables that are 0 on such a rank and 1 elsewhere. Each vote has one as an
-            operand.
+        eqn: An equation of a flat jaxpr, where `jaxcross.program.lockstep` has already rewritten
+            loops with a vote.
+        present: Variables that are 0 on such a rank and 1 elsewhere. Every vote takes one of them
+            as an operand.
     """
     here = [
         n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in present
@@ -151,7 +150,7 @@ def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> boo
         return bool(here)
     for jaxpr in compat.sub_jaxprs(eqn):
         inner, _ = compat.open_jaxpr(jaxpr)
-        # Only a `scan` passes its operands to the body in the same order.
+        # Only `scan` passes its operands to the body in the same order.
         passed = {inner.invars[n] for n in here} if eqn.primitive.name == "scan" else ()
         if not all(ends_on_zeros(e, passed) for e in inner.eqns):
             return False

@@ -1,39 +1,39 @@
 """Rewrites loops that contain exchanges, so that all ranks make the same number of iterations.
 
-**Problem.** A rank may need fewer iterations of a loop than the others. If it left the loop early,
-the other ranks would wait for it forever in their next exchange.
+**Problem.** Ranks may need different numbers of iterations of a loop. If one of them left early,
+the others would wait for it forever in their next exchange.
 
-**Idea.** `jax.vmap` has a similar problem with the elements of a batch. It runs the loop's body
-until the predicate is false for every element, and keeps the carry of elements that have finished.
+**Idea.** `jax.vmap` faces a similar problem with the elements of a batch. It runs the loop's body
+until the predicate is false for every element, and freezes the carry of those that have finished.
 We do the same with ranks instead of elements: before each iteration, the ranks vote on whether any
-of them needs to continue. A rank that has finished still runs the body on its last carry, so that
+of them needs to continue. A rank that has finished keeps running the body on its last carry so that
 it takes part in the exchanges, but discards the results.
 
-The vote is a maximum of four bytes over the axes that the loop exchanges over. We leave it out if
-`jaxcross.program.equality` proves that the predicate is equal on all these ranks.
+The vote is a four-byte maximum over the axes that the loop exchanges over. We skip it if
+`jaxcross.program.equality` can prove that the predicate is equal on all these ranks.
 
 **Nested loops.** These are the hard part. A rank that has finished the outer loop still runs its
-body for the sake of the others, and with it the inner loops. We call such a rank *inactive*. On its
-old values, an inner loop might never end. So an inactive rank leaves an inner loop
+body for the sake of the others, including any inner loops. We call such a rank *inactive*. On its
+stale values, an inner loop might never end, so an inactive rank leaves an inner loop
 
-- together with the other ranks, if they decide together, or if the loop has no vote because all
-  ranks decide the same;
-- at once, if nothing that is exchanged depends on the inner loop's results;
-- after `FROZEN` or `FROZEN_LOCAL` iterations, if something does. The rank then has to exchange a
-  value that `vmap` wouldn't give. To make sure that nobody uses this value, the rank also counts
-  itself in a sum (`decision.EarlyExit`), and if the count isn't zero, the step fails on every rank.
+- together with the other ranks, if they decide jointly, or if there's no vote because they all
+  decide the same;
+- immediately, if no exchange depends on the inner loop's results;
+- after `FROZEN` or `FROZEN_LOCAL` iterations otherwise. The rank then has to exchange a value that
+  `vmap` wouldn't produce. To make sure that nobody uses this value, the rank also counts itself in
+  a sum (`decision.EarlyExit`); if the count isn't zero, the step fails on every rank.
 
-**Side effects.** An inactive rank discards its results, but that isn't enough if it has done
-something that can't be undone. So it doesn't call back into Python. And if it would write to a
-mutable array from outside of the loop, tracing the step raises a `CutError`.
+**Side effects.** Discarding an inactive rank's results isn't enough if it does something that can't
+be undone. So it never calls back into Python, and if it would write to a mutable array from outside
+of the loop, tracing the step raises a `CutError`.
 
 **Ranks that take no part.** A rank that has failed, or that doesn't take the branch around the
-loop, runs the loop on zeros. Among the loop's operands is a flag that's 1 on all other ranks, so
-the rank can tell. It votes 2, which is greater than any other vote, so the loop ends on all ranks
-at once (`_vote`).
+loop, runs the loop on zeros. It can tell because one of the loop's operands is a flag that's 1 on
+every other rank. It then votes 2, which outvotes everyone else, so the loop ends on all ranks at
+once (`_vote`).
 
-**Alternative.** We could raise an error if ranks need different numbers of iterations, instead of
-making these numbers equal. But to detect the difference, the ranks would need the same vote.
+**Alternative.** Instead of making all ranks do the same number of iterations, we could raise an
+error if they need different numbers. But detecting that would take the very same vote.
 """
 
 from __future__ import annotations
@@ -57,39 +57,39 @@ from jaxcross.program.equality import Equality, Known, fingerprint
 from jaxcross.program.jaxpr_utils import holds_exchange
 
 FROZEN = 2_000
-"""After how many iterations an inactive rank stops voting to continue an inner loop.
+"""Number of iterations after which an inactive rank stops voting to continue an inner loop.
 
-The limit applies if an exchange depends on the inner loop's results. On the carry with which the
-rank left the outer loop, the inner loop might never end, and under `vmap` it wouldn't either. Even
-after the limit, the rank stays in the loop for as long as other ranks need it. For comparison,
-halving a float64 until it's zero takes 1,075 iterations.
+The limit applies if an exchange depends on the inner loop's results. On the carry that the rank had
+when it left the outer loop, the inner loop might never end (nor would it under `vmap`). Even past
+the limit, the rank stays in the loop for as long as other ranks need it. For comparison, halving a
+float64 until it's zero takes 1,075 iterations.
 """
 FROZEN_LOCAL = 1_000_000
-"""After how many iterations an inactive rank leaves an inner loop that exchanges nothing.
+"""Number of iterations after which an inactive rank leaves an inner loop without exchanges.
 
-This limit is much higher than `FROZEN`, because no other rank waits for this rank in such a loop.
+Much higher than `FROZEN`, because no other rank is kept waiting by such a loop.
 """
 
 
 _State = tuple[list[Array], Array, Array, Array]
 """The state of a rewritten `while`.
 
-It consists of the carry, the number of iterations so far, whether an inner loop was left early, and
+Consists of the carry, the number of iterations so far, whether an inner loop was left early, and
 the predicate.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """How a jaxpr is traced, given what happens to this rank's results.
+    """How to trace a jaxpr, depending on what happens to this rank's results.
 
     Attributes:
-        active: Whether the results are kept. None if they always are, which is the case outside of
-            every loop with a vote.
+        active: Whether the results are kept. None if they always are, i.e. outside of any loop with
+            a vote.
         present: 0 on a rank that takes no part in the step, 1 elsewhere; None if every rank takes
             part.
-        always_vote: Whether every loop needs a vote, because the jaxpr may run on zeros.
-        feeds_exchange: Whether an exchange depends on the results even if they aren't kept.
+        always_vote: Whether every loop needs a vote because the jaxpr may run on zeros.
+        feeds_exchange: Whether an exchange depends on the results even if they are discarded.
     """
 
     active: Array | None = None
@@ -104,15 +104,15 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     known = flat.known(args)
     equality.results(eqn, known)
     named = any(x.axes for x in equality.exchanges(eqn))
-    # If all ranks end the loop together, it can stay as it is. The exception is a loop that may run
-    # on zeros, e.g. because a rank doesn't take the branch around it. On zeros, it's only certain
-    # to end if the ranks vote.
+    # If all ranks end the loop together, it can stay as it is, unless it may run on zeros, e.g.
+    # because a rank doesn't take the branch around it. On zeros, only a vote guarantees that it
+    # ends.
     if not (equality.diverges or (named and flat.always_vote and _holds_while(eqn))):
         outs = flat.keep(eqn, args)
-        # We have proved that the ranks needn't vote, but the proof assumes that all ranks have
-        # traced the same code. A Python number in the code may still differ between ranks. So
-        # before the first step, the ranks compare a hash of everything that the number of
-        # iterations follows from.
+        # We have proved that no vote is needed, but the proof assumes that all ranks have traced
+        # the same code, and a Python number in that code may still differ between them. So before
+        # the first step, the ranks compare a hash of everything that determines the number of
+        # iterations.
         if equality.basis:
             flat.until[outs[0]] = fingerprint(equality.basis)
         return outs
@@ -134,7 +134,7 @@ def emit(flat: Emitter, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
     closed = jax.make_jaxpr(rewritten, axis_env=list(flat.axes.items()))(*types)
     outs = flat.inline(closed, atoms, flat.keep)
     if rewriter.early_exits:
-        # Tie the count to the loop's exchanges, so that it's kept whenever one of their results is
+        # Tie the count to the loop's exchanges, so that it's kept whenever any of their results is
         # read.
         *outs, exited = outs
         counted = [v for e in flat.eqns[before:] if flat.exchanges(e) for v in e.outvars]
@@ -153,11 +153,11 @@ def _holds_while(eqn: Equation) -> bool:
 
 
 def _calls_back(eqn: Equation) -> bool:
-    """Whether an equation, or an equation inside it, calls back.
+    """Whether an equation, or any equation inside it, calls back.
 
-    Computing, exchanging and writing to a mutable array don't count.
+    Computation, exchanges and writes to mutable arrays don't count.
     """
-    # mpi4jax's primitives have effects like a callback, but they only exchange.
+    # mpi4jax's primitives have the same kind of effects as callbacks, but they only exchange.
     if eqn.primitive.name.endswith("_mpi") or any(
         isinstance(a.aval, AbstractRef) for a in eqn.invars
     ):
@@ -170,29 +170,28 @@ def _calls_back(eqn: Equation) -> bool:
 
 @dataclass(slots=True)
 class _Rewriter:
-    """Traces equations again, adding a vote to the loops that need one.
+    """Retraces equations, adding a vote to the loops that need it.
 
-    We need to know whether an inner loop was left early, so we compute a flag, `exited`. JAX traces
-    the body of a loop or branch as a separate jaxpr, so a flag that's set inside can only leave it
-    as a result. Everything that `_inside` traces therefore returns the flag as an additional
-    result, and loops carry it along.
+    A flag, `exited`, tells us whether an inner loop was left early. JAX traces the body of a loop
+    or branch as a separate jaxpr, so a flag that's set in there can only get out as a result.
+    That's why everything traced by `_inside` returns the flag as an additional result, and loops
+    carry it along.
 
     Attributes:
-        equality: Proves values equal on all ranks.
-        early_exits: The lines of inner loops that an inactive rank may leave before their end
-            although an exchange depends on their results. A dict, so that each line is kept once
-            and in order.
+        equality: Proves that values are equal on all ranks.
+        early_exits: The lines of inner loops that an inactive rank may leave early even though an
+            exchange depends on their results. A dict, so that each line is kept once and in order.
     """
 
     equality: Equality
     early_exits: dict[str, None] = field(default_factory=dict)
-    # Flags of the jaxpr that is being traced: 1 if a loop was left early.
+    # Flags of the jaxpr being traced: 1 if a loop was left early.
     _exited: list[Array] = field(default_factory=list)
 
     def take_exited(self) -> Array:
-        """Returns 1 if this rank left a loop early since the last call, else 0.
+        """Returns 1 if this rank has left a loop early since the last call, else 0.
 
-        This covers the loops in everything that was traced since then.
+        This covers all loops traced since then.
         """
         exited = self._exited
         self._exited = []
@@ -202,8 +201,8 @@ class _Rewriter:
         self, jaxpr: Jaxpr, args: Sequence[Array], known: Sequence[Known], role: Role
     ) -> list[Array]:
         """Traces a jaxpr inside an equation; returns its results, followed by its `exited` flag."""
-        # Put the flags of the enclosing jaxpr aside. They are tracers of another trace, so they
-        # mustn't be combined with the flags of this one.
+        # Set the enclosing jaxpr's flags aside. They're tracers of a different trace, so they
+        # mustn't be combined with the flags in here.
         outer = self._exited
         self._exited = []
         outs = self.jaxpr(jaxpr, args, known, role)
@@ -212,16 +211,16 @@ class _Rewriter:
         return [*outs, exited]
 
     def _outside(self, outs: Sequence[Array]) -> list[Array]:
-        """Takes the flag that `_inside` added from an equation's results; returns the others."""
+        """Pops the flag added by `_inside` off an equation's results; returns the rest."""
         self._exited.append(outs[-1])
         return [*outs[:-1]]
 
     def jaxpr(
         self, jaxpr: Jaxpr, args: Sequence[Array], known: Sequence[Known], role: Role
     ) -> list[Array]:
-        """Traces the equations of a jaxpr on `args`; returns its results.
+        """Traces a jaxpr's equations on `args`; returns its results.
 
-        `known` holds the facts about `args`.
+        `known` holds what we know about `args`.
         """
         inner, consts = compat.open_jaxpr(jaxpr)
         env: dict[Any, Array] = dict(zip(inner.constvars, consts, strict=False))
@@ -238,14 +237,14 @@ class _Rewriter:
         return [a.val if isinstance(a, compat.Literal) else env[a] for a in inner.outvars]
 
     def _exchanged(self, inner: Jaxpr, role: Role) -> set[Atom]:
-        """Returns the variables on which an exchange depends.
+        """Returns the variables that an exchange depends on.
 
-        If this rank's results are always kept, returns an empty set, because it then doesn't matter
-        what the exchanges depend on.
+        Empty if this rank's results are always kept, in which case it doesn't matter what the
+        exchanges depend on.
         """
         if role.active is None:
             return set()
-        # Go backwards through the equations. If the equation around this jaxpr feeds an exchange,
+        # Walk backwards through the equations. If the equation around this jaxpr feeds an exchange,
         # so do the jaxpr's own results.
         found = {
             a for a in inner.outvars if role.feeds_exchange and not isinstance(a, compat.Literal)
@@ -258,12 +257,11 @@ class _Rewriter:
     def equation(
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
-        """Traces one equation.
+        """Traces a single equation.
 
-        Most equations are traced unchanged, but equations with exchanges are rewritten. If this
-        rank may be inactive, i.e. run only for the sake of the others, we also rewrite equations
-        that call back, and equations with a `while` loop, which might never end on this rank's
-        values.
+        Most equations are traced unchanged, but those with exchanges are rewritten. If this rank
+        may be inactive, i.e. only running for the sake of the others, we also rewrite callbacks,
+        and equations with a `while` loop, which might never end on this rank's values.
         """
         name = eqn.primitive.name
         inside = list(compat.sub_jaxprs(eqn))
@@ -290,7 +288,7 @@ class _Rewriter:
     ) -> Sequence[Array]:
         """Traces a `while` loop, adding a vote if ranks may diverge.
 
-        Also adds an early exit if this rank may be inactive.
+        If this rank may be inactive, the loop gets an early exit, too.
         """
         params = eqn.params
         equality = self.equality
@@ -300,25 +298,24 @@ class _Rewriter:
         made = equality.exchanges(eqn)
         needed = equality.exchange_axes(eqn)
         votes = any(x.axes for x in made) and (role.always_vote or not needed <= more.axes)
-        # Each iteration reads what the one before has computed. So if the loop contains exchanges,
-        # its results feed an exchange.
+        # Each iteration reads the results of the previous iteration, so if the loop contains
+        # exchanges, its results feed an exchange.
         feeds = role.active is not None and (role.feeds_exchange or bool(made))
-        # A rank may take no part in the step, e.g. because it has failed. It then ends the
-        # outermost loop that has a vote right away. So the loops inside of that loop don't have to
-        # check for such a rank, and don't need a vote just because of it.
+        # A rank that takes no part in the step, e.g. because it has failed, ends the outermost
+        # voting loop right away. Loops inside it don't have to check for such a rank, and don't
+        # need a vote just because of it.
         inner = replace(
             role, present=None, always_vote=role.always_vote and not votes, feeds_exchange=feeds
         )
-        # An inactive rank, which runs this loop only for the sake of the others, has two reasons to
-        # stay. Either all ranks decide together when the loop ends, or other ranks wait for its
-        # messages. mpi4jax calls count as messages. How many of these a rank makes is up to the
-        # step, so we can't leave any out.
+        # An inactive rank stays in this loop for one of two reasons: all ranks decide jointly when
+        # the loop ends, or other ranks wait for this rank's messages (which include mpi4jax calls).
+        # How many of these calls a rank makes is up to the step, so we can't leave any out.
         peers_wait = needed or any(not x.axes for x in made)
         may_leave = role.active is not None and (
             votes or not (peers_wait or equality.decided_together(eqn, more))
         )
-        # If the predicate contains exchanges, it depends on the values of all ranks. So on a rank
-        # that has finished, the predicate may become true again, and the rank has to resume.
+        # A predicate that contains exchanges depends on the values of all ranks. It may become true
+        # again on a rank that has already finished, which then has to resume.
         may_resume = holds_exchange(params["cond_jaxpr"], equality.sizes, equality.wire)
         limit = None
         if may_leave and (role.feeds_exchange or may_resume):
@@ -327,10 +324,9 @@ class _Rewriter:
             _check_no_refs(eqn)
 
         def evaluate_predicate(carry: Sequence[Array], active: Array | None) -> list[Array]:
-            # JAX lets the `cond` function of a loop return nothing but the predicate, so it can't
-            # return the `exited` flag as well. That's why we evaluate the predicate in the body,
-            # and carry its value along to the next iteration. The `cond` function itself then only
-            # contains the vote.
+            # JAX only lets a loop's `cond` function return the predicate, not the `exited` flag as
+            # well. That's why we evaluate the predicate in the body and carry its value over to the
+            # next iteration, which leaves nothing but the vote for the actual `cond` function.
             facts = [*known[:n], *carried]
             decides = replace(inner, active=active, feeds_exchange=True)
             return self._inside(params["cond_jaxpr"], [*values[:n], *carry], facts, decides)
@@ -339,8 +335,8 @@ class _Rewriter:
             _, count, _, going = state
             going = _any(going)
             if may_leave and role.active is not None:
-                # If nobody needs the result of an inactive rank, the rank leaves the loop at once.
-                # Otherwise, it continues up to the limit, because the loop may end by itself before
+                # If nobody needs an inactive rank's result, it leaves the loop at once. Otherwise,
+                # it continues up to the limit, because the loop may well end on its own before
                 # that.
                 kept = role.active
                 if limit is not None:
@@ -358,9 +354,9 @@ class _Rewriter:
             *new, within = self._inside(
                 params["body_jaxpr"], args, facts, replace(inner, active=active)
             )
-            # A rank that has finished keeps the values with which it finished, like an element
-            # under `vmap`. On such a rank, we therefore select the old values. If the body returns
-            # a value unchanged, there's nothing to select.
+            # A rank that has finished keeps the values it finished with, like an element under
+            # `vmap`, so select the old values there. If the body returns a value unchanged, there's
+            # nothing to select.
             if votes or jnp.ndim(going):
                 new = [
                     x if y is x else lax.select_n(_like(x, going), x, y)
@@ -380,8 +376,7 @@ class _Rewriter:
             cond, body, (init, jnp.int32(0), exited, going)
         )
         if limit is not None and role.active is not None:
-            # An inactive rank left the loop early if it reached the limit while its predicate was
-            # still true.
+            # An inactive rank left early if it hit the limit while its predicate was still true.
             self.early_exits[compat.source_of(eqn)] = None
             left = lax.bitwise_and(_any(going), lax.bitwise_not(role.active))
             left = lax.bitwise_and(left, lax.ge(count, jnp.int32(limit)))
@@ -392,10 +387,10 @@ class _Rewriter:
     def _vote(self, eqn: Equation, going: Array, role: Role) -> Array:
         """Returns whether the loop continues.
 
-        The ranks take the maximum of their votes: 1 to continue, 0 to end the loop. So the loop
-        continues if any rank needs it. A rank that takes no part in the step, e.g. because it has
-        failed, votes 2. This outvotes every 1, so the loop ends on all ranks, on which the step has
-        then failed anyway.
+        The ranks take the maximum of their votes, which are 1 to continue and 0 to stop, so the
+        loop goes on as long as any rank needs it. A rank that takes no part in the step, e.g.
+        because it has failed, votes 2. That outvotes every 1 and ends the loop on all ranks (on
+        which the step has failed by then anyway).
         """
         going = lax.convert_element_type(going, jnp.int32)
         if role.present is not None:
@@ -407,7 +402,7 @@ class _Rewriter:
         return lax.pmax(value, axes, axis_index_groups=groups)
 
     def voters(self, eqn: Equation) -> tuple[tuple[str, ...], Any]:
-        """Returns the axes, and the groups along them, of the ranks that exchange in `eqn`."""
+        """Returns the axes over which ranks vote on `eqn`, and the groups of ranks along them."""
         needed = self.equality.exchange_axes(eqn)
         made = [x for x in self.equality.exchanges(eqn) if x.axes]
         over = {
@@ -415,19 +410,19 @@ class _Rewriter:
             for x in made
             if not needed or needed & set(x.axes)
         }
-        # If all exchanges are within the same groups of ranks, each group can vote by itself.
+        # If all exchanges stay within the same groups of ranks, each group can vote on its own.
         if len(over) == 1:
             return next(iter(over))
-        # The exchanges in this loop go over different sets of ranks, e.g. some over the rows of a
-        # mesh and some over its columns. To keep all of these ranks in lockstep, we need a single
-        # vote over all axes that occur.
+        # The loop's exchanges go over different sets of ranks, e.g. some over the rows of a mesh
+        # and some over its columns. To keep them all in lockstep, we need a single vote over all
+        # axes involved.
         named = {a for x in made for a in x.axes}
         return tuple(a for a in self.equality.sizes if a in (needed or named)), None
 
     def _scan(
         self, eqn: Equation, values: list[Array], known: Sequence[Known], role: Role
     ) -> Sequence[Array]:
-        """Traces a `scan`, in case there are loops inside; the `scan` itself has a fixed length."""
+        """Traces a `scan`, which has a fixed length itself but may contain loops that don't."""
         params = eqn.params
         n_consts, n_carry = compat.scan_counts(eqn)
         carried, _ = self.equality.scan_carry(eqn, known)
@@ -469,9 +464,9 @@ class _Rewriter:
     ) -> Sequence[Array]:
         """Traces a conditional that ranks may decide differently.
 
-        If any rank takes a branch that contains exchanges, all ranks run it, as `vmap` runs every
-        branch for every element. The ranks find this out with another maximum, in addition to the
-        votes of loops. A rank that doesn't take the branch runs it as an inactive rank, i.e. it
+        If any rank takes a branch with exchanges, all ranks run it, just as `vmap` runs every
+        branch for every element. They find out about it through another maximum, on top of the
+        votes for loops. A rank that doesn't take the branch runs it as an inactive rank, i.e. it
         takes part in the exchanges but discards the results.
 
         Raises:
@@ -484,9 +479,8 @@ class _Rewriter:
         takers = [
             n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)
         ]
-        # If one rank takes a branch with exchanges, all ranks run it. But an mpi4jax call may only
-        # be made by the ranks that really take the branch, so such a branch can't be supported
-        # here.
+        # All ranks run a branch with exchanges as soon as any rank takes it. But only the ranks
+        # that really take a branch may make its mpi4jax calls, so we can't support them here.
         if any(not x.axes for x in equality.exchanges(eqn)):
             raise CutError(
                 f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over "
@@ -503,9 +497,9 @@ class _Rewriter:
         anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(
             1
         )
-        # First, trace the branches without exchanges as a normal conditional, in which each rank
-        # runs the branch that it takes, if it's one of these. Then, trace the branches with
-        # exchanges, one by one.
+        # First, trace the branches without exchanges as an ordinary conditional, in which each rank
+        # runs the branch it takes, if it's among them. Then trace the branches with exchanges, one
+        # by one.
         without = [
             zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)
         ]
@@ -521,9 +515,9 @@ class _Rewriter:
 def _check_no_refs(eqn: Equation) -> None:
     """Raises if an inactive rank would write to a mutable array in this loop or conditional.
 
-    An inactive rank is one that runs a loop or branch only for the sake of the others. It runs the
-    same equations as they do, and we discard its results afterwards. But if it has written to a
-    mutable array in the meantime, we can't undo that.
+    An inactive rank, which runs a loop or branch only for the sake of the others, runs the same
+    equations as they do, and we discard its results afterwards. A write to a mutable array can't be
+    undone, though.
     """
     if not any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
         return
@@ -553,7 +547,7 @@ def _index(eqn: Equation, values: Sequence[Array]) -> Array:
 def _any(going: Array) -> Array:
     """Returns whether a loop continues for any element of an inner `vmap`.
 
-    If the step calls `vmap`, the predicate of a loop may be an array.
+    If the step calls `vmap`, a loop's predicate may be an array.
     """
     return lax.reduce_or(going, tuple(range(jnp.ndim(going)))) if jnp.ndim(going) else going
 
@@ -563,9 +557,9 @@ def _both(active: Array | None, going: Array) -> Array:
 
 
 def _like(x: Array, mask: Array) -> Array:
-    """Returns a mask in the shape that `select_n` takes.
+    """Returns a mask in the shape that `select_n` expects.
 
-    The mask is a scalar, or its dimensions are the leading dimensions of `x`.
+    The mask is either a scalar, or its dimensions are the leading dimensions of `x`.
     """
     if jnp.ndim(mask) in (0, jnp.ndim(x)):
         return mask
@@ -573,10 +567,10 @@ def _like(x: Array, mask: Array) -> Array:
 
 
 def _callback_if_active(eqn: Equation, values: list[Array], role: Role) -> Sequence[Array]:
-    """Traces a callback so that it's only called if this rank's results are kept.
+    """Traces a callback that only happens if this rank's results are kept.
 
     Raises:
-        CutError: The callback returns values, for which an inactive rank has no substitute.
+        CutError: The callback returns values, which an inactive rank has no substitute for.
     """
     if list(compat.sub_jaxprs(eqn)) or not all(isinstance(v, compat.DropVar) for v in eqn.outvars):
         raise CutError(

@@ -1,9 +1,8 @@
-"""What `Wire.lower` returns: a collective segment that is ready to be compiled for the host.
+"""What `Wire.lower` returns: a collective segment, ready to be compiled for the host.
 
-The protocol `Lowered` is the interface. The class `Traceable` implements it for wires whose
-exchanges are part of the executable. Other wires make the exchanges themselves, outside of any
-executable, so they have their own implementation. It may return results that live in the wire's
-memory.
+`Lowered` is the protocol. `Traceable` implements it for wires whose exchanges are part of the
+executable. Wires that exchange outside of any executable bring their own implementation, which may
+return results that live in the wire's memory.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from jaxcross import _jax_compat as compat
 
 
 class Lowered(Protocol):
-    """A jaxpr in which the wire's own operations have replaced the exchanges."""
+    """A jaxpr whose exchanges have been replaced with the wire's own operations."""
 
     @property
     def lent(self) -> Sequence[int]:
         """Positions of the results that may live in the wire's memory.
 
-        XLA can't reuse such a buffer: it has to copy the array before overwriting it.
+        XLA can't reuse such a buffer, so it has to copy the array before overwriting it.
         """
         ...
 
@@ -35,13 +34,13 @@ class Lowered(Protocol):
     ) -> Any:
         """Compiles to a function of flat arrays that runs on the host and waits for its peers.
 
-        Waits for XLA. The returned function also has a `memory_analysis` method, as executables do.
+        Waits for XLA. Like an executable, the returned function has a `memory_analysis` method.
 
         Args:
             structs: Types of the arguments.
             name: The executable's name in profiles.
-            host: CPU device that it runs on.
-            place: Sharding of the arguments; None if JAX may place them.
+            host: CPU device to run on.
+            place: Sharding of the arguments, or None to leave their placement to JAX.
         """
         ...
 
@@ -50,13 +49,13 @@ class Lowered(Protocol):
     frozen=True, slots=True, weakref_slot=True
 )  # `jax.jit` crashes on functions that don't support weak references
 class Traceable:
-    """A jaxpr as a function, which is compiled to one executable, exchanges included."""
+    """A jaxpr as a function that compiles to a single executable, exchanges included."""
 
     function: Callable[..., Sequence[Any]]
 
     @property
     def lent(self) -> Sequence[int]:
-        """Empty, because XLA allocates all results."""
+        """Empty, because all results are allocated by XLA."""
         return ()
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -70,7 +69,7 @@ class Traceable:
 
 
 def struct_of(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """Returns an abstract value as an argument type, committed to `place` unless that is None."""
+    """Returns an abstract value as an argument type, committed to `place` unless that's None."""
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False)
     )
@@ -78,7 +77,7 @@ def struct_of(aval: Any, place: Sharding | None = None) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Bound:
-    """An executable together with its first arguments, which every call passes."""
+    """An executable with its first arguments bound, which are passed on every call."""
 
     call: Any
     first: tuple[Any, ...]
@@ -106,17 +105,16 @@ def compile_with_arguments(
 ) -> Any:
     """Compiles a function for the host, passing the arrays that its trace closes over as arguments.
 
-    If a function closes over an array, XLA embeds the array's values in the code. Two kernels that
-    only differ in these values would then be compiled separately, so we pass such arrays as
-    arguments instead. Returns once XLA has compiled the function.
+    XLA would embed the values of a closed-over array in the code, and two kernels that differ only
+    in these values would be compiled separately. Returns once XLA has compiled the function.
 
     Args:
         function: Takes and returns flat arrays.
-        structs: Types of its arguments.
+        structs: Argument types.
         name: The executable's name in profiles.
         host: CPU device that holds the closed-over arrays.
-        place: Sharding of these arrays; None if JAX may place them.
-        donate: Numbers of the arguments that the executable may overwrite.
+        place: Sharding of these arrays, or None to leave their placement to JAX.
+        donate: Positions of the arguments that the executable may overwrite.
     """
     closed, consts = compat.constants_first(jax.make_jaxpr(function)(*structs))
     inner = jaxpr_as_fun(closed) if consts else function

@@ -1,6 +1,6 @@
 """Error texts for ranks that are about to make different exchanges.
 
-Each text names two ranks and the first exchange at which they differ.
+Each text names two ranks and the first exchange where they differ.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import zip_longest
 from jaxcross.program.ir import LAYOUT
 
 _UNTIL = re.compile(r" until='\w+'")
-# If a program calls mpi4jax, all ranks have to take part when they compare their lists of calls.
-# But each rank decides from its own calls whether the program does so. A rank without any calls
-# would conclude that it doesn't, and wouldn't take part.
+# If a program calls mpi4jax, all ranks have to take part in comparing their lists of calls. But a
+# rank can only tell from its own calls whether the program does so. A rank without any calls would
+# conclude that it doesn't, and wouldn't take part.
 BARRIER_REMEDY = (
     "a rank without calls needs one to take part: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 )
@@ -22,7 +22,7 @@ _WIDTH = re.compile(r"\b(u?int|float|complex)(32|64|128)\b")
 
 
 def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks whose signatures differ.
+    """Returns the `ExchangeError` text for ranks whose signatures differ.
 
     Args:
         name: The step.
@@ -81,10 +81,10 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
 
 
 def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
-    """Returns an `ExchangeError`'s text for ranks that make equal exchanges in different calls.
+    """Returns the `ExchangeError` text for ranks that make equal exchanges in different calls.
 
     Args:
-        name: The step, or its job.
+        name: The step or its job.
         calls: The call that each rank is in, such as `call 3`.
     """
     where = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
@@ -96,11 +96,11 @@ def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
 
 
 def step_mismatch(name: str, steps: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that call different steps at the same time.
+    """Returns the `ExchangeError` text for ranks that call different steps at the same time.
 
     Args:
-        name: The caller of the steps: a job, or the script.
-        steps: The step that each rank calls, in rank order.
+        name: Who is calling the steps: a job or the script.
+        steps: The step each rank is calling, in rank order.
     """
     where = ", ".join(f"rank {rank} {step}" for rank, step in enumerate(steps))
     return (
@@ -112,13 +112,13 @@ def step_mismatch(name: str, steps: Sequence[str]) -> str:
 
 
 def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) -> str:
-    """Returns the text of an `ExchangeError` for ranks that order similar exchanges differently.
+    """Returns the `ExchangeError` text for ranks that make similar exchanges in different orders.
 
     Args:
         name: The step.
         ranks: Two ranks that differ.
-        exchanges: For each rank, in rank order, a description of the exchanges at which these two
-            ranks differ.
+        exchanges: A description of each rank's exchanges where these two ranks differ, in rank
+            order.
     """
     lines = "".join(f"\n    rank {rank}:\n        {exchanges[rank]}" for rank in ranks)
     return (
@@ -131,7 +131,7 @@ def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) 
 
 
 def without_calls(name: str, ranks: list[int]) -> str:
-    """Returns the error text for ranks that make no mpi4jax calls in a step, unlike others."""
+    """Returns the error text for ranks that, unlike others, make no mpi4jax calls in a step."""
     return (
         f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} "
         f"{', '.join(map(str, ranks))}: {BARRIER_REMEDY}."

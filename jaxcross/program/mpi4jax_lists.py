@@ -1,24 +1,24 @@
 """Checks by simulation whether the ranks' lists of MPI calls fit together.
 
 **Problem.** A step may call mpi4jax directly, and these calls may legitimately differ between
-ranks: one rank sends what another one receives. So we can't insist that all ranks make the same
-calls. But if the calls don't fit together, the step can hang, so we can't leave out the check
+ranks: what one rank sends, another receives. So we can't insist that all ranks make the same calls.
+But if the calls don't fit together, the step can hang, so going without a check isn't an option
 either.
 
-**Idea.** We run all lists against each other. This finds messages that nobody receives, calls that
-don't match, and deadlocks. A send never blocks in the simulation, as if it were buffered. A receive
+**Idea.** We run all lists against each other. This finds messages that nobody receives, mismatched
+calls, and deadlocks. A send never blocks in the simulation, as if it were buffered. A receive
 blocks until there's a message with a matching communicator, source and tag. A collective blocks
 until all members of its communicator have reached it.
 
-In each round, every rank makes calls until one of them blocks. The simulation ends with a round in
-which no rank makes progress. If a rank still has calls left then, it's a deadlock.
+In each round, every rank makes calls until it blocks. The simulation ends with a round in which no
+rank makes progress; any rank that still has calls left is then deadlocked.
 
-**Why one simulation is enough.** If all receives name their source, messages can be matched in only
-one way. So the outcome doesn't depend on which rank runs first. If a receive accepts any source,
-that's no longer true, so we don't check such lists. `can_simulate` knows this case and the others
-that we don't check.
+**Why one simulation is enough.** If all receives name their source, there's only one way to match
+up the messages, so the outcome doesn't depend on which rank runs first. Once a receive accepts any
+source, that's no longer true, so we skip the check. The same goes for a few other cases; see
+`can_simulate`.
 
-**Limits.** A step that relies on buffered sends passes the check, although MPI may not buffer a
+**Limits.** A step that relies on buffered sends passes the check, even though MPI may not buffer a
 large message.
 
 This module is pure: it neither communicates nor depends on MPI.
@@ -36,7 +36,7 @@ from typing import Any
 from jaxcross.program.ir import Exchange
 
 PREFIX = "mpi."
-"""The prefix of `Exchange.op` for an mpi4jax call."""
+"""Prefix of `Exchange.op` for mpi4jax calls."""
 _ROOTED = ("bcast", "gather", "reduce", "scatter")
 
 
@@ -46,12 +46,12 @@ def is_call(exchange: Exchange) -> bool:
 
 
 def encode(calls: Iterable[Exchange]) -> str:
-    """Writes one rank's calls as text that can be sent to other ranks."""
+    """Serializes one rank's calls, so that they can be sent to other ranks."""
     return json.dumps([[x.op, x.axes, x.dtype, x.shape, x.params, x.source] for x in calls])
 
 
 def decode(text: str) -> tuple[Exchange, ...]:
-    """Parses a text written by `encode`."""
+    """Parses what `encode` returned."""
     return tuple(
         Exchange(
             op=op,
@@ -66,19 +66,19 @@ def decode(text: str) -> tuple[Exchange, ...]:
 
 
 def comparison_text(calls: Iterable[Exchange]) -> str:
-    """Returns a text that is the same for equal lists of calls, wherever the user makes them."""
+    """Returns a text that only depends on the calls, not on where the user makes them."""
     return "\n".join(x.line() for x in calls)
 
 
 def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
-    """Returns the other ranks that these calls of `rank` exchange with, if the calls name them."""
+    """Returns the other ranks that these calls of `rank` exchange with, as far as they're named."""
     found: set[int] = set()
     for x in calls:
         params = dict(x.params)
         ranks = params["ranks"]
         named = [params[end] for end in ("source", "dest") if end in params]
-        # A send or a receive has one peer; in a collective, all members of the communicator take
-        # part.
+        # A send or receive has a single peer, whereas a collective involves all members of the
+        # communicator.
         if named:
             found.update(ranks[n] for n in named if isinstance(n, int))
         else:
@@ -92,24 +92,24 @@ def names_peers(calls: Iterable[Exchange]) -> bool:
 
 
 def expects_unknown(calls: Iterable[Exchange]) -> bool:
-    """Whether any call receives messages from any source."""
+    """Whether any call accepts messages from any source."""
     return any(dict(x.params).get("source") == "any" for x in calls)
 
 
 def all_senders_known(lists: Mapping[int, Sequence[Exchange]], rank: int) -> bool:
-    """Whether the lists contain at least as many sends to `rank` as `rank` makes receives."""
+    """Whether the lists contain at least as many sends to `rank` as `rank` has receives."""
     wanted = sum(x.times for x in lists[rank] if dict(x.params).get("source") is not None)
     sent = sum(x.times for calls in lists.values() for x in calls if _dest(x) == rank)
     return sent >= wanted
 
 
 def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -> bool:
-    """Whether `others` contains a message that `rank` could receive from any source.
+    """Whether `others` contains a message that `rank` might receive from an unnamed source.
 
     Args:
-        calls: The calls of `rank`.
+        calls: The calls made by `rank`.
         rank: The receiving rank.
-        others: Another rank's calls.
+        others: The calls made by some other rank.
     """
     wanted = {
         (_comm(x), dict(x.params)["recv_tag"])
@@ -123,9 +123,8 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
     """Whether the lists alone determine the outcome.
 
-    There are three cases in which the lists don't tell us which messages match: a call may receive
-    from any source, it may be inside a loop or conditional, or there may be two communicators that
-    can't be told apart.
+    They don't if a call receives from any source, if it's inside a loop or conditional, or if two
+    communicators can't be told apart. In these cases, we don't know which messages match.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -135,14 +134,14 @@ def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
 
 
 def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
-    """Returns an `ExchangeError`'s text if the ranks' calls don't fit together; None if they do.
+    """Returns an `ExchangeError` text if the ranks' calls don't fit together, or None if they do.
 
-    Also returns None if the lists can't be simulated.
+    Also None if the lists can't be simulated.
 
     Args:
         name: The step.
-        lists: The calls of each rank, in the order in which it makes them. Contains every rank that
-            any of these calls names.
+        lists: Each rank's calls, in the order it makes them. Must include every rank that's named
+            by any of these calls.
     """
     if not can_simulate(lists):
         return None
@@ -168,7 +167,7 @@ class _MisfitError(Exception):
 
 @dataclass(slots=True)
 class _Simulation:
-    """The calls of all ranks, each rank's next call, and the messages in flight."""
+    """All ranks' calls, each rank's next call, and the messages in flight."""
 
     lists: Mapping[int, Sequence[Exchange]]
     at: dict[int, int] = field(init=False)
@@ -181,14 +180,14 @@ class _Simulation:
         self.at = dict.fromkeys(sorted(self.lists), 0)
 
     def finish(self) -> None:
-        """Runs all ranks until none can make another call."""
+        """Runs all ranks until none of them can make another call."""
         before = None
-        while (self.at, self.sent) != before:  # a `sendrecv` that has only sent is progress, too
+        while (self.at, self.sent) != before:  # a `sendrecv` that has sent counts as progress
             before = dict(self.at), set(self.sent)
             for rank in self.at:
                 self._advance(rank)
-        # If a rank is still blocked, messages may be left only because the rank didn't get as far
-        # as receiving them. The actual error is then the deadlock, so we report that instead.
+        # While a rank is blocked, messages may be left over only because it hasn't got around to
+        # receiving them. The actual error is the deadlock, so report that instead.
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
                 raise _MisfitError(
@@ -196,7 +195,7 @@ class _Simulation:
                 )
 
     def blocked(self) -> list[int]:
-        """Returns the ranks that have calls left."""
+        """Returns the ranks that still have calls left."""
         return [rank for rank in self.at if self._call(rank) is not None]
 
     def blocked_text(self, rank: int) -> str:
@@ -211,7 +210,7 @@ class _Simulation:
         return calls[self.at[rank]] if rank in self.at and self.at[rank] < len(calls) else None
 
     def _advance(self, rank: int) -> None:
-        """Makes the calls of one rank until one of them blocks."""
+        """Makes a rank's calls until it blocks."""
         while (call := self._call(rank)) is not None and self._make(rank, call):
             pass
 
@@ -221,7 +220,7 @@ class _Simulation:
             return self._collective(call)
         params = dict(call.params)
         comm = _comm(call)
-        # We may come here several times until a `sendrecv` has received its message, but it must
+        # We may get here several times before a `sendrecv` has received its message, but it must
         # send only once.
         if params.get("dest") is not None and rank not in self.sent:
             dest = _member(call, rank, "dest")
@@ -231,7 +230,7 @@ class _Simulation:
             source = _member(call, rank, "source")
             mail = self.mail.get((comm, source, rank), deque())
             tag = params["recv_tag"]
-            # In MPI, messages between two ranks don't overtake each other, so the first one with a
+            # MPI messages between two ranks don't overtake each other, so the first message with a
             # matching tag is received.
             found = next((m for m in mail if tag in ("any", dict(m.params)["send_tag"])), None)
             if found is None:
@@ -265,7 +264,7 @@ class _Simulation:
 
 
 def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
-    """Returns what all members of the communicator must have in common in a collective call."""
+    """Returns what a collective call must have in common on all members of the communicator."""
     # An exchange over named axes must be the same on all members.
     if not is_call(call):
         return (call.line(),)
@@ -275,7 +274,7 @@ def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
         return (kind,)
     count: float = call.count
     ranks = params["ranks"]
-    # The root of a scatter passes one block for each member.
+    # The root of a scatter passes in a block for each member.
     if kind == "scatter" and ranks[params["root"]] == rank:
         count /= len(ranks)
     return (
@@ -311,7 +310,7 @@ def _member(call: Exchange, rank: int, end: str) -> int:
 
 
 def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
-    """Returns the world rank that a call sends to; with `named`, whether it names any peer."""
+    """Returns the world rank that a call sends to or, with `named`, whether it names any peer."""
     params = dict(call.params)
     if named:
         return "dest" in params or "source" in params
@@ -321,13 +320,13 @@ def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
 
 
 def _comm(call: Exchange) -> tuple[Any, ...]:
-    """Returns a key that distinguishes communicators, by their members in order and their name."""
+    """Returns a key that tells communicators apart, by their members in order and their name."""
     params = dict(call.params)
     return params["ranks"], params.get("comm", ""), is_call(call)
 
 
 def _text(call: Exchange) -> str:
-    """Describes a call in an error text, with ranks numbered as in `COMM_WORLD`."""
+    """Describes a call for an error text, numbering the ranks as in `COMM_WORLD`."""
     params = dict(call.params)
     ranks = params["ranks"]
     kind = call.op.removeprefix(PREFIX)

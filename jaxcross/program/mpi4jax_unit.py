@@ -1,9 +1,9 @@
-"""Handles programs that call mpi4jax, whose calls form a single segment, the unit.
+"""Handles programs that call mpi4jax; all their calls end up in a single segment, the unit.
 
-The calls may differ between ranks, e.g. one rank sends what another one receives. If they were in
+The calls may differ between ranks: what one rank sends, another receives. If they were spread over
 several segments, the ranks couldn't agree on an order for these. So we put all calls, and the work
-between them, into one segment. There, each rank makes its calls in the order in which they're
-written, as under `jit`.
+between them, into one segment, where each rank makes its calls in the order they're written, as
+under `jit`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def calls_mpi4jax(graph: Graph) -> bool:
 
 
 def unit_of(graph: Graph) -> Group:
-    """Returns all exchanges of a step, with the equations that lie between two of them."""
+    """Returns all of a step's exchanges, and the equations that lie between any two of them."""
     wires = sorted(graph.wires)
     needed = graph.ancestors(wires, {})
     after = set(wires)
@@ -43,12 +43,12 @@ def unit_of(graph: Graph) -> Group:
 
 
 def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
-    """Adds the equations before and those after the unit to it if they're cheap.
+    """Adds the equations before the unit, and those after it, to the unit if they're cheap.
 
-    The unit is the segment that contains all mpi4jax calls. If everything before and after it is
-    cheap, the step becomes a single executable, as under `jit`. Callbacks don't count as cheap,
-    because a rank that fails in a callback must still make its calls. If the step has a commit
-    flag, the equations after the unit are never added.
+    The unit is the segment that contains all mpi4jax calls. If everything around it is cheap, the
+    step becomes a single executable, as under `jit`. Callbacks don't count as cheap, because a rank
+    that fails in a callback still has to make its calls. In a step with a commit flag, the
+    equations after the unit are never added.
     """
     joined = set(unit.between)
     for here in (0, 2):
@@ -60,12 +60,12 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
 
 
 def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
-    """Compiles what a failed rank runs in place of its unit: the same calls, but on zeros.
+    """Compiles what a failed rank runs instead of its unit: the same calls, but on zeros.
 
-    The peers of a failed rank wait for its calls, so the rank makes all of them, in the same order.
-    It doesn't compute anything in between: if the end of a loop depends on its values, the loop
-    might never end on zeros. The returned function waits for the peers, and returns zeros instead
-    of the segment's results.
+    The peers of a failed rank wait for its calls, so it makes all of them, in the same order. The
+    computation in between is skipped, because on zeros, a loop whose end depends on its values
+    might never finish. The returned function waits for the peers, and returns zeros in place of the
+    segment's results.
     """
 
     def calls() -> list[Any]:

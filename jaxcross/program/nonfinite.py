@@ -1,21 +1,21 @@
-"""Finds exchanged values that aren't finite, and applies a job's policy to them.
+"""Finds exchanged values that aren't finite, and applies the job's policy to them.
 
-**Problem.** An exchange spreads a NaN from one rank to all others, so we check the results of each
+**Problem.** An exchange spreads a NaN from one rank to all others, so we check the results of every
 collective segment on the host (`FiniteCheck`). But a segment may compute with the exchanged values
-before it returns a result. If the result isn't finite, we want to name the exchange that it came
-from, so `_exchange_behind` searches backwards for it.
+before it returns anything. If its result isn't finite, we want to name the exchange behind it, so
+`_exchange_behind` searches backwards.
 
-Conversely, the result may be finite although an exchanged value isn't: if a gradient's norm is
-infinite, dividing by it gives 0.
+Conversely, a result may be finite even though an exchanged value isn't: dividing by an infinite
+gradient norm gives 0.
 
-**Idea.** For each segment, `masked_by` finds the exchanged values whose NaNs and infinities may be
-hidden by a later operation. The segment returns these values in addition to its own results, so
-that they can be checked as well.
+**Idea.** For each segment, `masked_by` finds the exchanged values whose NaNs and infinities might
+be hidden by a later operation. The segment returns these values on top of its own results so that
+they can be checked, too.
 
 Under the policy `nonfinite="skip"`, a step keeps its old state if some exchanged value wasn't
 finite. The ranks vote on that at the end of the step (`interleave/vote`). The outcome is passed to
-the step as an additional argument, the commit flag (`step/commit_flag`), which decides whether the
-step returns its new state or its old one.
+the step as an additional argument, the commit flag (`step/commit_flag`), which selects between its
+new and its old state.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class NonFiniteOutcome:
     """What happens to a step whose exchanged values aren't all finite.
 
     Attributes:
-        error: Why the step fails; None if it doesn't.
-        ejects: Whether the job is ejected rather than failed.
+        error: Why the step fails, or None if it doesn't.
+        ejects: Whether the job is ejected instead of failing.
         skips: Whether the step must keep its old state.
     """
 
@@ -55,7 +55,7 @@ class NonFiniteOutcome:
     def by_policy(cls, policy: NonFinite, what: str, *, skippable: bool) -> NonFiniteOutcome:
         """Returns the outcome under a job's policy; `what` describes the non-finite values.
 
-        Under `skip`, a call that can't be skipped, such as an evaluation, ignores the values.
+        Under `skip`, calls that can't be skipped, such as evaluations, ignore the values.
         """
         if policy == "skip":
             return cls(skips=skippable)
@@ -64,7 +64,7 @@ class NonFiniteOutcome:
 
 @final
 class FiniteCheck:
-    """Checks the exchanged values of one step in flight, under a job's policy."""
+    """Checks the exchanged values of a single step in flight, under a job's policy."""
 
     __slots__ = ("_arrived", "_policy", "_program")
 
@@ -74,11 +74,11 @@ class FiniteCheck:
         self._arrived: dict[int, Sequence[Any]] = {}
 
     def keep(self, index: int, results: Sequence[Any]) -> None:
-        """Keeps a collective segment's results until they are checked."""
+        """Holds on to a collective segment's results until they are checked."""
         self._arrived[index] = results
 
     def outcome(self, index: int) -> NonFiniteOutcome | None:
-        """Returns what follows from a segment's results; None if all are finite.
+        """Returns what follows from a segment's results, or None if they're all finite.
 
         Waits for the results.
         """
@@ -93,7 +93,7 @@ class FiniteCheck:
 def refuse_to_skip(program: Program) -> None:
     """Raises a CutError for a step that can't be skipped.
 
-    A program without exchanges needn't be skippable.
+    Programs without exchanges needn't be skippable.
     """
     if program.exchanges:
         raise CutError(
@@ -106,9 +106,9 @@ def refuse_to_skip(program: Program) -> None:
         )
 
 
-# If an operand of one of these operations isn't finite, we assume that the result isn't finite
-# either, so checking the result is enough. For a division (`div`), this holds for the numerator
-# only: dividing by infinity gives 0.
+# If any operand of these operations isn't finite, we assume that the result isn't either, so it's
+# enough to check the result. For `div`, this is only true of the numerator: dividing by infinity
+# gives 0.
 _CARRY = frozenset(
     {
         "abs",
@@ -150,8 +150,8 @@ _CARRY = frozenset(
 def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
     """Returns exchanged values that may be non-finite although the segment's outputs are finite.
 
-    It isn't enough to check the segment's outputs. An exchanged value may be used only inside the
-    segment, and an operation there may hide a NaN or an infinity in it. For example, dividing the
+    Checking the segment's outputs isn't enough. An exchanged value may be used only inside the
+    segment, by an operation that hides a NaN or an infinity in it. For example, dividing the
     gradients by an infinite norm gives 0.
     """
     exchanged = {
@@ -164,8 +164,8 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
         group.as_written
     ):  # its outputs may be anything that the step computes, so only exchanged values are checked
         return [v for e in body for v in e.outvars if v in exchanged and v not in outs]
-    # Go backwards through the segment, and collect the values that are masked, i.e. that may be
-    # non-finite although everything that leaves the segment is finite.
+    # Walk backwards through the segment, collecting the masked values, i.e. those that may be
+    # non-finite even though everything that leaves the segment is finite.
     masked: set[Any] = set()
     leaving = set(outs)
     for e in reversed(body):
@@ -175,7 +175,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
         lost = not masked.isdisjoint(e.outvars) and not exchanges_of(
             e, graph.traced
         )  # an exchange's results are checked themselves
-        # An operand is masked if the operation itself may hide that it's not finite, or if a later
+        # An operand is masked if the operation itself may hide that it isn't finite, or if a later
         # operation may hide it in the result.
         if lost or not carries:
             masked.update(variables(e.invars))
@@ -187,7 +187,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
 
 
 def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
-    """Names a collective segment's first exchange with non-finite results; None if there is none.
+    """Names the first exchange with non-finite results in a collective segment, or returns None.
 
     Waits for the results.
 
@@ -196,7 +196,7 @@ def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) ->
         segment: A collective segment.
         results: The segment's results, on the host.
     """
-    # The other results of a unit may be anything that the step computes.
+    # A unit's other results may be anything that the step computes.
     bad = [
         place
         for place, value in enumerate(results)
@@ -211,11 +211,10 @@ def _bad_exchange(program: Program, segment: Segment, results: Sequence[Any]) ->
 
 
 def is_finite(value: jax.Array | np.ndarray) -> bool:
-    """Whether an array contains neither infinities nor NaNs.
+    """Whether an array is free of infinities and NaNs.
 
-    The check usually takes a single pass over the array, because a finite sum implies that all of
-    its terms are finite. We look at each element only if the sum isn't finite, because it may have
-    overflowed.
+    This usually takes a single pass over the array, because if a sum is finite, so are all of its
+    terms. Only if it isn't do we look at each element, since the sum may merely have overflowed.
     """
     if not isinstance(value.dtype, np.dtype):
         return True  # random keys
@@ -230,7 +229,7 @@ def is_finite(value: jax.Array | np.ndarray) -> bool:
 
 
 def _is_exchanged(program: Program, segment: Segment, place: int) -> bool:
-    """Whether a result comes straight from an exchange, without any computation after it."""
+    """Whether a result comes straight from an exchange, without any computation in between."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
     result = inner.outvars[place]
     return any(
@@ -242,7 +241,7 @@ def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[in
     """Returns the nearest exchange that a result was computed from, and its equation's position."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
     maker = {v: (at, eqn) for at, eqn in enumerate(inner.eqns) for v in eqn.outvars}
-    # Search breadth-first from the result back to the exchanges.
+    # Breadth-first search from the result back to the exchanges.
     queue = [inner.outvars[place]]
     for var in queue:  # grows during the loop
         if isinstance(var, compat.Literal) or var not in maker:

@@ -9,8 +9,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import Var
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
-# These give bitwise identical results wherever they're compiled, because they only move, compare or
-# convert values.
+# Bitwise identical wherever they're compiled, because they only move, compare or convert values.
 EXACT = frozenset(
     {
         "abs",
@@ -48,12 +47,12 @@ EXACT = frozenset(
     }
 )
 # Elementwise arithmetic, whose results may depend on where it's compiled. If XLA fuses a
-# multiplication with the operation that reads its result, e.g. an addition, it may contract the two
-# into one operation, which can change the last bit.
+# multiplication with an operation that reads its result, e.g. an addition, it may contract the two
+# into a single operation, which can change the last bit.
 ARITHMETIC = frozenset(
     {"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"}
 )
-# These may stay on the host between two exchanges, provided that they touch few enough bytes.
+# May stay on the host between two exchanges, as long as they touch few enough bytes.
 HOST_OPS = frozenset(
     {
         *EXACT,
@@ -78,9 +77,9 @@ HOST_OPS = frozenset(
 MOST_TOUCHED = 8
 """How many bytes host operations may touch per exchanged byte.
 
-If they touched more, they would take longer than we can hide.
+Beyond that, they would take longer than we can hide.
 """
-# These take long enough to hide an exchange. All other operations only pass over memory.
+# Slow enough to hide an exchange. Everything else is just a pass over memory.
 _COSTLY = frozenset(
     {
         "cholesky",
@@ -124,7 +123,7 @@ RESHAPED = frozenset(
 
 
 def is_costly(eqn: compat.Equation) -> bool:
-    """Whether an equation, or one in a jaxpr inside it, does more than pass over memory."""
+    """Whether an equation, or any equation inside it, does more than pass over memory."""
     name = eqn.primitive.name
     return (
         name in _COSTLY
@@ -135,23 +134,23 @@ def is_costly(eqn: compat.Equation) -> bool:
 
 
 def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:
-    """Returns the arrays that these exchanges read or produce, without scalars."""
+    """Returns the arrays that these exchanges read or produce, leaving out scalars."""
     return {v for i in exchanges for v in _arrays((*graph.eqns[i].invars, *graph.eqns[i].outvars))}
 
 
 def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) -> bool:
     """Whether all shapes in these equations follow from the shapes of exchanged arrays.
 
-    Some decisions must be the same on all ranks, so they may only depend on shapes that are.
-    Exchanged arrays have such shapes, whereas other shapes may depend on the rank's batch. We start
-    from the exchanged arrays and go from one array to the next: in an elementwise equation, for
-    example, one known shape determines all others.
+    Some decisions must come out the same on all ranks, so they may only depend on shapes that are
+    the same as well. That's true of exchanged arrays, whereas other shapes may depend on the rank's
+    batch. We start from the exchanged arrays and work our way from array to array: in an
+    elementwise equation, for example, a single known shape determines all others.
 
     Args:
         graph: The step's graph.
-        between: Numbers of the equations.
-        known: Arrays whose shapes follow from the exchanges. This function adds those arrays of the
-            equations whose shapes do as well.
+        between: Indices of the equations.
+        known: Arrays whose shapes follow from the exchanges. This function adds those arrays in the
+            equations for which that's true as well.
     """
     eqns = [graph.eqns[i] for i in sorted(between)]
     before = -1
@@ -173,18 +172,18 @@ def _arrays(atoms: Sequence[Any]) -> set[Any]:
 
 
 def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[int, set[int]]:
-    """Chooses equations that a compute position runs again, to save memory (cut rule 2).
+    """Chooses equations that a compute position runs again to save memory (cut rule 2).
 
-    If a segment reads a value that an earlier segment has computed, the value has to stay in memory
-    until then. If the segment recomputes the value instead, the inputs of that computation have to
-    stay in memory. So we recompute a value if its inputs are kept in any case, or if those that
-    aren't have at most half of the value's own bytes.
+    A value that's read by a later segment has to stay in memory until then. If that segment
+    recomputes it instead, the inputs of the computation have to stay. So recomputing pays off if
+    these are kept anyway, or if those that aren't take up at most half as many bytes as the value
+    itself.
 
     With `exact`, we only recompute operations that give the same bits wherever they run; otherwise,
-    we recompute elementwise arithmetic as well.
+    elementwise arithmetic as well.
 
     Returns:
-        Position -> equations that it runs a second time.
+        Position -> equations it runs a second time.
     """
     allowed = EXACT if exact else EXACT | ARITHMETIC
 
@@ -203,12 +202,12 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
             continue
         reads = {v for i in members for v in variables(graph.eqns[i].invars)}
         foreign = {v for v in reads if v in graph.maker and place[graph.maker[v]] < here}
-        # What's read here and can't be recomputed is kept in any case.
+        # Whatever is read here and can't be recomputed is kept anyway.
         kept: set[Any] = {v for v in foreign if not recomputable(graph.maker[v])}
         mine: set[int] = set()
-        # To recompute one value, we may have to keep more inputs in memory, which then makes other
+        # Recomputing a value may mean keeping more inputs in memory, which in turn makes other
         # values cheaper to recompute. So the result depends on the order in which we consider the
-        # values. We use the order of their equations.
+        # values; we go by the order of their equations.
         for var in sorted(foreign - kept, key=lambda v: graph.maker[v]):
             chain, leaves = _chain(graph, var, recomputable, kept)
             extra = sum(nbytes(v) for v in leaves if v in graph.maker and v not in kept)
@@ -225,7 +224,7 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
 def _chain(
     graph: Graph, var: Var, recomputable: Callable[[int], bool], kept: set[Any]
 ) -> tuple[set[int], set[Any]]:
-    """Returns the recomputable equations that lead to `var`, and the values they start from."""
+    """Returns the recomputable equations leading to `var`, and the values they start from."""
     chain: set[int] = set()
     leaves: set[Any] = set()
     stack = [var]

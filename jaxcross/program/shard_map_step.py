@@ -1,13 +1,13 @@
-"""Traces a step that is a `jax.shard_map`, written for one process's devices, for one rank of many.
+"""Traces a `jax.shard_map` step, written for a single process's devices, for one rank of many.
 
-Such a step expects global arrays, but here it gets only its rank's shards. So we first find out the
-specs of its `shard_map`. From these and the types of the shards, we compute the types of the global
-arrays, and trace the step with them.
+Such a step expects global arrays, but here it only gets its rank's shards. So we first find out the
+specs of its `shard_map`. Together with the types of the shards, these give us the types of the
+global arrays, which we then trace the step with.
 
-Later, flattening takes out the body of the `shard_map`, which is what a single rank computes. With
+Later, flattening extracts the body of the `shard_map`, which is what a single rank computes. With
 `check_vma=True`, the body includes the exchanges that JAX inserts for gradients.
 
-No device is used.
+No devices are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxcross.errors import CutError
 Specs = Sequence[tuple[int | None, Any]]
 """Pairs of a step argument's number and the spec that shards it.
 
-The number is None for an array that isn't an argument of the step.
+The number is None for arrays that aren't arguments of the step.
 """
 _JITS = ("jit", "pjit")
 
@@ -35,22 +35,22 @@ _JITS = ("jit", "pjit")
 def trace_shards(
     step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
 ) -> compat.Jaxpr | None:
-    """Returns the closed jaxpr of a flat step that is one `shard_map`; None for any other step.
+    """Returns the closed jaxpr of a flat step that's a single `shard_map`, or None otherwise.
 
     Args:
-        step: Takes and returns flat arrays; jitted or not. Its mesh is abstract, made of devices,
-            or taken from the context.
-        avals: Types of the rank's own shards, which are also the jaxpr's input types.
+        step: Takes and returns flat arrays; jitted or not. Its mesh can be abstract, made of
+            devices, or taken from the context.
+        avals: Types of the rank's own shards, which become the jaxpr's input types.
         axes: The axes over ranks, outermost first.
         name: The step's name for messages.
 
     Raises:
         CutError: The mesh doesn't match `axes`, the step computes something outside its
             `shard_map`, a spec shards an array that isn't an argument of the step, or two specs
-            shard one argument differently.
+            shard the same argument differently.
     """
     context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    # Try the mesh that the step has first. If this fails, the step may expect one from its context.
+    # Try the step's own mesh first. If that fails, the step may expect a mesh from its context.
     for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
         with enter():
             asked = _ask(step, avals, axes)
@@ -83,7 +83,7 @@ def check_no_vmap(
 
 
 def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
-    """Whether a jaxpr consists of nothing but a `shard_map` over ranks, jitted or not."""
+    """Whether a jaxpr is nothing but a `shard_map` over ranks, jitted or not."""
     eqns = compat.open_jaxpr(jaxpr)[0].eqns
     if len(eqns) != 1:
         return False
@@ -93,7 +93,7 @@ def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
 
 
 def _over_ranks(mesh: Any, axes: Mapping[str, int]) -> bool:
-    """Whether a mesh is over ranks rather than this rank's local devices."""
+    """Whether a mesh spans ranks rather than this rank's local devices."""
     return isinstance(mesh, jax.sharding.AbstractMesh) or any(a in axes for a in mesh.axis_names)
 
 
@@ -107,16 +107,16 @@ def _ask(
 
 
 def _divisible(avals: Sequence[Any], axes: Mapping[str, int]) -> list[tuple[tuple[int, ...], Any]]:
-    """Returns shapes that any specs can shard, with the element types.
+    """Returns shapes that any spec can shard, along with the element types.
 
-    To make every dimension divisible, its length is multiplied by the number of ranks.
+    Every dimension is multiplied by the number of ranks to make it divisible.
     """
     ranks = math.prod(axes.values())
     return [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
 
 
 def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
-    """Returns the spec of each argument. An array that isn't an argument must not be sharded."""
+    """Returns each argument's spec. Arrays that aren't arguments must not be sharded."""
     found: dict[int, Any] = {}
     for n, spec in specs:
         if n is None:
@@ -136,7 +136,7 @@ def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
 
 
 def _plain(spec: Any) -> list[Any]:
-    """Returns a spec without trailing Nones: `P("data")` and `P("data", None)` are equivalent."""
+    """Strips trailing Nones from a spec: `P("data")` and `P("data", None)` are equivalent."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -171,7 +171,7 @@ def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
 
 
 def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
-    """Checks that a step whose `shard_map` is over ranks computes nothing outside the `shard_map`.
+    """Checks that a step with a `shard_map` over ranks computes nothing outside of it.
 
     Raises:
         CutError: It does, or its `shard_map` leaves axes to XLA's partitioner.

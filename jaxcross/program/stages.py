@@ -1,13 +1,12 @@
 """The stages of a step as users see them.
 
-A step goes through four stages. First, it's traced to a flat jaxpr, with
-`crossover(step).trace(*args)`. Then the jaxpr is cut into a program and verified, with
-`traced.cut(2)`; a program consists of segments and the values between them.
-`stages.compile(program)` compiles the segments to XLA executables. Finally, each call of
-`compiled.execution(leaves)` starts a single step.
+A step goes through four stages. First, `crossover(step).trace(*args)` traces it to a flat jaxpr.
+`traced.cut(2)` then cuts the jaxpr into a program, which consists of segments and the values
+between them, and verifies it. `stages.compile(program)` compiles the segments to XLA executables.
+Finally, each call of `compiled.execution(leaves)` starts a single step.
 
-The result of each stage is plain data that the next stage reads. None of the stages depends on MPI,
-because the traced step refers to an object, the wire, that makes the exchanges.
+Each stage returns plain data for the next stage to read. None of them depends on MPI, because the
+traced step refers to an object, the wire, that performs the exchanges.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
 ) -> Compiled:
     """Compiles every segment.
 
-    Waits for XLA. Communicates only if the wire has to create a communicator.
+    Waits for XLA. Only communicates if the wire has to create a communicator.
 
     Args:
-        program: A verified program that was cut from a traced step.
-        inputs: The flat arguments, or anything with a shape, a dtype and, if it matters, a
+        program: A verified program, cut from a traced step.
+        inputs: The flat arguments, or anything with a shape, a dtype and (if it matters) a
             sharding. Defaults to the traced types.
-        cache: Use the same cache for all programs that may have equal segments. Defaults to a new
+        cache: Share this between all programs that may have equal segments. Defaults to a new
             cache.
-        host_device: CPU device for collective segments. Defaults to the first one.
+        host_device: CPU device for collective segments. Defaults to the first CPU device.
         notify: Called with each segment before it's compiled.
 
     Raises:
@@ -85,12 +84,12 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
 
 
 def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
-    """Returns the positions of results that aren't a segment's own, and whether each may be moved.
+    """Returns the positions of results that no segment computes, and whether each may be moved.
 
-    Some results of a step aren't computed by a segment: constants, inputs that the step returns
-    unchanged, and values that are already returned as an earlier result. We usually copy such a
-    result: otherwise, if the caller donated it, the original would be gone as well. Only a donated
-    input may be moved, and only once.
+    Some of a step's results aren't computed by any segment: constants, inputs returned unchanged,
+    and values already returned as an earlier result. We usually copy these, because if the caller
+    donated such a result, the original would be gone as well. Only a donated input may be moved,
+    and only once.
     """
     inputs = frozenset(program.inputs)
     taken = set(program.inputs) - program.donated
@@ -104,12 +103,11 @@ def _passthroughs(program: Program) -> tuple[tuple[int, bool], ...]:
 
 
 def _constants_on_host(program: Program, host: Any) -> dict[int, Any]:
-    """Returns host copies of the constants that collective segments read but that live elsewhere.
+    """Returns host copies of constants that collective segments read but that live elsewhere.
 
-    A collective segment runs on the host, and may read a constant that the step has on the
-    accelerator. Without a copy on the host, the constant would be transferred on every step. We
-    can't simply move it to the host, because compute segments may read it as well. The copies are
-    made only once.
+    Collective segments run on the host, but may read a constant that lives on the accelerator.
+    Without a copy on the host, it would be transferred on every step. We can't simply move it
+    there, because compute segments may read it as well. The copies are made only once.
     """
     read = {v for segment in program.collectives for v in segment.inputs}
     constants = zip(program.inputs[: program.constants], program.traced.own_consts(), strict=True)

@@ -1,14 +1,13 @@
-"""Checks what is passed to `crossover` and to a step.
+"""Checks what's passed to `crossover` and to a step.
 
-A step must exchange over ranks, rather than over the local devices of one process. But `jax.pmap`
-only reaches local devices. The same goes for arrays that are sharded along a mesh axis with the
-same name as an axis over ranks. We raise an error for both, because otherwise each rank would train
-by itself.
+A step must exchange over ranks, not over a single process's local devices. `jax.pmap` only reaches
+local devices, though, and so do arrays sharded along a mesh axis that has the same name as an axis
+over ranks. We raise an error for both, because otherwise each rank would train on its own.
 
-Several arguments may share one buffer, as in `{"params": p, "ema": p}`. But if a call may overwrite
-a buffer, XLA doesn't accept this buffer twice in the call. So before a step, we copy arrays that
-share one (`copy_shared`). If XLA still finds such a buffer, `find_shared` names its arrays for the
-error text.
+Several arguments may share a buffer, as in `{"params": p, "ema": p}`, but XLA doesn't accept the
+same buffer twice in a call that may overwrite it. So before a step, we copy arrays that share a
+buffer (`copy_shared`). If XLA still comes across such a buffer, `find_shared` names its arrays for
+the error text.
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ _PMAP = (
 
 
 def check_step(step: object, name: str) -> None:
-    """Checks that `step` is a function that can be traced.
+    """Checks that `step` is a function we can trace.
 
     Raises:
-        TypeError: It can't be called, is a class or already compiled, or is or wraps a `jax.pmap`.
+        TypeError: It can't be called, is a class, is already compiled, or is (or wraps) a
+            `jax.pmap`.
     """
     if isinstance(step, jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced):
         raise TypeError(
@@ -59,19 +59,19 @@ def check_step(step: object, name: str) -> None:
 def check_mesh_axes(jaxpr: compat.Jaxpr, args: PyTree, axes: Collection[str], name: str) -> None:
     """Checks that no sharding in a step uses the name of an axis over ranks.
 
-    Meshes over local devices are fine as long as their axes have other names. What this check finds
-    is a step that's written for one global array, with a mesh axis instead of `psum`. It would run
-    without an error, although XLA only exchanges between the devices of the mesh, so each rank
-    would train by itself.
+    Meshes over local devices are fine as long as their axes have other names. What this check is
+    after is a step written for a single global array, with a mesh axis in place of `psum`. It would
+    run without an error, but XLA only exchanges between the devices of the mesh, so each rank would
+    train on its own.
 
     Args:
-        jaxpr: The step; not a `shard_map` over ranks.
+        jaxpr: The step, which isn't a `shard_map` over ranks.
         args: Its arguments, `(args, kwargs)`.
         axes: The names of the axes over ranks.
         name: The step's name for messages.
 
     Raises:
-        CutError: An argument, or an equation of the step, is laid out along such an axis.
+        CutError: An argument, or an equation in the step, is laid out along such an axis.
     """
     for path, leaf in jax.tree.leaves_with_path(args):
         axis = _axis_in_spec(getattr(leaf, "sharding", None), axes)
@@ -84,8 +84,8 @@ def _check_equations(jaxpr: compat.Jaxpr, axes: Collection[str], name: str) -> N
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sharding in compat.shardings_of(eqn):
             axis = _axis_in_spec(sharding, axes)
-            # A user who writes `reshard(grads, P())` wants a sum over the mesh. The sum wouldn't
-            # reach other ranks, so we refuse it. We ignore literals, because JAX itself reshards
+            # A user who writes `reshard(grads, P())` wants a sum over the mesh, but it wouldn't
+            # reach other ranks, so refuse it. Literals are fine, because JAX itself reshards
             # constants.
             if eqn.primitive.name in _LAYS_OUT and not all(
                 isinstance(a, compat.Literal) for a in eqn.invars
@@ -105,7 +105,7 @@ _LAYS_OUT = frozenset({"reshard", "sharding_constraint", "jit", "pjit"})
 
 
 def _axis_in_spec(sharding: object, axes: Collection[str]) -> str | None:
-    """Returns the first of `axes` along which a sharding splits an array, or None."""
+    """Returns the first of `axes` that a sharding splits an array along, or None."""
     if not isinstance(sharding, NamedSharding):
         return None
     named = (
@@ -125,11 +125,11 @@ def _refuse_axis(name: str, axis: str, what: str) -> None:
 
 
 def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) -> None:
-    """Raises a clearer error if a failed trace's own error misleads; otherwise returns.
+    """Raises a clearer error if a failed trace's own error is misleading; otherwise returns.
 
     Raises:
-        CutError: The step refers to a `jax.pmap`, or contains a `jax.jit` with static arguments
-            that got an array there.
+        CutError: The step refers to a `jax.pmap`, or contains a `jax.jit` that got an array for one
+            of its static arguments.
     """
     if any(
         compat.runs_pmap(getattr(each, "__code__", None))
@@ -157,8 +157,8 @@ def _named(function: Callable[..., Any]) -> Iterator[Any]:
     """Yields the values of the globals and nonlocals that a function refers to.
 
     If tracing fails because the step calls a function made by `pmap`, the traceback doesn't show
-    the call, because JAX removes its own frames from tracebacks. So instead, we look for such a
-    function among the values that the step's code refers to.
+    that call, since JAX strips its own frames from tracebacks. Instead, we look for such a function
+    among the values that the step's code refers to.
     """
     code = getattr(function, "__code__", None)
     if code is not None:
@@ -167,7 +167,7 @@ def _named(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _layers(step: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a callable and, one by one, the functions that it wraps.
+    """Yields a callable, followed by the functions it wraps, from the outside in.
 
     Looks through partials, methods, `jit` and other decorators.
     """
@@ -182,7 +182,7 @@ def _layers(step: Any) -> Iterator[Callable[..., Any]]:
 
 
 def remedy_for(leaf: object, tree: PyTree) -> str:
-    """Returns what the user can do about a leaf of `tree` that isn't an array."""
+    """Tells the user what to do about a leaf of `tree` that isn't an array."""
     holder = _holder_of(leaf, tree)
     if holder is not None and (callable(leaf) or type(leaf).__module__ == "builtins"):
         return (
@@ -207,7 +207,7 @@ def remedy_for(leaf: object, tree: PyTree) -> str:
 def _holder_of(leaf: object, tree: PyTree) -> object | None:
     """Returns the innermost node around a leaf that isn't a plain container.
 
-    Returns None if there are only tuples, lists and dicts around it.
+    None if it's only inside tuples, lists and dicts.
     """
     nodes: list[object] = []
     jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
@@ -222,24 +222,24 @@ def _holder_of(leaf: object, tree: PyTree) -> object | None:
 
 
 def argument_path(path: tuple[Any, ...]) -> str:
-    """Returns the tree path of a leaf of `(args, kwargs)` as the user would write it."""
+    """Formats the tree path of a leaf of `(args, kwargs)` as the user would write it."""
     which = path[0].idx  # 0: args, 1: kwargs
     return ("args" if which == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
 
 
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
-    """Replaces donated arrays that occur more than once in `leaves` by copies.
+    """Replaces donated arrays that occur more than once in `leaves` with copies.
 
-    Afterwards, each buffer is donated at most once, as XLA requires. If only donated arrays share a
-    buffer, all except the first are copied. If an argument that isn't donated uses the same buffer,
-    all donated ones are copied.
+    Afterwards, each buffer is donated at most once, as XLA requires. Of the donated arrays that
+    share a buffer, all but the first are copied. If an argument that isn't donated uses the same
+    buffer, they are all copied.
 
     Args:
         leaves: Flat arguments; changed in place.
-        donated: Positions in `leaves` of the arguments that the step may overwrite.
-        new_types: Whether to compare buffers rather than Python objects. Different arrays can share
+        donated: Positions in `leaves` of the arguments the step may overwrite.
+        new_types: Whether to compare buffers rather than Python objects. Distinct arrays can share
             a buffer, e.g. after `jax.device_put`. Comparing buffers takes 0.2 us per array, so
-            callers only do it on the first call with these types.
+            callers only do that on the first call with these types.
     """
     if not donated or not (new_types or len(set(map(id, leaves))) < len(leaves)):
         return
@@ -259,7 +259,7 @@ def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool)
 
 
 def find_shared(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the names of the first two arrays found to share a buffer, or None if none do."""
+    """Returns the names of the first two arrays found to share a buffer, or None."""
     seen: dict[Hashable, str] = {}
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):

@@ -1,30 +1,30 @@
 """Finds exchanges that are legal but probably mistakes. `step/advice` writes the warnings.
 
 `means_of_means` finds losses that are divided by a rank-local count and then averaged with equal
-weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples. If a
-step calls `pmean` on that loss or its gradient, the result is a mean of means: a rank with few
-examples weighs as much as a rank with many.
+weights. With masks or padding, `sum(losses) / sum(mask)` is the mean over one rank's examples.
+Calling `pmean` on that loss or its gradient gives a mean of means, in which a rank with few
+examples carries as much weight as a rank with many.
 
-To find such losses, we make one forward pass over the flat jaxpr. It tracks which values are counts
-(`reduce_sum` of something derived from the arguments by comparisons, casts and the like), and which
-values have been divided by a count. If such a value reaches a `psum` whose result is divided by the
-number of ranks, we report the line of the division, unless the value has been multiplied by a count
-again.
+To find such losses, we make a single forward pass over the flat jaxpr, tracking which values are
+counts (a `reduce_sum` of something derived from the arguments by comparisons, casts and the like),
+and which values have been divided by a count. If such a value reaches a `psum` whose result is
+divided by the number of ranks, we report the line of the division, unless the value has been
+multiplied by a count again in between.
 
-`repeated_sums` finds gradients that are exchanged once per micro-batch, although one exchange would
-be enough. A forward pass over the flat jaxpr tracks which values are sums of exchange results, up
-to constant factors. If the results of one source line are only ever added up, the step could add
-first and exchange the sum. It would get the same total, up to rounding.
+`repeated_sums` finds gradients that are exchanged once per micro-batch where a single exchange
+would do. A forward pass over the flat jaxpr tracks which values are sums of exchange results, up to
+constant factors. If the results of a source line are only ever added up, the step could add first
+and exchange the sum instead, for the same total up to rounding.
 
-`repeated_exchanges` finds exchanges in every mini-step of `optax.MultiSteps`, which only uses the
-last result.
+`repeated_exchanges` finds exchanges made in every mini-step of `optax.MultiSteps`, even though it
+only uses the last result.
 
-`own_derivatives` finds optimizers that differentiate the loss themselves, but don't exchange the
+`own_derivatives` finds optimizers that differentiate the loss themselves without exchanging the
 derivatives. For example, `optax.lbfgs` evaluates the loss and its gradient in a line search, and
 `optax.contrib.sophia` evaluates the curvature of the loss.
 
 By the rules of `pmap`, the gradient of a loss is rank-local even if the loss is averaged over
-ranks. So each rank takes a different step, and the replicas drift apart.
+ranks, so each rank takes a different step and the replicas drift apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxcross.program.ir import Exchange, Wire
 from jaxcross.program.jaxpr_utils import forward, holds_exchange, is_shard_map
 from jaxcross.program.trace import Traced
 
-# Equations that may lie between a batch's mask, labels or lengths and a count.
+# Equations that may come between a batch's mask, labels or lengths and a count.
 _COUNTING = frozenset(
     {
         "and",
@@ -69,13 +69,15 @@ _COUNTING = frozenset(
 
 
 class _CountFacts(NamedTuple):
-    """What the pass has found out about a value.
+    """What we know about a value.
 
     Attributes:
-        plain: Whether it's computed from the arguments and constants by `_COUNTING` equations only.
-        constant: Whether it's computed from constants only.
-        counted: Whether it's a scalar that was summed up from an argument, or derived from one.
-        divided: Source lines at which the value has been divided by such a count.
+        plain: Whether it's computed from arguments and constants through `_COUNTING` equations
+            only.
+        constant: Whether it's computed from constants alone.
+        counted: Whether it's a scalar that was summed up from an argument, or is derived from such
+            a scalar.
+        divided: Source lines where the value has been divided by such a count.
     """
 
     plain: bool = False
@@ -92,7 +94,7 @@ _INPUT = _CountFacts(plain=True)
 def means_of_means(traced: Traced) -> Iterator[str]:
     """Yields the user's lines that divide a loss by a count.
 
-    A line only counts if the loss, or its gradient, is averaged over ranks afterwards.
+    A line only counts if the loss or its gradient is averaged over ranks afterwards.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     averaged = {id(eqn) for eqn in _averaged(traced)}
@@ -108,11 +110,11 @@ def means_of_means(traced: Traced) -> Iterator[str]:
             return [_CountFacts()] * len(eqn.outvars)
         plain = name in _COUNTING and all(o.plain for o in operands)
         counted = plain and any(o.counted for o in operands)
-        # Summing e.g. a mask to a scalar gives a count.
+        # Summing up e.g. a mask to a scalar gives a count.
         if plain and name == "reduce_sum":
             counted |= not compat.array_type(eqn.outvars[0]).shape
-        # In the backward pass, the numerator is a constant, because the cotangent of the loss
-        # starts as the number 1.
+        # In the backward pass, the numerator is a constant, because the loss's cotangent starts out
+        # as the number 1.
         if (
             name == "div"
             and operands[1].counted
@@ -153,12 +155,12 @@ _ADDS = frozenset({"add", "add_any", "sub"})
 
 
 class RepeatedSum(NamedTuple):
-    """Exchanges of one source line whose results are only added up.
+    """Exchanges on a single source line whose results are only ever added up.
 
     Attributes:
         source: The user's line.
         times: How often each array is exchanged.
-        nbytes: How many bytes the exchange would take if every array were exchanged once.
+        nbytes: How many bytes it would take to exchange each array only once.
     """
 
     source: str
@@ -167,11 +169,11 @@ class RepeatedSum(NamedTuple):
 
 
 class _SumFacts(NamedTuple):
-    """What the pass has found out about a value. Exchanges are numbered in their order.
+    """What we know about a value. Exchanges are numbered in order.
 
     Attributes:
-        terms: The sums over ranks that the value is a sum of, up to constant factors.
-        needs: All exchanges that it depends on, as a bit set.
+        terms: The sums over ranks that add up to this value, up to constant factors.
+        needs: All exchanges it depends on, as a bit set.
     """
 
     terms: frozenset[int] = frozenset()
@@ -184,17 +186,17 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
     A sum of exchange results only counts if
 
     - no term depends on another term. This rules out loops in which each micro-batch already
-      updates the parameters, because the next gradient then depends on the previous one;
-    - no term is used by itself as well, e.g. to compute the noise scale of the gradients;
+      updates the parameters, which makes every gradient depend on the previous gradient;
+    - no term is used on its own as well, e.g. to compute the gradients' noise scale;
     - the sum has the shape of an argument that the step returns, as gradients do.
 
-    A line is only returned if it accounts for most of the bytes that the step exchanges.
+    Lines are only returned if they account for most of the bytes that the step exchanges.
     """
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     lines: list[str] = []
     sizes: list[int] = []
     needs: list[int] = []
-    outside_sums: set[int] = set()  # exchanges whose result is also used outside of sums
+    outside_sums: set[int] = set()  # exchanges whose result is also used elsewhere
     sums: dict[
         str, dict[int, frozenset[int]]
     ] = {}  # line -> (a sum's first exchange -> all its terms)
@@ -217,8 +219,8 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
                 )
             return made
         terms = _terms(eqn, operands)
-        # The result of an exchange is used in something other than a sum, so exchanging only the
-        # sum wouldn't be enough.
+        # An exchange's result is used for something other than a sum, so exchanging just the sum
+        # wouldn't be enough.
         if not terms:
             outside_sums.update(*(o.terms for o in operands if len(o.terms) == 1))
         if (
@@ -226,7 +228,7 @@ def repeated_sums(traced: Traced) -> list[RepeatedSum]:
             and all(o.terms for o in operands)
             and compat.array_type(eqn.outvars[0]).shape in state
         ):
-            # All terms must be exchanged by the same line, and none may depend on another.
+            # All terms must be exchanged on the same line, and none may depend on another.
             bits = sum(1 << n for n in terms)
             if len({lines[n] for n in terms}) == 1 and not any(needs[n] & bits for n in terms):
                 mine = sums.setdefault(lines[min(terms)], {})
@@ -277,8 +279,8 @@ def _is_literal(atom: compat.Atom) -> bool:
 
 
 # In optax, `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The only part
-# of the user's step that's in the second branch is the optimizer. So if there's an exchange in this
-# branch, it's the optimizer that makes it.
+# of the user's step inside the second branch is the optimizer, so any exchange in there belongs to
+# the optimizer.
 _UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*\(MultiSteps\.update\)$")
 _DO_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*_do_update\)$")
 _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
@@ -293,8 +295,8 @@ def repeated_exchanges(
         jaxpr: Open or closed, not flat.
         axes: Axis name -> size.
         wire: Recognises exchanges.
-        outer: The equations that contain `jaxpr`, the outermost first. We need them because an
-            inner equation's stack may lack the lines that called it, and with them the user's line.
+        outer: The equations that contain `jaxpr`, outermost first. An inner equation's stack may
+            lack the lines that called it, which include the user's.
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inside = list(compat.sub_jaxprs(eqn))
@@ -314,7 +316,7 @@ def repeated_exchanges(
 def _is_one_step(branch: compat.Jaxpr) -> bool:
     """Whether a branch of `MultiSteps.update` completes its cycle in every mini-step, i.e. k = 1.
 
-    `_do_update` then compares `mini_step` with the literal 0.
+    In that case, `_do_update` compares `mini_step` with the literal 0.
     """
     return any(
         eqn.primitive.name == "eq"
@@ -324,7 +326,7 @@ def _is_one_step(branch: compat.Jaxpr) -> bool:
     )
 
 
-# The derivative is in the line search's loop, or in a branch that's taken on every k-th step.
+# The derivative is either in the line search's loop or in a branch that's taken on every k-th step.
 _OPTIMIZERS = {
     "optax.lbfgs": re.compile(r"optax[/\\]_src[/\\]linesearch\.py:.*zoom_linesearch"),
     "optax.contrib.sophia": re.compile(r"optax[/\\]contrib[/\\]_sophia\.py:.*scale_by_sophia"),
@@ -335,7 +337,7 @@ _OPTAX = re.compile(r"[/\\]optax[/\\]")
 def own_derivatives(
     jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire
 ) -> Iterator[tuple[str, str]]:
-    """Yields optimizers that differentiate the loss but exchange no array, and the user's lines.
+    """Yields optimizers that differentiate the loss but exchange no array, with the user's lines.
 
     Args:
         jaxpr: Open or closed, not flat.
@@ -344,7 +346,7 @@ def own_derivatives(
     """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         if is_shard_map(eqn, axes):
-            continue  # with `check_vma=True`, JAX itself inserts the exchanges of gradients
+            continue  # with `check_vma=True`, JAX itself inserts the gradient exchanges
         stack = compat.stack_of(eqn) if eqn.primitive.name in ("while", "cond") else []
         name = next(
             (n for n, place in _OPTIMIZERS.items() if any(map(place.search, stack[:1]))), None
@@ -358,5 +360,5 @@ def own_derivatives(
 
 
 def _moves_array(exchange: Exchange) -> bool:
-    """Whether an exchange moves more than a single number such as the loss."""
+    """Whether an exchange moves more than a single number, such as the loss."""
     return bool(exchange.shape)

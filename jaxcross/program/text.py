@@ -1,4 +1,4 @@
-"""The parser of a program's text."""
+"""Parses the text of a program."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment, itemsize
 
 
 def parse(text: str) -> Program:
-    """Parses the text of `Program.text()`, so that `parse(p.text()).text() == p.text()`.
+    """Parses the output of `Program.text()`, such that `parse(p.text()).text() == p.text()`.
 
-    The text doesn't contain the program's equations, so a parsed program can't be compiled. We
-    limit the numbers in the text and the lengths of its lines, because a damaged text could
-    otherwise make us allocate huge amounts of memory.
+    The text doesn't include the program's equations, so a parsed program can't be compiled. Numbers
+    and line lengths are limited, because a damaged text could otherwise make us allocate huge
+    amounts of memory.
 
     Raises:
         ValueError: A line can't be parsed; the message quotes it.
@@ -68,8 +68,8 @@ def parse(text: str) -> Program:
     )
 
 
-# No real program comes close to these limits, which protect us from damaged texts: we check a
-# text's numbers and line lengths before we allocate anything of that size.
+# No real program comes close to these limits. They protect us from damaged texts: numbers and line
+# lengths are checked before we allocate anything of that size.
 _MOST_VALUES = 1_000_000
 _LONGEST_LINE = 1_000_000
 _NOT_UNDERSTOOD = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -107,8 +107,8 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
 
 
 _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-# There must be only one way in which this regex can match a quoted name. Otherwise, matching a line
-# with many quoted names could take forever, because all combinations would be tried.
+# There must be only one way for this regex to match a quoted name. Otherwise, a line with many
+# quoted names could take forever to match, because all combinations would be tried.
 _NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(

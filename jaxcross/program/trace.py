@@ -1,6 +1,6 @@
-"""Traces a train step over its rank's own shards, with the axes bound, into one flat jaxpr.
+"""Traces a train step over a rank's own shards, with the axes bound, into one flat jaxpr.
 
-Tracing uses no device and doesn't communicate.
+Tracing doesn't use any device or communicate.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ from jaxcross.program.wire_types import convert_wire_types
 @final
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A step as one flat jaxpr, which `cut` turns into a program. `Step.trace` returns it.
+    """A step as a flat jaxpr, which `cut` turns into a program. Returned by `Step.trace`.
 
     Attributes:
         name: Name of the step function.
         axes: Axis name -> size, row-major over ranks.
-        jaxpr: Flat and closed over constants; its exchanges are top-level equations.
+        jaxpr: Flat, and closed over constants; exchanges are top-level equations.
         consts: Arrays that the step closes over, one for each of the jaxpr's leading inputs.
-        in_tree, out_tree: How the arguments `(args, kwargs)` and the results flatten.
+        in_tree, out_tree: How the arguments `(args, kwargs)` and the results are flattened.
         in_avals: Abstract values of the flat arguments.
         donated: Positions of the flat arguments that the user donates.
-        wire: Recognises and makes exchanges.
-        commit_flag_inputs: Positions of the flat arguments whose values become known only after the
-            step's exchanges.
-        undecided: A `cond` around an exchange, which the host decides in each step. None once all
-            of them are decided.
-        decisions: The conditionals whose predicates depend only on values, by the variable that
+        wire: Recognises and performs exchanges.
+        commit_flag_inputs: Positions of the flat arguments whose values aren't known until after
+            the step's exchanges.
+        undecided: A `cond` around an exchange, which the host decides in each step. None once they
+            have all been decided.
+        decisions: Conditionals whose predicates depend on values alone, keyed by the variable that
             counts how many ranks took which branch.
-        present: Variables that are 0 on a rank that contributes zeros to an exchange, otherwise 1.
-        until: By a loop's first result, a hash of what determines its number of exchanges, if ranks
-            don't vote on it.
-        choices: The branches chosen by the host so far, in order.
-        unflattened: The jaxpr before flattening, from which `decide` makes the variants.
-        paths: The tree paths of the flat arguments and of the flat results, for messages.
+        present: Variables that are 0 on a rank that contributes zeros to an exchange, and 1
+            otherwise.
+        until: For each loop that ranks don't vote on, a hash of what determines its number of
+            exchanges, keyed by the loop's first result.
+        choices: Branches that the host has chosen so far, in order.
+        unflattened: The jaxpr before flattening, which `decide` derives the variants from.
+        paths: Tree paths of the flat arguments and of the flat results, for messages.
         memo: Results of passes that run only once per step, such as `exchange_labels.labelled`.
     """
 
@@ -92,7 +93,7 @@ class Traced:
     def cut(self, how: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
         """Cuts this step into a verified program.
 
-        See `jaxcross.program.stages.cut` for arguments and errors.
+        For arguments and errors, see `jaxcross.program.stages.cut`.
         """
         return cut(self, how, bucket_bytes=bucket_bytes)
 
@@ -103,9 +104,8 @@ class Traced:
     def own_consts(self) -> tuple[Any, ...]:
         """Returns copies of `consts`, made once for all cuts and variants. Waits for them.
 
-        If a constant is a NumPy array, the user may write to it at any time. JAX may use the same
-        memory, or may not have read it yet, so such a write could change what the step computes.
-        That's why we make copies.
+        Users may write to a NumPy constant at any time. JAX may share the array's memory, or may
+        not have read it yet, so that could change what the step computes. Copies rule this out.
         """
         for x in self.consts:
             if id(x) not in self._own:
@@ -141,18 +141,18 @@ def trace(
         wire: Recognises exchanges.
         donate_argnums: Positional arguments whose arrays the step may overwrite.
         donate_argnames: Keyword arguments, likewise.
-        commit_flag_argnums: Positional arguments whose values become known only after the step's
+        commit_flag_argnums: Positional arguments whose values aren't known until after the step's
             exchanges, so no exchange may read them.
 
     Raises:
-        CutError: An argument leaf isn't an array, an axis name is unknown, the step is the body of
-            a `shard_map` without the `shard_map` (`pcast`), an array is laid out along an axis over
-            ranks, or an exchange is in a place that can't be cut.
+        CutError: A leaf of the arguments isn't an array, an axis name is unknown, the step is the
+            body of a `shard_map` without the `shard_map` (`pcast`), an array is laid out along an
+            axis over ranks, or an exchange is in a place where we can't cut.
     """
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
     check_arrays(step, args, kwargs)
-    names = sorted(kwargs)  # in the order in which JAX flattens them
+    names = sorted(kwargs)  # in the order JAX flattens them
     counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     # Translate arguments into the positions of their flat leaves.
@@ -176,7 +176,7 @@ def trace(
     def named_step(*a: Any, **k: Any) -> list[Any]:
         return flat_step(*jax.tree.leaves((a, k)))
 
-    # JAX's errors should name the user's function and arguments rather than our wrapper.
+    # Make JAX's errors name the user's function and arguments instead of our wrapper.
     copy_signature(named_step, step)
     try:
         with tracing(axes):
@@ -225,7 +225,7 @@ def _trace_whole(
             "jaxcross.crossover, or rename it."
         ) from error
     except Exception as error:
-        # A `shard_map` may not accept a rank's shards, because it expects global arrays and maybe a
+        # A `shard_map` may reject a rank's shards, because it expects global arrays and maybe a
         # mesh.
         shards = trace_shards(flat_step, avals, axes, name)
         if shards is not None:
@@ -262,7 +262,7 @@ def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """Checks that all leaves are arrays or types of arrays.
 
     Raises:
-        CutError: A leaf isn't; the message contains its path.
+        CutError: Some leaf isn't; the message contains its path.
     """
     for path, leaf in jax.tree.leaves_with_path((tuple(args), dict(kwargs))):
         if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
@@ -286,8 +286,7 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
 
 
 def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
-    # First repeat the choices of branches that have been made so far. The first conditional after
-    # these is the undecided one.
+    # First replay the branches chosen so far. The next conditional is the undecided one.
     remaining = list(choices)
     found = []
 
@@ -321,7 +320,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
 def step_name(step: Callable[..., Any]) -> str:
     """Returns a step's name for messages.
 
-    For a `functools.partial`, that's the name of the function inside.
+    For a `functools.partial`, that's the name of the wrapped function.
     """
     inner = getattr(step, "func", step)
     return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))
@@ -331,12 +330,12 @@ _SOLVER = "custom_linear_solve"
 
 
 def _call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """Replaces linear solvers whose operator exchanges by plain calls, even inside loops.
+    """Turns linear solvers whose operator exchanges into plain calls, even inside loops.
 
-    JAX's solvers `cg`, `gmres` and `bicgstab` use `custom_linear_solve`. This equation contains
-    four functions: the operator, its transpose and two solvers. JAX needs all of them to
-    differentiate the equation, but by the time we get the jaxpr, that has already happened. A step
-    then only runs one solver, so we replace the equation by a call of it.
+    JAX's solvers `cg`, `gmres` and `bicgstab` use `custom_linear_solve`, an equation that contains
+    four functions: the operator, its transpose and two solvers. JAX needs them all to differentiate
+    the equation, but by the time we get the jaxpr, that has already happened. The step only runs
+    one solver, so we replace the equation with a call of that solver.
 
     Args:
         jaxpr: Closed or open.

@@ -1,29 +1,28 @@
 """Marks each value of a traced step by what it's computed from and what reads it.
 
 `exchange_labels` uses these marks to recognise the same exchange on different ranks. Shape and type
-aren't enough for that, because two exchanges may look alike. Their positions in the jaxpr don't
+aren't enough for that, because different exchanges may look alike. Positions in the jaxpr don't
 help either: ranks may trace independent equations in different orders, e.g. because they iterate
 over a set of names. So a mark must depend on nothing but the graph of equations.
 
-Each variable gets two marks. A forward pass (`_origins`) computes one from the equations that lead
-to the variable, and a backward pass (`_uses`) computes the other from the equations that read it.
-The passes start at leaves: the first at the leaves of the arguments, the second at those of the
-results. A leaf is represented by a hash of its tree path. From there, sets of hashes propagate by
-these rules:
+Each variable gets two marks. A forward pass (`_origins`) computes the first from the equations that
+lead to the variable, and a backward pass (`_uses`) the second from the equations that read it. The
+forward pass starts at the leaves of the arguments, the backward pass at those of the results. Each
+leaf is represented by a hash of its tree path. From there, sets of hashes propagate by these rules:
 
-- A layout or elementwise equation passes on the union of its operands' sets, because each element
-  of its result comes from single elements of the operands.
-- Any other equation ends these paths. Its result's set contains a single hash, of the equation's
+- Layout and elementwise equations pass on the union of their operands' sets, because each element
+  of the result comes from single elements of the operands.
+- Any other equation ends these paths. Its result's set contains a single hash of the equation's
   name and the marks around it.
-- An exchange ends the paths as well, but separately for each operand and its result.
-- A call is transparent, and a `cond` gives the union over its branches.
+- Exchanges end the paths as well, but separately for each operand and its result.
+- Calls are transparent, and a `cond` yields the union over its branches.
 
 In addition, each mark contains a single hash of all equations in its direction (`Mark.exact`).
 Shapes and the values of constants don't affect a mark, because they may differ on a rank whose
-batch is short. Only `Mark.placed` depends on them, because some exchanges differ only in a constant
-factor, or in the part of an array that they're for.
+batch is short. The exception is `Mark.placed`, because some exchanges differ only in a constant
+factor, or in which part of an array they're for.
 
-We visit each equation twice, once in each direction, and limit the size of the sets. So the cost is
+Each equation is visited twice, once per direction, and sets are limited in size, so the cost is
 linear in the number of equations. If a function is called several times, each call counts
 separately.
 """
@@ -43,8 +42,8 @@ from jaxcross._pytree import TreeDef
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
-# These equations only change the layout of an array. We treat them like elementwise equations,
-# because each element of their result also comes from single elements of their operands.
+# These only change the layout of an array. Treat them like elementwise equations, because each
+# element of their result also comes from single elements of their operands.
 _LAYOUT = frozenset(
     [
         "bitcast_convert_type",
@@ -96,24 +95,24 @@ _FUNCTIONS = frozenset(
 )
 _ELEMENTWISE = (EXACT - {"argmax", "iota"}) | ARITHMETIC | _LAYOUT | _FUNCTIONS
 
-# We limit the size of a set of hashes to this number, by keeping only the smallest hashes.
-# Otherwise, the cost of a union would grow with the number of leaves.
+# Maximum size of a set of hashes. We keep the smallest hashes; otherwise, the cost of a union would
+# grow with the number of leaves.
 _KEPT = 32
 _BITS = 2**64 - 1
 
 
 class Mark(NamedTuple):
-    """A value's surroundings in one direction: towards the step's inputs or towards its results.
+    """A value's surroundings in one direction: towards the step's inputs or its results.
 
     Attributes:
-        leaves: The leaves reached through layout and elementwise equations only, each as a hash of
-            its path.
-        others: The other equations at which such paths end, each as a hash of its name and of the
-            marks around it.
-        exact: A hash of all equations in that direction, with their names and the order of their
-            operands.
-        placed: The leaves and other equations again, each combined with the parts of arrays and the
-            constant factors on the way.
+        leaves: Leaves reached through layout and elementwise equations alone, each as a hash of its
+            path.
+        others: Other equations where such paths end, each as a hash of its name and the marks
+            around it.
+        exact: A hash of all equations in that direction, including their names and the order of
+            their operands.
+        placed: The leaves and other equations again, each combined with the array parts and
+            constant factors along the way.
     """
 
     leaves: tuple[int, ...] = ()
@@ -127,13 +126,13 @@ _NOTHING = Mark()
 
 @dataclass(slots=True)
 class Scope:
-    """The equations of one jaxpr and its variables' marks. Each call of a jaxpr has its own scope.
+    """A jaxpr's equations and its variables' marks. Each call of a jaxpr has its own scope.
 
     Attributes:
         inputs, eqns, outputs: The jaxpr's inputs, equations and results.
-        origins: Mark of each variable towards the inputs.
-        uses: Mark of each variable towards the results.
-        inside: Equation -> the jaxprs that it holds; see `_inside`.
+        origins: Each variable's mark towards the inputs.
+        uses: Each variable's mark towards the results.
+        inside: Equation -> the jaxprs it holds; see `_inside`.
         makers: The equation that computes each variable.
     """
 
@@ -155,9 +154,9 @@ class Scope:
 def marked(traced: Traced) -> Scope:
     """Marks all variables of a traced step. Doesn't wait or communicate.
 
-    If the steps of several ranks compute the same, their values get the same marks, even if the
-    ranks have traced the equations in different orders. The arrays may even have different shapes,
-    which only affect `Mark.placed`.
+    If the steps of several ranks compute the same thing, their values get the same marks, even if
+    the ranks have traced the equations in different orders. The arrays' shapes may differ, too;
+    they only affect `Mark.placed`.
     """
     inputs = [_mark_of(leaf) for leaf in leaf_hashes(traced.in_tree)]
     scope = _origins(traced, traced.jaxpr, [*(_CONSTANT for _ in traced.consts), *inputs])
@@ -172,9 +171,9 @@ def _mark_of(leaf: int) -> Mark:
 def leaf_hashes(tree: TreeDef) -> list[int]:
     """Returns a hash of the path to each leaf.
 
-    The path to a leaf consists of keys of dictionaries, and of indices in tuples and lists. We hash
-    each index together with the length of its tuple or list, because the same index may mean
-    something else in a sequence of a different length.
+    A path consists of dictionary keys and of indices into tuples and lists. We hash each index
+    together with the length of its tuple or list, because the same index may mean something else in
+    a sequence of a different length.
     """
     return list(_leaf_hashes(tree, 0))
 
@@ -192,12 +191,12 @@ def _leaf_hashes(tree: TreeDef, above: int) -> Iterator[int]:
 
 @functools.cache
 def hash_of_text(text: str) -> int:
-    """Returns a 64-bit hash of a text, the same in every process."""
+    """Returns a 64-bit hash of a text that's the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def mixed(*parts: object) -> int:
-    """Returns a 64-bit hash of integers or nested tuples of them, the same in every process.
+    """Returns a 64-bit hash of (nested tuples of) integers that's the same in every process.
 
     Unlike hashes of strings, Python's hashes of integers aren't salted per process.
     """
@@ -227,9 +226,8 @@ def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope
 def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
     """Yields the jaxprs inside an equation.
 
-    Each jaxpr comes with the indices of those operands of the equation that it takes, or with an
-    empty sequence if we can't tell. It also comes with a flag that says whether its results are the
-    results of the equation.
+    Each comes with the indices of the equation's operands that it takes (empty if we can't tell),
+    and a flag that says whether its results are those of the equation.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -240,13 +238,13 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
         if name == "cond":
             given = given[1:]
         elif name == "while":
-            # A `while` has three groups of operands. The first are read only by its predicate, the
-            # second only by its body. The third is the carry, which both of them read.
+            # A `while` has three groups of operands: the first is only read by its predicate, the
+            # second only by its body, and the third is the carry, which both of them read.
             ahead = params["cond_nconsts"]
             both = ahead + params["body_nconsts"]
             returns = sub is not params["cond_jaxpr"]
             given = given[ahead:] if returns else [*given[:ahead], *given[both:]]
-        if name in INLINED and n > 0:  # only the first one is called
+        if name in INLINED and n > 0:  # only the first is called
             given = ()
             returns = False
         known = len(given) == len(inner.constvars) - len(consts) + len(inner.invars)
@@ -282,9 +280,9 @@ def _made(
         ]
     if _is_parallel(traced, eqn):
         return [_exchanged(name, o) for o in operands]
-    # At any other equation, e.g. a matrix product, the paths from the leaves end. We mark its
-    # results with a hash of its name and its operands' marks. If the equation contains jaxprs, the
-    # marks inside them go into the hash as well.
+    # Any other equation, e.g. a matrix product, ends the paths from the leaves. Mark its results
+    # with a hash of its name and its operands' marks, plus the marks inside the jaxprs it contains,
+    # if any.
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
@@ -305,12 +303,12 @@ def _exchanged(name: int, mark: Mark) -> Mark:
 
 
 def _end(around: int, exact: int) -> Mark:
-    """Returns the mark of a value at which paths through layout and elementwise equations end."""
+    """Returns the mark of a value where paths through layout and elementwise equations end."""
     return Mark((), (around,), exact, (around,))
 
 
 def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...]:
-    """Merges the `placed` sets at the end of several ways; see `_ways_through` for these."""
+    """Merges the `placed` sets at the end of several ways; see `_ways_through`."""
     found: tuple[int, ...] = ()
     for placed, way in ways:
         if way and placed:
@@ -322,14 +320,14 @@ def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...
 
 
 def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
-    """Adds the marks of the variables towards the results, given the marks of the results."""
+    """Adds the variables' marks towards the results, given the marks of the results."""
 
     def add(atom: compat.Atom, mark: Mark) -> None:
         if not isinstance(atom, compat.Literal):
             known = scope.uses.get(atom)
             if known is not None:
-                # Several equations may read one value, and ranks may trace these in different
-                # orders. So we combine their hashes by a sum, in which the order doesn't matter.
+                # Several equations may read the same value, and ranks may trace these in different
+                # orders. Combine their hashes with a sum, which doesn't depend on the order.
                 mark = _merged((known, mark), (known.exact + mark.exact) & _BITS)
             scope.uses[atom] = mark
 
@@ -390,18 +388,18 @@ def _read(
 
 
 def _is_call(eqn: compat.Equation) -> bool:
-    """Whether an equation only runs the jaxprs inside it, or one of them."""
+    """Whether an equation merely runs the jaxprs inside it, or one of them."""
     return eqn.primitive.name in INLINED or eqn.primitive.name == "cond"
 
 
 def _is_parallel(traced: Traced, eqn: compat.Equation) -> bool:
-    """Whether an equation exchanges each operand separately, for a result of its own."""
+    """Whether an equation exchanges each operand separately, with a result for each."""
     found = traced.wire.recognise(eqn, traced.axes)
     return found is not None and len(found) == len(eqn.invars) == len(eqn.outvars)
 
 
 def _alternatives(name: int, marks: Sequence[Mark]) -> Mark:
-    """Returns the mark of a value that is one of several, such as a `cond`'s result."""
+    """Returns the mark of a value that may be any of several, such as a `cond`'s result."""
     if len(marks) == 1:
         return marks[0]
     return _merged(marks, mixed(name, *(m.exact for m in marks)))
@@ -412,7 +410,7 @@ def _merged(marks: Sequence[Mark], exact: int) -> Mark:
 
 
 def _union(marks: Sequence[Mark]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the union of the leaves, and that of the others, of several marks."""
+    """Returns the union of several marks' leaves, and the union of their others."""
     leaves: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
     for mark in marks:
@@ -427,16 +425,16 @@ def _smallest(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*one, *other})[:_KEPT]) if one else other
 
 
-# Two exchanges may differ only in the part of an array that they exchange, or in a constant factor.
-# To tell them apart, the functions below describe as text which part of an array an equation reads
-# or writes, or by which constant it multiplies.
+# Two exchanges may differ only in which part of an array they exchange, or in a constant factor. To
+# tell them apart, the functions below describe, as text, which part of an array an equation reads
+# or writes, or what constant it multiplies by.
 _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 
 
 def _ways_through(
     eqn: compat.Equation, makers: Mapping[Any, Any], result: int
 ) -> Sequence[str | None]:
-    """Describes how each operand of a layout or element-wise equation reaches one of its results.
+    """Describes how each operand of a layout or elementwise equation reaches one of its results.
 
     Args:
         eqn: The equation.
@@ -444,9 +442,9 @@ def _ways_through(
         result: The index of the result.
 
     Returns:
-        One entry per operand: the part or the constant factor as text, or None if the operand
+        An entry per operand: the part or the constant factor as text, or None if the operand
         doesn't reach the result (or only as an index). The text is empty if the whole operand
-        passes through unscaled, and also if the part or the factor isn't a literal in the code.
+        passes through unscaled, or if the part or factor isn't a literal in the code.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -484,7 +482,7 @@ def _picks(eqn: compat.Equation) -> bool:
 
 
 def _ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
-    """Like `_ways_through`, for an equation that `_picks`; None if the index isn't a literal."""
+    """Like `_ways_through`, for equations that `_picks`; None if the index isn't a literal."""
     at = _constant(eqn.invars[1], makers)
     if at is None:
         return None
@@ -500,8 +498,8 @@ def _slice(
 ) -> str:
     """Describes the dimensions that a slice cuts.
 
-    The other dimensions are left out, because their size may differ between ranks, e.g. if a batch
-    is short.
+    Other dimensions are left out, because their size may differ between ranks, e.g. if a batch is
+    short.
     """
     steps = strides or [1] * len(shape)
     cut = [

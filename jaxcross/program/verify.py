@@ -1,4 +1,4 @@
-"""Checks that a program is well formed: how values flow, and where exchanges are."""
+"""Checks that a program is well formed: how values flow, and where its exchanges are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from jaxcross.program.jaxpr_utils import holds_exchange
 
 
 def verify(program: Program) -> Program:
-    """Checks all values that segments pass on, and returns the program.
+    """Checks all values that segments pass along, and returns the program.
 
     Doesn't wait or communicate.
 
     Raises:
-        InternalError: The program isn't well formed. The message shows the offending segment among
+        InternalError: The program isn't well formed. The message shows the offending segment and
             its neighbours.
     """
     defined = set(program.inputs)
@@ -63,7 +63,7 @@ def verify(program: Program) -> Program:
             raise InternalError(
                 f"program `{program.name}` is not well formed: result {v} is never defined"
             )
-    # The last reader must free each value, except for the step's inputs and results.
+    # Every value must be freed by its last reader, except for the step's inputs and results.
     unfreed = defined - dead - set(program.outputs) - set(program.inputs)
     if unfreed:
         raise InternalError(

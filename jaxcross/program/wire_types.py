@@ -1,6 +1,6 @@
-"""Exchanges values whose element types MPI doesn't have: random keys, and 2-bit and 4-bit integers.
+"""Exchanges element types that MPI doesn't have: random keys, and 2-bit and 4-bit integers.
 
-A random key is exchanged as the words that it consists of, and a small integer as an 8-bit integer.
+Random keys are exchanged as the words they consist of, and small integers as 8-bit integers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})
 
 
 def convert_wire_types(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """Returns the jaxpr with these values converted around each exchange, even inside loops.
+    """Converts such values around every exchange in a jaxpr, even inside loops.
 
-    The body of a `shard_map` is left alone here; the flattener converts it when it takes it out.
+    This leaves the body of a `shard_map` alone; the flattener converts it when extracting it.
 
     Args:
         jaxpr: Closed or open.

@@ -2,21 +2,21 @@
 
 start           `initialize`: starts MPI, thread pool and device, and installs the hooks that
                 terminate all ranks together
-wire_choice     chooses the library for the exchanges, which must be the same on every rank
-start_limit     a time limit for the start of MPI
+wire_choice     chooses the library for the exchanges, the same on all ranks
+start_limit     a time limit on starting MPI
 start_notice    prints that the ranks have joined, until work begins
 world           `World`: rank, size, communicators, agreements, and the watchdog
-exchange_owner  decides which thread or run may exchange at the moment
+exchange_owner  decides which thread or run may exchange right now
 control_plane   small agreements between all ranks, on a separate communicator
 initial_state   makes a pytree identical on all ranks, or checks that it is
 mailbox         non-blocking messages between ranks, as flat arrays
 neighbours      gathers texts among ranks that exchange with each other
-workers         worker processes of a rank, e.g. those of a data loader
+workers         a rank's worker processes, e.g. of a data loader
 launch_env      what the launcher's environment variables say about this process
-probe           prints what works of MPI and JAX on a host
-malloc          settings that make malloc keep its memory
+probe           prints which parts of MPI and JAX work on a host
+malloc          settings that make malloc hold on to its memory
 xla_pool        the size of XLA's CPU thread pool
-sched_slice     shorter time slices for threads that wait by polling
+sched_slice     shorter time slices for threads that poll
 """
 
 from typing import TYPE_CHECKING

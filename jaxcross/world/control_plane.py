@@ -1,8 +1,8 @@
 """Small agreements between all ranks, on a separate communicator.
 
-Votes and checks need only two operations, an elementwise minimum and a gathering of texts, so these
-are all that `Control` has. It uses a separate communicator. If it shared one with the exchanges,
-MPI could match the message of a vote with that of an exchange.
+`Control` offers just the two operations that votes and checks need: an elementwise minimum, and
+gathering texts. It uses a separate communicator because otherwise, MPI could match a vote's message
+with an exchange's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 
 class Control(Protocol):
-    """Small messages between all ranks. `JobContext.run_on_all_ranks` passes it to your function.
+    """Small messages between all ranks. `JobContext.run_on_all_ranks` passes this to your function.
 
-    Every call waits for all ranks. Only one thread at a time may use it.
+    Every call waits for all ranks. Only one thread may use it at a time.
 
     Attributes:
         rank: This rank.
@@ -35,19 +35,19 @@ class Control(Protocol):
         ...
 
     def allgather_text(self, text: str) -> list[str]:
-        """Returns all ranks' texts, in rank order."""
+        """Returns the texts of all ranks, in rank order."""
         ...
 
 
 RunOnAllRanks: TypeAlias = Callable[[str, Callable[[Control], Any]], Any]
-"""`(label, work)` -> `work(control)`, which runs on all ranks while nothing else exchanges.
+"""`(label, work)` -> `work(control)`, run on all ranks while nothing else exchanges.
 
-In a job, it runs in the same slot of all ranks' exchange lanes.
+Within a job, it runs in the same slot of every rank's exchange lane.
 """
 
 
 class MpiControl:
-    """A `Control` on an MPI communicator that nothing else may use."""
+    """A `Control` backed by an MPI communicator that nothing else may use."""
 
     __slots__ = ("_comm", "_min", "rank", "size")
 
@@ -70,7 +70,7 @@ class MpiControl:
 def gather(control: Control, value: object) -> list[Any]:
     """Returns all ranks' values, in rank order. Waits for all ranks.
 
-    The values are sent as JSON, so a tuple arrives as a list.
+    Values travel as JSON, so tuples arrive as lists.
     """
     text = json.dumps(value)
     return [
@@ -79,25 +79,25 @@ def gather(control: Control, value: object) -> list[Any]:
 
 
 def all_equal(control: Control, number: int) -> bool:
-    """Whether all ranks pass the same number, which must be less than 2**62. Waits for all ranks.
+    """Whether all ranks pass the same number, which must be below 2**62. Waits for all ranks.
 
-    The result is identical across ranks.
+    The result is identical on all ranks.
     """
     return which_equal(control, [number])[0]
 
 
 def which_equal(control: Control, numbers: Sequence[int]) -> list[bool]:
-    """Returns, for each number, whether it's the same on all ranks. Waits for all ranks.
+    """Returns which of these numbers are the same on all ranks. Waits for all ranks.
 
-    The result is identical across ranks. All ranks must pass equally many numbers, each of them
-    less than 2**62.
+    All ranks must pass equally long sequences, with every number below 2**62. The result is
+    identical on all ranks.
     """
     mine = np.array([(number, -number) for number in numbers], np.int64)
-    # The minimum of the negated numbers is the maximum of the numbers, negated.
+    # The minimum of the negated numbers is their negated maximum.
     low, high = control.allreduce_min(mine.reshape(-1)).reshape(-1, 2).T
     return (low == -high).tolist()
 
 
 def any_rank(control: Control, flag: object) -> bool:
-    """Whether `flag` is true on at least one rank. Identical across ranks. Waits for all ranks."""
+    """Whether `flag` is true on at least one rank. Identical on all ranks. Waits for all ranks."""
     return control.allreduce_min(np.array([-bool(flag)], np.int64)).item() < 0

@@ -1,9 +1,9 @@
 """Decides who may exchange: either a single run of jobs, or a single thread outside any run.
 
-MPI matches up the exchanges of different ranks by nothing but their order. If two threads of a
-process exchanged at the same time, their exchanges would alternate in an arbitrary order, which may
-differ between ranks. A gradient of one thread's step would then be summed with a gradient of the
-other thread's, without any error.
+MPI pairs up exchanges between ranks purely by their order. If two threads of a process exchanged
+concurrently, their exchanges would interleave arbitrarily, and differently on each rank. The
+gradient from one thread's step could then be summed with the gradient from the other's, without any
+error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VARIABLE = "JAXCROSS_CHECK_CALLS"
 
 
 def check_interval(environ: Mapping[str, str]) -> int:
-    """Returns n if the ranks compare their calls of steps outside a run on every n-th call.
+    """Returns n if, outside a run, the ranks compare which step they're calling on every n-th call.
 
     Raises:
-        ValueError: `JAXCROSS_CHECK_CALLS` is not a whole number of at least 1.
+        ValueError: `JAXCROSS_CHECK_CALLS` isn't a whole number of at least 1.
     """
     text = environ.get(VARIABLE, "").strip() or "1"
     if not (text.isdecimal() and int(text) >= 1):
@@ -35,19 +35,19 @@ def check_interval(environ: Mapping[str, str]) -> int:
 
 @final
 class ExchangeOwner:
-    """Decides whether a thread of this process may exchange now. Never waits or communicates.
+    """Decides whether a thread of this process may exchange right now. Never waits or communicates.
 
     Attributes:
-        broken_step: The name of a step that failed outside a run in the middle of its exchanges, or
-            "". Other ranks may still be waiting in the remaining exchanges of that step.
-        must_agree: Whether a step failed outside a run before its first exchange. Perhaps it failed
-            only on this rank, so the ranks have to agree on the next step.
-        check_every: n if the ranks compare on every n-th call outside a run which step they are
-            calling. Identical across ranks.
-        unchecked: Number of calls since the last such comparison.
-        functions: Number of steps that the ranks have agreed on outside a run.
-        lane_threads: The lanes' threads that are alive.
-        job_threads: The jobs' threads that are alive.
+        broken_step: Name of a step that failed outside a run in the middle of its exchanges, or "".
+            Other ranks may still be blocked in the rest of those exchanges.
+        must_agree: Whether a step failed outside a run before its first exchange. It may have
+            failed on this rank alone, so the ranks have to agree on the next step.
+        check_every: n if, outside a run, the ranks compare which step they're calling on every n-th
+            call. Identical on all ranks.
+        unchecked: Number of calls since the last comparison.
+        functions: Number of steps the ranks have agreed on outside a run.
+        lane_threads: Lane threads that are still alive.
+        job_threads: Job threads that are still alive.
     """
 
     __slots__ = (
@@ -77,15 +77,15 @@ class ExchangeOwner:
 
     @property
     def in_run(self) -> bool:
-        """Whether any thread of a run is alive in this process."""
+        """Whether any of a run's threads is still alive in this process."""
         return bool(self.lane_threads or self.job_threads)
 
     def run(self) -> ExitStack:
-        """Returns a context in which a run may exchange, from its first message to its last one.
+        """Returns a context in which a run may exchange, from its first message to its last.
 
         Raises:
-            JobError: Another run is in progress, a run that broke has left a lane's thread behind,
-                or another thread is calling a step outside any run.
+            JobError: Another run is in progress, a broken run has left a lane thread behind, or
+                another thread is calling a step outside a run.
         """
         refusal = JobError(
             "A run is in progress in this process, and two at once would mix up their messages. "
@@ -97,9 +97,8 @@ class ExchangeOwner:
         if self.lane_threads:
             self._run.release()
             raise refusal
-        # Make sure that no other thread is in a step outside the run, or begins one. A run already
-        # sends messages before it has an exchange lane, and MPI could match these messages with
-        # those of such a step.
+        # Make sure that no other thread is in a step outside the run, or can start one. A run sends
+        # messages even before it has an exchange lane, and MPI could match them with that step's.
         if not self._step.acquire(blocking=False):
             theirs, other = self._in_step()
             self._run.release()
@@ -113,10 +112,10 @@ class ExchangeOwner:
         return _releasing(self._step, self._run)
 
     def step(self, name: str) -> ExitStack:
-        """Returns a context in which this thread may make the exchanges of a step outside any run.
+        """Returns a context in which this thread may perform a step's exchanges outside any run.
 
         Raises:
-            ExchangeError: An earlier step has failed on this rank in the middle of its exchanges.
+            ExchangeError: An earlier step failed on this rank in the middle of its exchanges.
             JobError: Another thread is calling a step, or a run is in progress.
         """
         if not self._step.acquire(blocking=False):
@@ -128,8 +127,8 @@ class ExchangeOwner:
                 "with the other's. Call steps from one thread, or make the threads' work jobs of a "
                 "`jaxcross.Runner`, which agrees on an order."
             )
-        # Check this only after acquiring the lock. As long as another thread holds it, the step of
-        # that thread may still fail in the middle of its exchanges, and set `broken_step`.
+        # Only check this once we hold the lock. Until the other thread releases it, its step can
+        # still fail in the middle of its exchanges and set `broken_step`.
         if self.broken_step:
             self._step.release()
             raise ExchangeError(
@@ -142,16 +141,16 @@ class ExchangeOwner:
         return _releasing(self._step)
 
     def _in_step(self) -> tuple[str, str]:
-        """Returns the step or run that holds `_step`, and the name of its thread."""
+        """Returns the step or run that holds `_step`, and its thread's name."""
         ident, theirs = self._caller
         return theirs, next((t.name for t in threading.enumerate() if t.ident == ident), str(ident))
 
     def check_due(self) -> bool:
-        """Counts a call outside a run. Returns whether the ranks have to compare what they call.
+        """Counts a call outside a run, and returns whether the ranks have to compare this call.
 
-        The counts have to be identical across ranks. So call this when the step is about to
-        communicate, rather than when it begins: a step may fail on a single rank before it has
-        communicated, and must not be counted there.
+        The counts must be identical on all ranks, so call this just before the step communicates,
+        not when it begins: a step that fails on a single rank before communicating must not be
+        counted there.
         """
         self.unchecked += 1
         if self.unchecked < self.check_every:
@@ -160,10 +159,10 @@ class ExchangeOwner:
         return True
 
     def check_not_stray(self, step: str) -> None:
-        """Raises if a step is called during a run by a thread that isn't a job's thread.
+        """Raises if, during a run, a step is called from a thread that doesn't belong to a job.
 
         Raises:
-            JobError: The step's exchanges would have no place in the order that all ranks agreed
+            JobError: The step's exchanges would have no place in the order all ranks have agreed
                 on.
         """
         thread = threading.current_thread()
@@ -178,9 +177,9 @@ class ExchangeOwner:
 
 
 def _releasing(*locks: threading.Lock) -> ExitStack:
-    # The returned context releases the locks, in the order of the arguments. It doesn't acquire
-    # them, because the caller has done that already. Thus, if a lock can't be acquired, the
-    # traceback ends in the caller's own frame, rather than in a frame of `contextlib`.
+    # The caller already holds the locks; leaving the context releases them in the given order. That
+    # way, if a lock can't be acquired, the traceback ends in the caller's own frame instead of
+    # inside `contextlib`.
     context = ExitStack()
     for lock in reversed(locks):
         context.callback(lock.release)

@@ -1,4 +1,4 @@
-"""Checks that a pytree is identical on all ranks, or makes it identical."""
+"""Checks that a pytree is identical on all ranks, or makes it so."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CHUNK_BYTES = 2**30
 
 
 def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
-    """Returns `state` after comparing digests of its leaves between all ranks. Waits for all ranks.
+    """Returns `state` after comparing digests of its leaves across all ranks. Waits for all ranks.
 
-    Leaves whose paths are in `rank_local` are excluded from the comparison.
+    Leaves whose paths are in `rank_local` aren't compared.
 
     Raises:
-        ExchangeError: The state differs between ranks. This is raised on every rank, and names the
-            first leaf that differs and two ranks. Or a rank can't read its own state: then that
-            rank raises the original error, and the other ranks raise this one.
+        ExchangeError: The state differs between ranks; raised on every rank, naming the first leaf
+            that differs and two ranks. Also raised if another rank can't read its own state, in
+            which case that rank raises the original error.
         TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
             such leaf.
     """
@@ -39,15 +39,15 @@ def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
 
 
 def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
-    """Returns this rank's tree with the values of rank 0. Waits for all ranks.
+    """Returns this rank's tree with rank 0's values. Waits for all ranks.
 
-    Only the values come from rank 0: each leaf keeps the type and the device that it has on this
-    rank. Leaves whose paths are in `rank_local` also keep this rank's values.
+    Only the values come from rank 0; every leaf keeps the type and device it has on this rank.
+    Leaves whose paths are in `rank_local` keep their values, too.
 
     Raises:
-        ExchangeError: The trees, shapes or element types differ between ranks, in which case this
-            is raised on every rank. Or a rank can't read its own state: then that rank raises the
-            original error, and the other ranks raise this one.
+        ExchangeError: The trees, shapes or element types differ between ranks; raised on every
+            rank. Also raised if another rank can't read its own state, in which case that rank
+            raises the original error.
         TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
             such leaf.
     """
@@ -66,8 +66,8 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
             return _placed(values, leaf)
         except Exception as error:
             # This rank can't store the leaf, e.g. because its device is out of memory. Don't raise
-            # yet: the other ranks are going to broadcast the remaining leaves, and would wait for
-            # this rank forever. So take part in these broadcasts first.
+            # yet: the other ranks will go on to broadcast the remaining leaves and would wait for
+            # us forever, so keep taking part until the end.
             failures.append(error)
             return leaf
 
@@ -80,9 +80,9 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
 def _gathered(
     what: Callable[[Any], str], state: Any, comm: Any, rank_local: Collection[str]
 ) -> list[list[tuple[str, str]]]:
-    """Returns, for each rank, the paths and descriptions of its leaves. Waits for all ranks.
+    """Returns the paths and descriptions of each rank's leaves. Waits for all ranks.
 
-    Rank-local leaves all get the same description, so they don't count as different.
+    Rank-local leaves all get the same description, so they never count as different.
     """
 
     def described(path: str, leaf: Any) -> str:
@@ -95,8 +95,7 @@ def _gathered(
         mine = [(path, described(path, leaf)) for path, leaf in leaves_with_paths(state)]
     except Exception as error:
         # This rank can't read a leaf, e.g. because it's out of memory or the leaf was donated.
-        # Don't raise yet: the other ranks are waiting for this rank in the gathering below, so take
-        # part in that first.
+        # Don't raise yet: the other ranks are waiting for us in the `allgather` below.
         trouble = f"{type(error).__name__}: {error}"
         failure = error
     every = comm.allgather((mine, trouble))
@@ -132,8 +131,8 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
 def _check_arrays(state: Any) -> None:
     """Raises if a leaf isn't an array or a number.
 
-    Must come after the comparison. By then all ranks have equal trees, so they either all raise or
-    none does.
+    Must run after the comparison. By then, all ranks are known to have equal trees, so either all
+    of them raise or none does.
     """
     for path, leaf in leaves_with_paths(state):
         if not _is_numeric(leaf):
@@ -159,8 +158,8 @@ def _digest(leaf: Any) -> str:
     array = on_host(leaf)
     if not numeric(array.dtype):
         return _form(leaf)
-    # Hash the array's memory directly, rather than a copy of it. There may be no space for a copy,
-    # because the arrays may already fill half of the memory.
+    # Hash the array's memory in place. The arrays may already fill half of the memory, so there
+    # might not be room for a copy.
     content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
@@ -174,11 +173,11 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
 
 
 def _placed(values: np.ndarray, leaf: Any) -> Any:
-    """Returns rank 0's values with the type and on the device of this rank's leaf."""
+    """Returns rank 0's values with the type and device of this rank's leaf."""
     if isinstance(leaf, jax.Array):
-        # Take the type and the device from the leaf rather than from JAX's current settings. This
-        # code may run in the thread that makes the exchanges, where contexts such as `enable_x64`
-        # or `default_device` that the job has entered in its own thread aren't in effect.
+        # Take the type and device from the leaf, not from JAX's current settings. We may be running
+        # in the exchange thread, which doesn't see contexts such as `enable_x64` or
+        # `default_device` that the job has entered in its own thread.
         with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):
             return rebuild(leaf, forms_of(leaf), {"": values})
     return type(leaf)(values) if isinstance(leaf, bool | int | float | complex) else values

@@ -1,6 +1,6 @@
-"""What the launcher's environment variables say about this process, compared with what MPI says.
+"""Reads the launcher's environment variables, and checks them against what MPI reports.
 
-All functions are pure: they get the environment as an argument.
+All functions are pure: the environment is passed in as an argument.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from jaxcross.errors import ExchangeError
 
-# Each launcher of MPI ranks sets one of these variables in all processes that it starts. SLURM's
-# variable comes last, so it counts only if none of the others is set. Inside a SLURM job, `mpirun`
-# starts its helper processes by SLURM, and for the ranks, the variable then contains the number of
-# these helpers. SLURM_NTASKS would be of no use, because it's also set in a batch script, which
-# isn't a rank.
+# Every MPI launcher sets one of these variables in all processes it starts. SLURM's variable comes
+# last so that it only counts if none of the others is set: inside a SLURM job, `mpirun` starts its
+# helper processes through SLURM, and in the ranks, the variable then holds the number of these
+# helpers. SLURM_NTASKS wouldn't help, since it's also set in a batch script, which isn't a rank.
 _SIZES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -24,18 +23,18 @@ _SIZES = (
 )
 
 MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""Settings with which we start Open MPI. The measurements are in `benchmarks/exchange_cost.py`.
+"""Settings that we start Open MPI with. For measurements, see `benchmarks/exchange_cost.py`.
 
-By default, Open MPI sends long messages over TCP by PUT operations, in only one direction at a
+By default, Open MPI sends long messages over TCP using PUT operations, in only one direction at a
 time. An all-reduce then takes 1.7 times as long as with ordinary sends, which the first setting
-selects. With the second setting, a rank that waits for a message yields its core, instead of taking
-the core away from a computation. Both settings take precedence over Open MPI's parameter files.
+selects. The second makes a rank that's waiting for a message yield its core instead of taking it
+away from a computation. Both take precedence over Open MPI's parameter files.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRanks:
-    """The number of ranks that the launcher has started, and the variable that says so."""
+    """The number of ranks started by the launcher, and the variable that says so."""
 
     size: int
     variable: str
@@ -50,15 +49,14 @@ def read_launch(environ: Mapping[str, str]) -> LaunchedRanks | None:
 
 
 def check_launch(launch: LaunchedRanks | None, *, world_size: int, vendor: str) -> None:
-    """Raises if MPI's world doesn't have as many ranks as the launcher has started.
+    """Raises unless MPI's world has as many ranks as the launcher started.
 
-    If the numbers differ, the usual reason is that MPI was set up for a different launcher. Each of
-    the processes is then alone in an MPI world of its own, so it would train without exchanging
-    anything.
+    A mismatch usually means that MPI was set up for a different launcher. Each process then ends up
+    alone in its own MPI world, and would train without exchanging anything.
 
     Raises:
-        ExchangeError: The numbers differ. The text tells the user what to do for the launcher in
-            use.
+        ExchangeError: The numbers differ. The message tells users what to do about it, depending on
+            their launcher.
     """
     if launch is None or launch.size == world_size:
         return
@@ -80,7 +78,7 @@ def check_launch(launch: LaunchedRanks | None, *, world_size: int, vendor: str) 
 
 
 def vendor_of(library_version: str) -> str:
-    """Returns `mpich`, `openmpi`, `intel`, ... given the text of `MPI.Get_library_version()`."""
+    """Returns `mpich`, `openmpi`, `intel`, ... from the text of `MPI.Get_library_version()`."""
     text = library_version.lower()
     for mark, vendor in (
         ("open mpi", "openmpi"),

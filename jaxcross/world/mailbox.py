@@ -1,4 +1,4 @@
-"""Non-blocking messages between ranks, as flat arrays on a separate communicator."""
+"""Non-blocking messages between ranks, sent as flat arrays over a separate communicator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 @final
 class Mailbox:
-    """Sends messages to all ranks, including this one, and receives theirs. For a single thread.
+    """Sends messages to all ranks, including this one, and receives theirs. Not thread-safe.
 
-    Messages from the same rank arrive in the order in which that rank sent them.
+    Messages from the same rank arrive in the order they were sent.
 
     Args:
         comm: An mpi4py communicator that nothing else uses.
@@ -28,11 +28,11 @@ class Mailbox:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._own: deque[tuple[int, np.ndarray]] = deque()
-        # MPI may read a message until its send is complete, so we keep it alive until then.
+        # MPI may read a message until its send completes, so hold a reference until then.
         self._leaving: list[tuple[Any, np.ndarray]] = []
 
     def send(self, rank: int, tag: int, message: np.ndarray) -> None:
-        """Starts sending bytes (flat, uint8), which must not change afterwards. Does not wait."""
+        """Starts sending a flat uint8 array, which must not change afterwards. Does not wait."""
         if rank == self.rank:
             self._own.append((tag, message))
         else:
@@ -43,7 +43,7 @@ class Mailbox:
     def receive(self) -> tuple[int, int, np.ndarray] | None:
         """Returns the sender, tag and bytes of a message that has arrived, or None.
 
-        If only the first part of a message has arrived, waits for the rest.
+        If a message has only partly arrived, waits for the rest.
         """
         if self._own:
             return (self.rank, *self._own.popleft())
@@ -52,19 +52,19 @@ class Mailbox:
         if found is None:
             return None
         message = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-        # This waits until the whole message has arrived. If two ranks send each other large
-        # messages, both may be waiting here at the same time. That isn't a deadlock, because while
-        # a rank is waiting in a receive, MPI continues to send the rank's own messages.
+        # This blocks until the whole message has arrived. Two ranks that send each other large
+        # messages may both block here at the same time, but that's not a deadlock: while a rank is
+        # blocked in a receive, MPI keeps sending the rank's own messages.
         found.Recv([message, self._mpi.BYTE])
         return status.Get_source(), status.Get_tag(), message
 
     def sent(self) -> bool:
-        """Whether all messages have been sent. Large messages make progress only in such calls."""
+        """Whether all messages have been sent. Large messages only make progress in this call."""
         self._leaving = [
             (request, message) for request, message in self._leaving if not request.Test()
         ]
         return not self._leaving
 
     def close(self) -> None:
-        """Frees the communicator. All ranks must call this, after their last message."""
+        """Frees the communicator. Must be called on all ranks, after their last message."""
         self._comm.Free()

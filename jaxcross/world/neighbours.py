@@ -1,15 +1,15 @@
-"""Gathers texts among ranks that exchange with each other, directly or through other ranks.
+"""Gathers texts among ranks that exchange with each other, directly or via other ranks.
 
-Think of the ranks as a graph in which two ranks are connected if they exchange with each other,
-i.e. if they are partners. Sometimes a rank needs the texts of all ranks in its connected component,
-e.g. to compare which step they call. A collective over the whole world would be simpler, but the
-other ranks may be doing something else, and must not have to take part.
+Think of the ranks as a graph whose edges connect partners, i.e. ranks that exchange with each
+other. Sometimes a rank needs the texts of its whole connected component, e.g. to compare which step
+everyone is calling. A collective over the whole world would be simpler, but ranks outside the
+component may be busy with something else and must not have to take part.
 
-So we spread the texts in rounds. In each round, every rank sends its partners whatever it knows,
-and receives what they know. A rank is done when it has the text of each rank that any rank it knows
-of has named as a partner. It then sends its partners one last message, flagged as such, after which
-they have all texts as well. Since a rank receives exactly the messages that its partners send, no
-message is left over that the next gathering could receive by mistake.
+Instead, texts spread in rounds. In each round, every rank sends its partners everything it knows,
+and receives what they know. A rank is done once it has the text of every rank that's named as a
+partner by any rank it knows of. It then sends its partners a final message, flagged as such, which
+leaves them with all the texts as well. Ranks receive exactly the messages their partners send, so
+nothing is left over that the next gathering could receive by mistake.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# In each round of a gathering, messages have a different MPI tag. A partner may already be one
-# round ahead, and a rank that receives a message from any sender must not mistake such a partner's
-# message for one of its own round.
+# Each round of a gathering uses its own MPI tag. A partner may already be a round ahead, and a rank
+# that receives from any sender must not mistake that partner's message for one that belongs to the
+# current round.
 _FIRST_TAG = 1000
 
 Known = dict[int, tuple[str, frozenset[int]]]
@@ -27,7 +27,7 @@ Accepts = Callable[[Mapping[int, str], str | None], bool]
 
 
 class Neighbours:
-    """Gathers texts from all connected ranks, in one gathering at a time.
+    """Gathers texts from all connected ranks, one gathering at a time.
 
     Args:
         comm: An mpi4py communicator on which nothing else sends point-to-point messages.
@@ -37,27 +37,28 @@ class Neighbours:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        # First messages that arrived early, from ranks that will be partners in a later gathering.
+        # First messages that arrived early, from ranks that won't be partners until a later
+        # gathering.
         self._early: dict[int, Any] = {}
 
     def gather(
         self, text: str, partners: Iterable[int], *, accepts: Accepts | None = None
     ) -> dict[int, str]:
-        """Returns the texts of all ranks that are connected with this one.
+        """Returns the texts of all ranks connected to this one.
 
-        Waits for these ranks, all of which must make this call.
+        Waits for these ranks, all of which have to make this call.
 
         Args:
             text: This rank's text.
-            partners: The ranks with which this rank exchanges. They must name this rank as a
-                partner, too.
-            accepts: Needed if this rank doesn't know all of its partners in advance. It's called
-                with the texts received so far, by rank, and the text of a rank that names this one
-                as a partner, and returns whether that rank really is one. If the second argument is
-                None, it returns whether there are still partners to come.
+            partners: The ranks that this rank exchanges with. They must name this rank as a partner
+                in turn.
+            accepts: Needed if this rank doesn't know all of its partners up front. It's called with
+                the texts received so far, by rank, and the text of a rank that names this one as a
+                partner; it returns whether that rank really is a partner. If the second argument is
+                None, it returns whether there are more partners to come.
 
         Returns:
-            The texts, by rank, including this rank's own. Identical on all connected ranks.
+            The texts by rank, including this rank's own. Identical on all connected ranks.
         """
         comm = self._comm
         me = self._comm.Get_rank()
@@ -115,13 +116,12 @@ class Neighbours:
             p = status.Get_source()
             if accepts(message[0][p][0]):
                 return p, message
-            self._early[p] = message  # at most one per rank, because the sender waits for an answer
+            self._early[p] = message  # at most one per rank, since the sender waits for an answer
 
 
 def _learn(known: Known, theirs: Known) -> None:
     for rank, (text, partners) in theirs.items():
-        # A rank may discover more partners during the gathering, so the longer list is the newer
-        # one.
+        # A rank may discover more partners during the gathering, so the longer list is more recent.
         if rank not in known or len(known[rank][1]) < len(partners):
             known[rank] = text, partners
 

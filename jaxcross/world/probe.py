@@ -1,11 +1,10 @@
-"""Finds out what works of MPI, mpi4jax and JAX, and prints it as JSON.
+"""Probes which parts of MPI, mpi4jax and JAX work, and prints the results as JSON.
 
 Usage: `python -m jaxcross.world.probe [exchange | versions]`.
 
-`jaxcross doctor` runs this file in a separate process, because an MPI library that's broken may
-kill the process that loads it. To check other hosts (`--hosts`), it sends the file to the Python
-interpreters on these hosts, where jaxcross may not be installed. So only the functions that need
-jaxcross import it.
+`jaxcross doctor` runs this file in a separate process, because loading a broken MPI library can
+kill the process. To check other hosts (`--hosts`), it sends the file to their Python interpreters.
+jaxcross may not be installed there, so only the functions that need it import it.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ def _first_line(version: str) -> str:
 
 
 def probe_mpi4jax() -> dict[str, Any]:
-    """Returns which MPI mpi4jax was built for, and what it supports. Starts MPI.
+    """Returns which MPI mpi4jax was built for and what it supports. Starts MPI.
 
-    The result contains mpi4jax's version, the MPI library that it was built for, whether it can
-    send directly from GPUs, and the warnings that were raised when it was imported.
+    Reports the version of mpi4jax, the MPI library that mpi4jax was built for, whether it can send
+    directly from GPUs, and any warnings raised on import.
     """
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -83,9 +82,9 @@ def probe_jax() -> dict[str, Any]:
 
 
 def probe_versions() -> dict[str, str | None]:
-    """Returns the versions of everything that must be the same on all hosts. Starts nothing.
+    """Returns the versions of everything that must match across hosts. Starts nothing.
 
-    A package that isn't installed has the version None.
+    Packages that aren't installed map to None.
     """
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
@@ -104,14 +103,15 @@ def probe_versions() -> dict[str, str | None]:
 
 
 def probe_exchange() -> dict[str, Any]:
-    """Makes one all-reduce over all ranks, in the same way as a step does. Waits for all ranks.
+    """Performs an all-reduce over all ranks, in the same way as a step does. Waits for all ranks.
 
-    Returns whether the result is correct, and which pairs of addresses the ranks have connected.
+    Returns whether the result is correct, and the pairs of addresses over which ranks are
+    connected.
     """
     import jax
 
-    # An exchange only needs the CPU device. If JAX also started the accelerators, it would allocate
-    # their memory, in the first rank of each node.
+    # The exchange only needs the CPU device. Starting the accelerators as well would allocate their
+    # memory, in the first rank of each node.
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
@@ -127,8 +127,8 @@ def probe_exchange() -> dict[str, Any]:
             jaxpr.in_avals, name="doctor", host=jax.devices("cpu")[0], place=None
         )
         (total,) = jax.block_until_ready(exchange(jnp.full(4, world.rank + 1.0)))
-        # Importing this starts MPI, which may hang. Here, `initialize` has started it already, with
-        # a time limit.
+        # Importing this starts MPI, which may hang. By now, though, `initialize` has already
+        # started it under a time limit.
         from mpi4py import (
             MPI,
         )
@@ -145,9 +145,9 @@ def probe_exchange() -> dict[str, Any]:
 
 
 def tcp_ends() -> list[tuple[str, str]]:
-    """Returns both ends of each TCP connection of this process, as `address:port`.
+    """Returns both ends of each of this process's TCP connections, as `address:port`.
 
-    The end on this process's side comes first. Only works on Linux.
+    This process's end comes first. Only works on Linux.
     """
     own = set()
     for link in Path("/proc/self/fd").glob("*"):
@@ -161,9 +161,9 @@ def tcp_ends() -> list[tuple[str, str]]:
 
 
 def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
-    """Returns both ends of all established connections whose sockets are in `own`. Pure.
+    """Returns both ends of every established connection whose socket is in `own`. Pure.
 
-    `table` has the lines of `/proc/net/tcp`.
+    `table` holds the lines of `/proc/net/tcp`.
     """
     rows = (line.split() for line in table)
     return [
@@ -174,9 +174,9 @@ def ends_of(table: Iterable[str], own: set[str]) -> list[tuple[str, str]]:
 
 
 def _end(text: str) -> str:
-    """Converts an end to text, e.g. `0200000A:B461` to `10.0.0.2:46177`.
+    """Formats an end as text, e.g. `0200000A:B461` as `10.0.0.2:46177`.
 
-    The kernel prints an address as 32-bit words, each of them in this machine's byte order.
+    The kernel prints addresses as 32-bit words, each in this machine's byte order.
     """
     digits, port = text.split(":")
     words = [bytes.fromhex(digits[n : n + 8]) for n in range(0, len(digits), 8)]
@@ -188,9 +188,9 @@ def _end(text: str) -> str:
 
 
 def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Returns the pairs of addresses between which ranks are connected. Pure.
+    """Returns the pairs of addresses over which ranks are connected. Pure.
 
-    `ends` are the results of `tcp_ends` on all ranks.
+    `ends` holds the result of `tcp_ends` for every rank.
     """
     found = {
         (own.rpartition(":")[0], other.rpartition(":")[0])
@@ -202,9 +202,10 @@ def connections(ends: Sequence[Iterable[tuple[str, str]]]) -> list[tuple[str, st
 
 
 def main() -> int:
-    """Runs the probes that the command line selects, and prints the results.
+    """Runs the probes selected on the command line, and prints the results.
 
-    Without arguments, all probes run, and one that fails is reported without stopping the others.
+    Without arguments, it probes MPI, mpi4jax and JAX. If one of these fails, that's reported and
+    the others still run.
     """
     if sys.argv[1:] == ["exchange"]:
         found: dict[str, Any] = {"exchange": probe_exchange()}

@@ -1,4 +1,4 @@
-"""Shortens the time that a polling thread loses each time it yields its core."""
+"""Makes polling threads lose less time whenever they yield their core."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Attributes(ctypes.Structure):
 def ask_for_short_slices(slice_ns: int = _SLICE_NS) -> bool:
     """Asks Linux to schedule this thread in slices of 0.25 ms. Returns whether the kernel accepted.
 
-    While MPI waits, it polls, and yields the core after each poll. If a computation shares the
-    core, yielding gives up the rest of the thread's time slice, which is 3 ms by default. So the
-    thread polls only once in that time, and the link is idle for most of it. With slices of 0.25
-    ms, an exchange of 102 MB takes 1.07 s instead of 1.25 s while a computation is running (and
-    1.05 s without the computation). The computation hardly takes any longer.
+    While waiting, MPI polls and yields the core after each poll. If a computation shares that core,
+    yielding forfeits the rest of the thread's time slice, which is 3 ms by default. The thread only
+    gets to poll once in that time, so the link sits idle for most of it. With slices of 0.25 ms, an
+    exchange of 102 MB alongside a computation takes 1.07 s instead of 1.25 s (without the
+    computation, it's 1.05 s), and the computation hardly slows down.
 
-    You don't need any privileges for this. The thread keeps its niceness. Kernels before 6.12
+    This doesn't require any privileges, and the thread keeps its niceness. Kernels before 6.12
     ignore the request.
     """
     number = _SETATTR.get(platform.machine())

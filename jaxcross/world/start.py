@@ -53,9 +53,9 @@ from jaxcross.world.world import World
 
 _log = logging.getLogger(__name__)
 
-# The MPI world of this process, once `initialize` has created it. There's never a second one,
-# because MPI starts only once per process. It's a global variable, because scripts decorate their
-# steps before they call `initialize`: a step can look up the world only when it's called.
+# This process's MPI world, once `initialize` has created it. There's only ever one, since MPI
+# starts only once per process. It's a global because scripts decorate their steps before calling
+# `initialize`, so a step can't look up the world until it's called.
 _CURRENT: list[World] = []
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
@@ -71,49 +71,49 @@ def initialize(
     heartbeat_timeout_s: float = 30.0,
     wire: WireLibrary | None = None,
 ) -> World:
-    """Joins the MPI world. Waits for all ranks. Call this before you create the first JAX array.
+    """Joins the MPI world. Waits for all ranks. Call this before creating the first JAX array.
 
-    From then on, all ranks end together: if one of them has an uncaught exception, dies or stops
-    responding, all ranks are terminated, and each prints an error that names the failed rank. In an
-    interactive session, i.e. at Python's prompt or in a notebook, an uncaught exception terminates
-    nothing. SIGTERM works like Ctrl-C, with exit code 143.
+    From then on, all ranks end together: if any of them has an uncaught exception, dies or stops
+    responding, all ranks are terminated, and each prints an error naming the failed rank. In an
+    interactive session (Python's prompt or a notebook), uncaught exceptions don't terminate
+    anything. SIGTERM works like Ctrl-C, with exit code 143.
 
-    You can set two environment variables:
+    There are two environment variables:
 
-    - If `JAXCROSS_EVENTS` is the name of a folder, each rank writes its activities to a file in it,
-      for `jaxcross doctor --post-mortem`.
-    - When you call a step outside a run, the ranks first check that they are all calling the same
-      step. If `JAXCROSS_CHECK_CALLS` is n, they do this only on every n-th call. If the variable
-      differs between ranks, the largest value counts.
+    - `JAXCROSS_EVENTS` names a folder in which each rank records its activities to a file, for
+      `jaxcross doctor --post-mortem`.
+    - `JAXCROSS_CHECK_CALLS` makes checks less frequent. Whenever you call a step outside a run, the
+      ranks first check that they are all calling the same step; set this to n to do so only on
+      every n-th call. If the variable differs between ranks, the largest value wins.
 
-    If several ranks share a node, each of them takes its own accelerator. XLA's CPU thread pool
-    gets enough threads that an exchange which waits for other ranks can't block computation. If the
-    script wasn't started by a launcher, the world has a single rank. If you call `initialize`
-    again, it returns the same world; the second call must not request different settings.
+    Ranks that share a node each take their own accelerator. XLA's CPU thread pool gets enough
+    threads that an exchange waiting for other ranks can't block computation. Without a launcher,
+    the world has a single rank. Calling `initialize` again returns the same world, as long as it
+    doesn't request different settings.
 
     Worker processes started by a rank (e.g. by `multiprocessing` or Grain) aren't part of the MPI
-    world. In such a process, `initialize` returns immediately, without joining the other ranks. The
-    world that it returns has the rank's numbers, such as `rank` and `size`, so code that only reads
-    these works as usual. Any attempt to communicate raises `ExchangeError`.
+    world. There, `initialize` returns immediately, without joining the other ranks. The world it
+    returns reports the same `rank`, `size` etc. as the parent process, so code that only reads
+    these works as usual, but any attempt to communicate raises `ExchangeError`.
 
     Args:
         stall_timeout_s: If a rank waits for other ranks for longer than this many seconds, the wait
-            is reported and all ranks are aborted. The start of MPI is such a wait, too.
+            is reported and all ranks are aborted. This also applies to the start of MPI.
         heartbeat_timeout_s: If a rank sends no heartbeat for longer than this many seconds, it's
-            reported and all ranks are aborted. 0 for never. Each rank sends a heartbeat about once
-            a second. They come from a separate thread, so a long computation doesn't delay them.
+            reported and all ranks are aborted. 0 disables this. Ranks send about one heartbeat per
+            second, from a separate thread that isn't held up by long computations.
         wire: The library for the exchanges: `mpi4jax`, which exchanges inside XLA executables, or
-            `mpi4py`, which exchanges between them. Must be the same on every rank. If None, the
-            environment variable `JAXCROSS_WIRE` decides. If that isn't set either, it's mpi4jax,
-            unless there's an accelerator or mpi4jax isn't installed: then it's mpi4py, and rank 0
-            logs the reason.
+            `mpi4py`, which exchanges between them. Must be the same on all ranks. Defaults to the
+            environment variable `JAXCROSS_WIRE`. If that isn't set either, mpi4jax is used, unless
+            there's an accelerator or mpi4jax isn't installed; rank 0 then logs why it's mpi4py
+            instead.
 
     Raises:
-        ExchangeError: MPI or the wire can't be used, ranks have different wires, MPI sees only some
-            of the ranks that were started, JAX was started too early, or this process is a
-            subprocess of a rank but not a worker of `multiprocessing`.
-        ValueError: An argument or an environment variable is invalid, or an argument isn't the same
-            as in the first call.
+        ExchangeError: MPI or the wire can't be used, ranks have different wires, MPI only sees some
+            of the ranks that were started, JAX was started too early, or this process is a rank's
+            subprocess but not a `multiprocessing` worker.
+        ValueError: An argument or environment variable is invalid, or an argument differs from the
+            first call's.
     """
     _check_arguments(stall_timeout_s, heartbeat_timeout_s)
     over = wire_choice.chosen(wire, os.environ)
@@ -141,8 +141,8 @@ def initialize(
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
-    # If a different handler is already installed, this is a rank of `jaxcross launch`, which prints
-    # the message itself.
+    # If another handler is already installed, this is a rank of `jaxcross launch`, which prints the
+    # message itself.
     own_handler = install_interrupt()
     try:
         return _start(launch, stall_timeout_s, heartbeat_timeout_s, over)
@@ -211,10 +211,10 @@ def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any) -> None:
 
 @contextmanager
 def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
-    """Returns a context that terminates all ranks if it isn't left in time.
+    """Returns a context that terminates all ranks if it isn't exited in time.
 
-    It covers the time until there's a watchdog. Unlike the watchdog, it can't find out which rank
-    is missing.
+    This covers startup until there's a watchdog. Unlike the watchdog, it can't tell which rank is
+    missing.
     """
     reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
     message = (
@@ -256,9 +256,9 @@ def _join(
         {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
     )
     node.Free()
-    # All ranks use the same number of threads, even if their nodes have different numbers of cores.
-    # XLA splits computations according to the size of its thread pool, which affects the last bits
-    # of the results, so replicated values would otherwise no longer be bitwise identical.
+    # All ranks use the same number of threads, even if some nodes have more cores than others. How
+    # XLA splits up a computation depends on the size of its thread pool and affects the last bits
+    # of the result, so with unequal pools, replicated values would no longer be bitwise identical.
     own_cores = xla_pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores)
@@ -303,18 +303,18 @@ def _join(
         _base=base,
         _neighbours=Neighbours(base),
         estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
-        # Outside a run, the ranks compare on every n-th call which step they are calling. Since
-        # this comparison is a collective operation, all ranks need the same n, even if their
-        # environments contain different numbers.
+        # Outside a run, the ranks compare on every n-th call which step they're calling. That
+        # comparison is a collective, so all ranks need the same n, even if their environments
+        # disagree.
         exchange_owner=ExchangeOwner(world.allreduce(check_interval(os.environ), op=mpi.MAX)),
         _watchdog=watchdog,
     )
 
 
 def current_world() -> World:
-    """Returns the world that `initialize` has created in this process. Does not communicate.
+    """Returns the world that `initialize` created in this process. Does not communicate.
 
-    In a worker process, returns a world that has the rank's numbers and can't communicate.
+    In a worker process, the returned world reports the rank's numbers but can't communicate.
 
     Raises:
         RuntimeError: `initialize` hasn't been called.
@@ -331,14 +331,14 @@ def current_world() -> World:
 
 
 def _make_world(**fields: Any) -> World:
-    """Returns a world with these fields, plus what higher layers provide: wire and executables."""
+    """Returns a world with these fields, plus the wire and executables from higher layers."""
     return World(executables=ExecutableCache(), make_wire=MpiWire, unpickle=current_world, **fields)
 
 
 def load_mpi() -> Any:
-    """Returns mpi4py's MPI module. Starts MPI, unless the script has already done so.
+    """Returns mpi4py's MPI module, starting MPI unless the script has already done so.
 
-    Before the start, sets the variables in `MPI_SETTINGS` that aren't set in the environment yet.
+    First sets all variables in `MPI_SETTINGS` that the environment doesn't set yet.
 
     Raises:
         ExchangeError: No MPI library can be loaded.
@@ -357,10 +357,10 @@ def load_mpi() -> Any:
 
 
 def _load_wire(world: Any, over: WireLibrary | None, accelerators: int) -> WireLibrary:
-    """Returns the library for the exchanges, after loading it. Waits for all ranks.
+    """Loads the library for the exchanges and returns its name. Waits for all ranks.
 
     Raises:
-        ExchangeError: The library can't be used, or ranks use different ones.
+        ExchangeError: The library can't be used, or isn't the same on all ranks.
     """
     found, why = (over, "") if over is not None else wire_choice.default(accelerators, os.environ)
     if found == "mpi4jax":
@@ -373,17 +373,16 @@ def _load_wire(world: Any, over: WireLibrary | None, accelerators: int) -> WireL
 
 
 def load_mpi4jax() -> Any:
-    """Returns mpi4jax, after registering its functions with XLA.
+    """Returns mpi4jax after registering its functions with XLA.
 
     Raises:
         ExchangeError: mpi4jax isn't installed, or was built for a different MPI or a newer jaxlib
-            than the ones that are loaded.
+            than those loaded here.
     """
     try:
         with warnings.catch_warnings():
-            # mpi4jax warns if JAX is newer than the versions with which mpi4jax was tested. We hide
-            # this warning from users, because the version range in our own package metadata already
-            # states which versions work.
+            # mpi4jax warns about any JAX version newer than those it was tested with. Hide this
+            # from users: the version range in our own package metadata already states what works.
             warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
             import mpi4jax
         compat.register_host_calls()  # otherwise, creating the first array would fail
@@ -411,13 +410,13 @@ def _flight_recorder(processes: list[process.ProcessId], rank: int, folder: str)
     if folder:
         try:
             flight.record_to(folder)
-        except OSError as error:  # perhaps only on this rank, so training continues
+        except OSError as error:  # this may only affect our rank, so keep training
             _log.warning("rank %d does not record its events: %s", rank, error)
     return flight
 
 
 def _accelerators() -> int:
-    """Returns the number of NVIDIA devices of this node. Counts them without starting CUDA."""
+    """Returns the number of NVIDIA devices on this node, without starting CUDA."""
     return len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
 
 
@@ -442,19 +441,19 @@ def _take_device(
 def device_of(
     settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int
 ) -> int | None:
-    """Returns the index of the accelerator that a rank takes, or None to change nothing. Pure.
+    """Returns the index of the accelerator a rank should use, or None to change nothing. Pure.
 
-    The index refers to the accelerators that are visible to the rank. If a rank is alone on its
-    node, it keeps all of them. If a batch system has made the same accelerators visible to all
-    ranks by `CUDA_VISIBLE_DEVICES`, each rank takes a different one. If this variable differs
-    between the ranks, or another such variable is set, somebody has already assigned the
-    accelerators, so we change nothing.
+    The index counts only the accelerators visible to the rank. A rank that's alone on its node
+    keeps all of them. If a batch system has made the same accelerators visible to all ranks through
+    `CUDA_VISIBLE_DEVICES`, each rank picks a different one. If that variable differs between ranks,
+    or another variable of this kind is set, the accelerators have already been assigned, so we
+    leave everything alone.
 
     Args:
-        settings: For each rank of the node, the environment variables that restrict which
-            accelerators are visible to it.
+        settings: For each rank on the node, the environment variables that restrict which
+            accelerators it can see.
         local_rank: This rank's number on the node.
-        accelerators: Number of accelerators of the node.
+        accelerators: Number of accelerators on this node.
     """
     own = settings[local_rank]
     if own:

@@ -1,10 +1,10 @@
-"""A time limit for the start of MPI, which a second process enforces.
+"""A time limit on starting MPI, enforced by a second process.
 
-`MPI_Init` waits for all ranks, and holds Python's global lock all the time. If a firewall drops a
-rank's messages, or a rank never gets there, `MPI_Init` never returns. No other thread and no signal
-handler of this process can run then, so nothing in this process could report the problem. So we
-start a small guard process, which prints a message and kills the rank when the time is over. The
-guard exits as soon as its pipe is closed, which happens when MPI has started or the rank has ended.
+`MPI_Init` waits for all ranks, holding Python's global lock the whole time. If a firewall drops a
+rank's messages, or a rank never gets that far, it never returns. Meanwhile, none of this process's
+other threads or signal handlers can run, so nothing in here could report the problem. Instead, we
+start a small guard process, which prints a message and kills the rank when time is up. The guard
+exits as soon as its pipe is closed, i.e. when MPI has started or the rank has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-# Each rank has a guard process, and the guards of all other ranks wait this much longer than that
-# of rank 0. When rank 0 has been killed, `mpirun` terminates the other ranks, so the message is
-# printed once rather than once per rank.
+# Every rank has a guard process, and the guards of all ranks except rank 0 wait this much longer.
+# Once rank 0 has been killed, `mpirun` terminates the other ranks, so the message is printed once
+# instead of once per rank.
 _SPEAKER_FIRST_S = 2.0
 
 _GUARD = """
@@ -33,12 +33,12 @@ if not select.select([0], [], [], limit_s)[0]:
 
 @contextmanager
 def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iterator[None]:
-    """Returns a context that kills this rank, with a message, if its block takes too long.
+    """Returns a context that prints a message and kills this rank if its block takes too long.
 
     Args:
-        size: Number of ranks. There's no limit for a single rank.
+        size: Number of ranks. A single rank isn't limited.
         limit_s: The limit in seconds.
-        environ: The environment, where the launcher has put this rank's number.
+        environ: The environment, in which the launcher has set this rank's number.
     """
     if size == 1:
         yield
@@ -73,7 +73,7 @@ def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iter
 
 
 def limit_text(rank: str, size: int, limit_s: float) -> str:
-    """Returns the message of a rank that has waited too long; `rank` is "" if unknown. Pure."""
+    """Returns the message for a rank that has waited too long; `rank` is "" if unknown. Pure."""
     return (
         f"jaxcross: {f'rank {rank}' if rank else 'a rank'} of {size} has waited {limit_s:g} s in "
         "the start of MPI; all ranks end. Either the script of some rank hangs before "
@@ -89,4 +89,4 @@ START_CHECKS = (
     "`UCX_NET_DEVICES=eth0` (MPICH with UCX), `FI_TCP_IFACE=eth0` (MPICH with libfabric) or "
     "`OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
 )
-"""What users should check if ranks on different hosts can't reach each other."""
+"""What to check if ranks on different hosts can't reach each other."""

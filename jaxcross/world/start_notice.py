@@ -1,4 +1,4 @@
-"""Notices that the ranks have joined, which are printed until the script begins its first work."""
+"""Prints notices that the ranks have joined, until the script begins its first work."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from contextlib import suppress
 from typing import final
 
 FIRST_NOTICE_S = 5.0
-"""Seconds until the first notice. Each later notice takes twice as long as the one before."""
+"""Seconds until the first notice. Each later notice comes after twice the time of the previous one.
+"""
 
 
 def no_progress_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the user has switched off progress output. Pure."""
+    """Whether the user has turned off progress output. Pure."""
     try:
         return float(environ.get("JAXCROSS_PROGRESS", "")) == 0
     except ValueError:
-        # The variable is either unset or invalid. If it's invalid, the runner will report it.
+        # The variable is either unset or invalid; in the latter case, the runner will report it.
         return False
 
 
 @final
 class StartNotice:
-    """Prints how many ranks have joined, from a separate thread, until work begins.
+    """Prints how many ranks have joined, in a separate thread, until work begins.
 
     Args:
         ranks: Number of ranks.
-        begun: Set as soon as a run or a step begins.
+        begun: Set as soon as a run or step begins.
     """
 
     def __init__(self, ranks: int, begun: threading.Event) -> None:
@@ -50,7 +51,7 @@ class StartNotice:
         """Prints a notice."""
         ranks = f"{self._ranks} ranks have" if self._ranks > 1 else "1 rank has"
         with suppress(OSError, ValueError, AttributeError):
-            # If stderr is closed, training must continue.
+            # A closed stderr must not stop the training.
             print(
                 f"[jaxcross] {ranks} joined; no job has begun, {since_s:.0f} s",
                 file=sys.stderr,

@@ -1,4 +1,4 @@
-"""Chooses the library for the exchanges, mpi4jax or mpi4py. All ranks must use the same one."""
+"""Chooses the library for the exchanges, mpi4jax or mpi4py, for all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOICES: tuple[WireLibrary, ...] = get_args(WireLibrary)
 
 
 def chosen(argument: str | None, environ: Mapping[str, str]) -> WireLibrary | None:
-    """Returns the wire that `initialize(wire=...)` or else the environment requests, or None.
+    """Returns the wire requested by `initialize(wire=...)`, or else by the environment, or None.
 
     Raises:
         ValueError: There's no such wire.
@@ -30,10 +30,10 @@ def chosen(argument: str | None, environ: Mapping[str, str]) -> WireLibrary | No
 
 
 def default(accelerators: int, environ: Mapping[str, str]) -> tuple[WireLibrary, str]:
-    """Returns a rank's wire if none was requested, and, unless it's mpi4jax, the reason.
+    """Returns a rank's wire if none was requested, and the reason unless it's mpi4jax.
 
     Args:
-        accelerators: Number of accelerators of the node.
+        accelerators: Number of accelerators on this node.
         environ: The environment. With `JAX_PLATFORMS=cpu`, the accelerators don't count.
     """
     if importlib.util.find_spec("mpi4jax") is None:
@@ -49,15 +49,15 @@ def default(accelerators: int, environ: Mapping[str, str]) -> tuple[WireLibrary,
 def check_equal(wires: Sequence[WireLibrary], reasons: Sequence[str] = ()) -> None:
     """Raises unless all ranks use the same wire.
 
-    Different wires have never been tested together, and could deadlock.
+    Mixing different wires has never been tested, and could deadlock.
 
     Args:
-        wires: The wire of each rank.
-        reasons: For each rank, why it uses this wire, as returned by `default`. Empty if the wire
-            was requested or is mpi4jax.
+        wires: Each rank's wire.
+        reasons: Why each rank uses its wire, as returned by `default`. Empty if the wire was
+            requested or is mpi4jax.
 
     Raises:
-        ExchangeError: The wires differ. The text is identical on every rank.
+        ExchangeError: The wires differ. The message is identical on all ranks.
     """
     if len(set(wires)) > 1:
         why = "; ".join(dict.fromkeys(filter(None, reasons)))

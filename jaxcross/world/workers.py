@@ -1,10 +1,10 @@
-"""Worker processes that a rank starts, e.g. for loading data. They must not take part in MPI.
+"""Worker processes that a rank starts, e.g. to load data. They must not take part in MPI.
 
 With the start methods `spawn` and `forkserver`, `multiprocessing` imports the script again in every
-worker, so a worker executes the script's call of `initialize()`. With `fork`, a worker inherits the
-rank's communicators. MPI supports neither. A worker that tried to join would either bring down the
-run, or fail and be restarted by its pool, forever. So we give each worker a world that has its
-rank's number and size, but in which any attempt to communicate raises.
+worker, including its call to `initialize()`. With `fork`, a worker inherits the rank's
+communicators. MPI supports neither: a worker that tried to join would either bring down the run, or
+fail and be restarted by its pool, forever. So each worker gets a world that reports its rank's
+number and size, but raises on any attempt to communicate.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jaxcross.health import AbortReason, ProcessId, abort_everywhere, process_st
 from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"
-"""The environment variable by which `initialize()` marks the processes that this rank starts.
+"""Environment variable that `initialize()` uses to mark the processes started by this rank.
 
-It contains a JSON object with the rank's process, the numbers for the worker's world, and the pipe
-on which the rank listens to its workers.
+It holds a JSON object with the rank's process, the numbers for the worker's world, and the pipe on
+which the rank listens to its workers.
 """
 
 _NUMBERS = (
@@ -60,7 +60,7 @@ _REMEDY = (
 
 
 def mark(world: World) -> None:
-    """Marks all processes that this rank is going to start or fork as its workers."""
+    """Marks all processes that this rank starts or forks from now on as its workers."""
     listener = _listen(world)
     process = this_process()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
@@ -74,18 +74,18 @@ def mark(world: World) -> None:
 
 
 def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]) -> World | None:
-    """Returns the world of a worker process, or None if this process isn't a worker.
+    """Returns a worker process's world, or None if this process isn't a worker.
 
-    The returned world has the numbers of the rank that started the worker, such as `rank` and
-    `size`. Any attempt to communicate through it raises an error. This function doesn't start MPI.
+    The returned world reports the same `rank`, `size` etc. as the rank that started the worker, but
+    any attempt to communicate through it raises an error. Does not start MPI.
 
     Args:
-        environ: The environment of this process.
-        make_world: Makes a `World` from the fields that depend on the process.
+        environ: This process's environment.
+        make_world: Makes a `World`, given the fields that depend on the process.
 
     Raises:
-        ExchangeError: A rank has started this process, but not through `multiprocessing`, and this
-            process has inherited the rank's launcher variables. MPI would fail in it.
+        ExchangeError: This process was started by a rank, but not through `multiprocessing`, and it
+            has inherited the rank's launcher variables. MPI would fail in it.
     """
     text = environ.get(VARIABLE)
     if text is not None and _is_worker():
@@ -112,14 +112,14 @@ def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]
 
 @final
 class Refusal:
-    """Stands in for each object that communicates in a worker's world. Any use of it raises.
+    """Stands in for every object in a worker's world that could communicate. Any use of it raises.
 
     Args:
-        rank: The rank that has started the worker.
-        process: The rank's process.
-        listener: A file descriptor of the rank's process: the pipe to which the worker can write
+        rank: The rank that started the worker.
+        process: That rank's process.
+        listener: A file descriptor in the rank's process, for the pipe that the worker can write to
             (see `mark`), or -1 if there's none.
-        timeout_s: The rank's `stall_timeout_s`, because a worker may read that number.
+        timeout_s: The rank's `stall_timeout_s`, which workers may read.
     """
 
     def __init__(self, rank: int, process: ProcessId, listener: int, timeout_s: float) -> None:
@@ -136,17 +136,17 @@ class Refusal:
             "other ranks"
         )
         if _imports_script() and self._notify(what):
-            # This worker fails while it's still importing the script. If we just raised an error,
-            # its `multiprocessing` pool would replace it by a new worker, which would fail in the
-            # same way, and so on forever. So the rank terminates the whole run, and reports the
+            # This worker fails while it's still importing the script. If we merely raised an error,
+            # its `multiprocessing` pool would replace it with a new worker, which would fail in the
+            # same way, and so on forever. So have the rank terminate the whole run and report the
             # reason.
             raise SystemExit(1)
         raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
 
     def _notify(self, what: str) -> bool:
-        """Asks the rank to terminate all ranks. Returns whether it will do so, or already has.
+        """Asks the rank to terminate all ranks. Returns whether it will do so or already has.
 
-        Another worker may have asked before, so the rank's process may not exist any more.
+        Another worker may have asked first, in which case the rank's process may be gone.
         """
         if self._listener < 0:
             return False
@@ -161,15 +161,15 @@ class Refusal:
 def _listen(world: World) -> int:
     """Starts a thread that terminates all ranks as soon as a worker asks for it.
 
-    Returns the descriptor of a pipe, to which workers can write through `/proc`, or -1 if there's
-    no `/proc`.
+    Returns the descriptor of a pipe that workers can write to through `/proc`, or -1 if there's no
+    `/proc`.
     """
     if not Path("/proc/self/fd").exists():
         return -1
     reader, writer = os.pipe()
 
     def wait() -> None:
-        # The first message is enough, because it ends the run.
+        # One message is enough, because it ends the run.
         what = os.read(reader, 4096).decode(errors="replace").partition("\n")[0]
         abort_everywhere(
             f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script "
@@ -185,7 +185,7 @@ def _listen(world: World) -> int:
 def _disarm(world: World, process: ProcessId) -> None:
     """Turns a rank's world into a worker's world, in a forked child process.
 
-    We change the object itself, because the script and its steps already have references to it.
+    The object itself is changed, because the script and its steps already hold references to it.
     """
     refusal = Refusal(world.rank, process, -1, world.stall_timeout_s)
     atexit.unregister(world._watchdog.stop)
@@ -196,25 +196,25 @@ def _disarm(world: World, process: ProcessId) -> None:
 def _is_worker() -> bool:
     """Whether `multiprocessing` started this process.
 
-    To find out, we don't import `multiprocessing`, because the import opens sockets.
+    We don't import `multiprocessing` to find out, because the import opens sockets.
     """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and (module.parent_process() is not None or _imports_script())
 
 
 def _imports_script() -> bool:
-    """Whether `multiprocessing` is just importing the script in this worker, before its first task.
+    """Whether `multiprocessing` is still importing the script in this worker, before any task.
 
-    `multiprocessing` itself uses the same check.
+    `multiprocessing` itself performs the same check.
     """
     module: Any = sys.modules.get("multiprocessing.process")
     return module is not None and getattr(module.current_process(), "_inheriting", False)
 
 
 def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
-    """Whether this process was started by a rank, and isn't a rank itself.
+    """Whether this process was started by a rank without being a rank itself.
 
-    MPICH opens a pipe for each rank, and a rank's subprocess doesn't inherit it.
+    MPICH opens a pipe for each rank, which a rank's subprocesses don't inherit.
     """
     descriptor = environ.get("PMI_FD", "")
     if descriptor.isdecimal():
@@ -227,7 +227,7 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
 
 
 def _users_line() -> str:
-    """Returns the line and the file from which the user's code has called jaxcross."""
+    """Returns the line and file from which the user's code called jaxcross."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
         (_PACKAGE, contextlib.__file__)

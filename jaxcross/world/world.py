@@ -39,11 +39,12 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 @dataclass(slots=True)
 class _GroupComm:
-    """The communicator of a group of ranks, once it has been created.
+    """A group's communicator, once it has been created.
 
-    Creating a communicator waits for all members of the group, and the lock is held meanwhile. So
-    each group has a lock of its own. With a common lock, a thread that waits for one group would
-    block threads that need another group, and the ranks could deadlock.
+    Creating a communicator blocks until all members of the group have joined in, and we hold the
+    lock the whole time. That's why every group has its own lock: if they shared a lock, a thread
+    waiting for one group would block threads that need a different group, and the ranks could
+    deadlock.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -52,7 +53,7 @@ class _GroupComm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All ranks, seen from this one. Created by `jaxcross.initialize`, once per process.
+    """All ranks, as seen from this rank. Created by `jaxcross.initialize`, once per process.
 
     Attributes:
         rank: This process's number among all processes, from 0 to size - 1.
@@ -60,23 +61,22 @@ class World:
         local_rank: This process's number among the processes on its node.
         local_size: Number of ranks on this node.
         vendor: The MPI implementation, e.g. `mpich` or `openmpi`.
-        over: The library for the exchanges, `mpi4jax` or `mpi4py`. The same on every rank.
-        arena: The memory into which exchanges over mpi4py receive.
-        pool_size: Number of threads in XLA's CPU pool. The same on every rank, because it affects
+        over: Library for the exchanges, `mpi4jax` or `mpi4py`. The same on all ranks.
+        arena: Memory that exchanges over mpi4py receive into.
+        pool_size: Number of threads in XLA's CPU pool. The same on all ranks, because it affects
             the last bits of results.
-        control: For small agreements between all ranks. Only one thread at a time may use it.
-        executables: All executables that this process has compiled. Jobs with equal programs share
-            them.
+        control: For small agreements between all ranks. Only one thread may use it at a time.
+        executables: All executables compiled by this process. Jobs with equal programs share them.
         make_wire: Creates the wire; see `wire`.
-        unpickle: Returns the world of the process in which it's called.
-        exchange_owner: Decides which thread or run may exchange now.
+        unpickle: Returns the world of whichever process it's called in.
+        exchange_owner: Decides which thread or run may exchange right now.
         heartbeat_timeout_s: If a rank sends no heartbeat for longer than this many seconds, it's
-            reported and all ranks are aborted. 0 for never.
-        flight: Records this rank's current activities, and writes its event file.
-        exchanger: A thread that runs exchanges concurrently with computation outside a run. (In a
-            run, the exchange lane does this.)
-        estimate_request: As JSON, what `jaxcross estimate` wants to know from the script's first
-            step. Empty if the script should train.
+            reported and all ranks are aborted. 0 disables this.
+        flight: Records what this rank is doing, and writes its event file.
+        exchanger: A thread that overlaps exchanges with computation outside a run. (In a run,
+            that's the job of the exchange lane.)
+        estimate_request: What `jaxcross estimate` wants to know about the script's first step, as
+            JSON. Empty if the script should train.
     """
 
     rank: int
@@ -107,19 +107,19 @@ class World:
     _group_comms_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
-        """Pickles as a reference to the world of the process that unpickles it.
+        """Pickles as a reference to the world of whichever process unpickles it.
 
-        A script may send objects that contain the world, such as steps, to its worker processes. A
-        worker can't use its rank's communicators. So when a worker unpickles such an object, it
-        gets its own world in place of the rank's.
+        Scripts may send objects that hold the world, such as steps, to worker processes. A worker
+        can't use the rank's communicators, so unpickling such an object there gives it the worker's
+        own world instead.
         """
         return self.unpickle, ()
 
     def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid:
-        """Returns the ranks as a row-major grid with these axes. Pure.
+        """Arranges the ranks in a row-major grid with these axes. Pure.
 
         Raises:
-            ValueError: The product of the axes' sizes isn't the number of ranks.
+            ValueError: The axis sizes don't multiply to the number of ranks.
         """
         return make_rank_grid(axes, rank=self.rank, size=self.size)
 
@@ -132,10 +132,9 @@ class World:
         """Returns the mpi4py communicator of this rank's group along `axes`, created once per
         group.
 
-        The first call for a group waits until every member of the group has made it, while ranks
-        outside the group aren't involved. Several threads may request communicators for different
-        groups at the same time. They may do so in any order, even if that order differs between
-        ranks.
+        The first call for a group blocks until every member has made it; ranks outside the group
+        aren't involved. Threads may request communicators for different groups concurrently and in
+        any order, even if that order differs between ranks.
 
         Raises:
             ValueError: An axis is unknown.
@@ -151,22 +150,22 @@ class World:
             if group_comm.comm is None:
                 what = f"making a communicator of ranks {ranks}"
                 others = [r for r in ranks if r != self.rank]
-                # A communicator may be created in a job's thread, at an arbitrary time relative to
-                # other waits of this rank. So different ranks may enter this wait in a different
-                # order, and the watchdog can't find missing ranks by counting waits. Instead, it
+                # Communicators may be created in job threads, at arbitrary points relative to this
+                # rank's other waits, so different ranks may enter these waits in different orders.
+                # That rules out finding missing ranks by counting waits; instead, the watchdog
                 # looks at what each rank is waiting for.
                 waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
                 with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
                     # Several threads may create communicators from the same parent at the same
-                    # time. MPI can then tell the calls apart only by their tags, so the tag has to
-                    # depend on the group.
+                    # time. MPI can only tell these calls apart by tag, so the tag has to depend on
+                    # the group.
                     group_comm.comm = self.new_communicator(ranks, repr(ranks))
         return group_comm.comm
 
     def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
         """Returns a new mpi4py communicator of these ranks, in this order. Waits for these ranks.
 
-        All of these ranks must make such calls in the same order.
+        All of them must make such calls in the same order.
         """
         group = self._base.Get_group().Incl(ranks)
         try:
@@ -175,7 +174,7 @@ class World:
             group.Free()
 
     def wire(self) -> MpiWire:
-        """Returns the wire through which programs exchange. Does not communicate."""
+        """Returns the wire that programs exchange over. Does not communicate."""
         return self.make_wire(self)
 
     def gather_connected(
@@ -188,9 +187,9 @@ class World:
     ) -> dict[int, str]:
         """Returns the texts of all ranks that exchange with this one in step `name`, by rank.
 
-        The result also contains the texts of ranks with which this rank exchanges only indirectly,
-        i.e. through other ranks. The call waits for exactly the ranks in the result, so all of them
-        must make it. See `jaxcross.world.neighbours`.
+        This includes ranks that exchange with this one only indirectly, i.e. through other ranks.
+        The call waits for exactly the ranks in the result, so all of them must make it. See
+        `jaxcross.world.neighbours`.
         """
         partners = set(partners)
         if not partners and accepts is None:
@@ -200,7 +199,7 @@ class World:
             return self._neighbours.gather(text, partners, accepts=accepts)
 
     def mailbox(self) -> Mailbox:
-        """Returns a mailbox for messages between all ranks, with a communicator of its own.
+        """Returns a mailbox for messages between all ranks, with its own communicator.
 
         Waits for all ranks, which must make these calls in the same order.
         """
@@ -217,28 +216,28 @@ class World:
         waiting_for: WaitingFor | None = None,
         local: bool = False,
     ) -> Monitor:
-        """Returns a context for a wait for other ranks. If it takes too long, aborts all ranks.
+        """Returns a context for waiting for other ranks. If that takes too long, aborts all ranks.
 
-        If the context isn't left within `stall_timeout_s`, the watchdog reports which ranks are
-        missing and aborts all ranks. Every rank must enter these contexts in the same order,
-        because the watchdogs find missing ranks by counting them. Contexts with `waiting_for` or
-        `local` aren't counted, so they may come in any order. Entering a context takes about a
-        microsecond, and does not communicate.
+        If the context isn't exited within `stall_timeout_s`, the watchdog reports which ranks are
+        missing and aborts all ranks. It finds them by counting these contexts, so every rank must
+        enter them in the same order. Contexts with `waiting_for` or `local` aren't counted and can
+        be entered in any order. Entering a context takes about a microsecond and does not
+        communicate.
 
         Args:
-            job: The job that waits, or "" for none.
+            job: The waiting job, or "" for none.
             step: The job's step.
-            segment: The segment in the job's program, or -1 for none.
-            what: The name of the wait in reports.
+            segment: The segment of the job's program, or -1 for none.
+            what: What reports call this wait.
             waiting_for: Returns the ranks that hold up this wait; see `jaxcross.health.WaitingFor`.
-            local: Whether it depends on this rank alone when the context is left.
+            local: Whether leaving the context depends on this rank alone.
         """
         return self._watchdog.monitor(
             job=job, step=step, segment=segment, what=what, waiting_for=waiting_for, local=local
         )
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
-        """Prints `message` with this rank's number, and terminates all ranks. Does not return."""
+        """Prints `message` with this rank's number, and terminates all ranks. Never returns."""
         first = clause(first_line(message))
         size = self._base.Get_size()  # raises in a worker, which must not terminate any rank
         kinds = {INTERRUPTED: ExitKind.INTERRUPTED, TERMINATED: ExitKind.TERMINATED}
@@ -257,16 +256,16 @@ class World:
     def broadcast_or_check(
         self, state: Any, *, mode: str = "check", rank_local: Collection[str] = ()
     ) -> Any:
-        """Returns a job's initial state, which is then identical on all ranks. Waits for all ranks.
+        """Returns a job's initial state, identical on all ranks from then on. Waits for all ranks.
 
-        All ranks must make these calls in the same order, and from one thread at a time.
+        All ranks must make these calls in the same order, from one thread at a time.
 
         Args:
             state: A pytree of arrays.
-            mode: With `check`, compares the ranks' states, and returns `state`. With `broadcast`,
-                returns rank 0's values, on the same devices as this rank's.
-            rank_local: Paths of leaves that may have a different value on each rank, and that stay
-                as they are. Must be the same on every rank.
+            mode: `check` compares the ranks' states and returns `state`; `broadcast` returns rank
+                0's values, on the same devices as this rank's.
+            rank_local: Paths of leaves that may differ between ranks and are left as they are. Must
+                be the same on all ranks.
 
         Raises:
             ExchangeError: The ranks' trees differ or, with `check`, their values do. Raised on

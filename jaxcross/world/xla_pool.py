@@ -1,8 +1,8 @@
 """Size of XLA's CPU thread pool.
 
 An exchange that waits for other ranks occupies a thread of XLA's CPU pool. If the pool has no other
-thread, no computation can run until the exchange is over. So this module makes sure that the pool
-has enough threads.
+thread, all computation stalls until the exchange is over, so this module makes sure that there are
+enough threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from jaxcross.errors import ExchangeError
 
-# XLA reads these variables when its CPU client starts. The first one takes precedence.
+# XLA reads these variables when its CPU client starts. The first takes precedence.
 _VARIABLES = ("NPROC", "PJRT_NPROC")
 
 MINIMUM = 2
@@ -20,19 +20,18 @@ MINIMUM = 2
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use. Counts them by affinity, like XLA."""
+    """Returns the number of cores available to this process. Goes by affinity, like XLA."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def needed(core_count: int) -> int:
     """Returns how many threads the pool needs: one per core, and at least `MINIMUM`.
 
-    More threads than cores would slow down computation. On 2 cores, a convolution took 26 ms with 2
+    More threads than cores would slow down computation: on 2 cores, a convolution took 26 ms with 2
     threads, 40 ms with 3, and 50 ms with 4.
 
-    We don't need additional threads for the exchanges, either. An exchange waits in its lane's own
-    thread, outside the pool. It only occupies a thread of the pool if its program contains other
-    work as well.
+    Exchanges don't call for extra threads, either. They wait in their lane's own thread, outside
+    the pool, and only occupy a pool thread if their program contains other work as well.
     """
     return max(core_count, MINIMUM)
 
@@ -40,13 +39,14 @@ def needed(core_count: int) -> int:
 def plan_pool(
     wanted: int, *, started: bool, core_count: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables to set before XLA's CPU client starts, if the pool needs any. Pure.
+    """Returns the variables to set before XLA's CPU client starts, if any. Pure.
 
     Args:
-        wanted: How many threads to set if the user hasn't set a number.
-        started: Whether JAX has already started a backend. If so, it's too late to change anything.
-        core_count: How many threads the pool has if no variable sets a number.
-        environ: The environment, where the user may have set the number of threads.
+        wanted: Number of threads to set if the user hasn't set one.
+        started: Whether JAX has already started a backend, which makes it too late to change
+            anything.
+        core_count: Number of threads in the pool if no variable sets it.
+        environ: The environment, in which the user may have set the number of threads.
 
     Raises:
         ExchangeError: The pool is too small, and it's too late to change that.
@@ -69,5 +69,5 @@ def plan_pool(
 
 
 def effective(environ: Mapping[str, str], core_count: int) -> int:
-    """Returns the number of threads that the pool has, or will have once JAX starts."""
+    """Returns the number of threads the pool has, or will have once JAX starts."""
     return next((int(environ[v]) for v in _VARIABLES if environ.get(v, "").isdecimal()), core_count)
