@@ -75,5 +75,5 @@ if TYPE_CHECKING:  # what jaxcross's other folders use
         repeated_sums,
     )
     from jaxcross.program.trace import Traced, check_arrays, step_name
-else:  # with `__getattr__`, a type checker would accept any misspelt name
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
     __getattr__, __dir__, __all__ = on_first_use(__name__)

@@ -394,7 +394,7 @@ class Execution:
 
     @property
     def skippable(self) -> bool:
-        """Whether `skip` has any effect: the program must be able to return the state it was given."""
+        """Whether `skip` has any effect, because the program can return the state it was given."""
         return bool(self._compiled.program.commit_flag_inputs)
 
     def skip(self) -> None:
