@@ -200,9 +200,8 @@ def _pack_on_device(
     for at in range(1, len(bodies), 2):
         body = bodies[at]
         made = {v for eqn in body for v in eqn.outvars}
-        # First, move packing equations to the compute segment before the exchange. An equation that
-        # reads the result of an equation staying behind has to stay as well, so we go through them
-        # in order.
+        # First, move packing equations to the compute segment before the exchange. An equation has
+        # to stay if it reads the result of an equation that stays, so we go through them in order.
         first = []
         rest = []
         for eqn in body:
@@ -218,7 +217,7 @@ def _pack_on_device(
             else:
                 rest.append(eqn)
         # Then, move unpacking equations to the compute segment after the exchange. Here, an
-        # equation has to stay if its result is read by an equation that stays, so we go backwards.
+        # equation has to stay if an equation that stays reads its result, so we go backwards.
         read: set[Any] = set()
         kept = []
         last = []
@@ -232,8 +231,8 @@ def _pack_on_device(
         bodies[at - 1] = bodies[at - 1] + first
         bodies[at] = kept[::-1]
         bodies[at + 1] = last[::-1] + bodies[at + 1]
-        # Record where each variable is computed now. Packing and unpacking equations that stay need
-        # an entry, too: they've only just been created, so they didn't have a position yet.
+        # Update where each variable is computed. That includes packing and unpacking equations that
+        # stay put: they were only just created, so they don't have a position yet.
         for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
             owner.update(
                 {v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner}

@@ -4,8 +4,8 @@ Some exchange strategies apply the mean one step late: they stash the operand (e
 step's gradients) in their state, so the exchange depends on nothing but the step's inputs and can
 run while the step computes something else.
 
-We call such an exchange *carried*, provided that the step contains some costly work that doesn't
-need its result (cut rule 8).
+We call such an exchange *carried* if the step also contains some costly work that doesn't need its
+result (cut rule 8).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def may_repeat(
     doesn't guarantee that: XLA may contract an operation with its reader, which changes the
     rounding.
 
-    So we only allow arithmetic that doesn't have to be repeated because everything that reads its
-    result runs on the host as well, i.e. is in `inside`.
+    So arithmetic is only allowed if it doesn't have to be repeated, i.e. if everything that reads
+    its result runs on the host as well (and is in `inside`).
     """
     names = {graph.eqns[i].primitive.name for i in ops}
     # All ranks must come to the same decision, even if their batches differ in size. So we reject
@@ -128,9 +128,9 @@ def _may_end_work(graph: Graph, i: int) -> bool:
 def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collection[Any]) -> bool:
     """Whether an equation can join the work before the commit without using more memory.
 
-    It may only read results of that work, and its own results mustn't be larger than the operands
-    it lets us free. An operand can be freed if the step doesn't return it and nothing outside of
-    that work reads it.
+    The equation may only read results of that work, and its own results mustn't be larger than the
+    operands that it allows us to free. An operand can be freed if the step doesn't return it and
+    nothing outside of that work reads it.
     """
     eqn = graph.eqns[i]
     operands = variables(eqn.invars)

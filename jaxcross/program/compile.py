@@ -26,8 +26,8 @@ from jaxcross.program.lowered import Lowered, Traceable, struct_of
 
 V = TypeVar("V")
 
-# How many of the most recently used executables to keep around after the last job that uses them
-# has finished. That way, running an identical job again doesn't require compiling it again.
+# How many of the most recently used executables to keep once no job uses them any more, in case an
+# identical job comes along later.
 MAX_IDLE_EXECUTABLES = 64
 
 
@@ -180,9 +180,9 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            # The wire may return results that are still in its receive buffers, which XLA has to
-            # copy before overwriting them. So we keep track of these results, except for those that
-            # move to another device, because moving makes a copy anyway. Only the segment's own
+            # The wire may return results that are still in its receive buffers. XLA has to copy
+            # such a result before overwriting it, so we keep track of them. Results that move to
+            # another device don't count, because moving makes a copy anyway. Only the segment's own
             # outputs are moved; additional results stay where they are.
             stays = [to is None or host in to.device_set for to in results]
             places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
@@ -280,8 +280,8 @@ def _compute_maker(
             return (
                 jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
             )
-        # Have the accelerator write results that only exchanges read straight into pinned host
-        # memory, which it can do while it's still computing the rest.
+        # If only exchanges read a result, have the accelerator write it straight into pinned host
+        # memory, which it can do while it's still computing the other results.
         jitted = jax.jit(
             compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None]
         )

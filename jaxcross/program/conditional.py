@@ -43,9 +43,9 @@ class Predicate:
 def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate | None:
     """Returns the backward slice of `index` as a predicate, or None if the host can't compute it.
 
-    The host can compute the branch index as long as it depends on nothing but scalar integers and
-    booleans that derive from the step's inputs, without going through an exchange, a callback, or
-    the rank's index along an axis.
+    The host can compute the branch index as long as everything that goes into it is a scalar
+    integer or boolean derived from the step's inputs. Exchanges, callbacks, and the rank's index
+    along an axis are off limits.
     """
     makers = flat.makers()
     positions = flat.positions
@@ -187,8 +187,8 @@ def _partition(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits a branch into what precedes its first exchanges, these exchanges, and the rest.
 
-    The first exchanges are those that don't depend on any other exchange in the branch. They're
-    preceded by everything they depend on, and by any equations that the user wrote above the first
+    The first exchanges are those that don't depend on any other exchange in the branch. Whatever
+    they depend on comes before them, and so do any equations that the user wrote above the first
     exchange.
     """
     first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
@@ -224,9 +224,9 @@ def _partition(
 def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     """Raises if an exchange can't be made by ranks that don't take its branch.
 
-    These ranks exchange zeros, so that the other ranks don't wait for them forever. If the exchange
-    is inside a loop, that may be impossible: on zeros, the loop might never end, or it might call
-    back into Python even though the branch isn't taken.
+    A rank that doesn't take the branch exchanges zeros, so that the other ranks don't wait for it
+    forever. Inside a loop, that may be impossible: on zeros, the loop might never end, or it might
+    call back into Python even though the branch isn't taken.
     """
     if not ends_on_zeros(exchange, flat.present):
         raise CutError(

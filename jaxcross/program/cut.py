@@ -248,7 +248,7 @@ class _Merged:
         if any(i in graph.wires for i in between):
             return False
         # It's fine to update these fields before we know whether the group can be added: if it
-        # can't, it starts a new `_Merged`, and nothing is ever added to this object again.
+        # can't, it starts a new `_Merged`, and nothing more will be added to this object.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
         cheap = _is_cheap(graph, between, self.known, self.moved)
@@ -311,9 +311,9 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     """Splits a group by readiness into parts that exchange about equally many bytes (cut rule 2).
 
     The whole step is split into about `n_segments` parts, and this group gets its share of them. An
-    exchange that depends on other exchanges joins the last of these. Within a part, exchanges stay
-    in the order in which the step makes them, which is the same on all ranks even if their shapes
-    differ.
+    exchange that depends on other exchanges goes into the same part as the last of them. Within a
+    part, exchanges stay in the order in which the step makes them, which is the same on all ranks
+    even if their shapes differ.
     """
     first = group.levels[0]
     if len(first) == 1 or group.carried:
@@ -329,8 +329,8 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     part_of: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
         # Imagine lining up all exchanged bytes by readiness and chopping the line into equal parts.
-        # Each exchange goes into the part that contains its middle byte, so no part gets much
-        # larger than the others.
+        # Each exchange goes into the part that contains its middle byte, which keeps any part from
+        # getting much larger than the others.
         part_of[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
     # So far, only the exchanges of the first level have been assigned to a part. Each of the
@@ -391,8 +391,8 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
     need goes into the compute segment right before the first group that needs it, at an even
     position. That way, each exchange can start as early as possible.
 
-    If there are carried exchanges, the work that's meant to overlap with them may be moved even
-    further to the front, along with everything it needs.
+    If there are carried exchanges, the work that's meant to overlap with them may be placed even
+    earlier, along with everything it needs.
     """
     position: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -410,8 +410,8 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         # it would have to wait for the carried exchanges.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
         # It's safe to move this work to an earlier compute segment. None of it depends on an
-        # exchange, so it's all in compute segments, and everything it needs is moved along. So no
-        # equation can end up after an equation that reads its result.
+        # exchange, so it's all in compute segments, and everything it needs moves along with it.
+        # That way, no equation can end up after an equation that reads its result.
         position |= {
             i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))
         }
@@ -427,9 +427,9 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
 def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
     """Places the equations that no exchange needs, so that they keep the fewest bytes alive.
 
-    These equations, e.g. metrics and the optimizer, mustn't hold up any exchange. For example, if
-    an equation that reads the result of exchange 1 were placed in a segment that exchange 2 needs,
-    exchange 2 would have to wait for exchange 1 even though it doesn't depend on it.
+    Metrics, the optimizer and the like mustn't hold up any exchange. For example, if an equation
+    that reads the result of exchange 1 were placed in a segment that exchange 2 needs, exchange 2
+    would have to wait for exchange 1 even though it doesn't depend on it.
 
     The only exception is when an equation's results are read at two positions and there's no other
     choice.
@@ -440,7 +440,7 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.commit_flag_inputs}
     # Forward pass: find the earliest position at which each equation can run, i.e. after all
-    # equations whose results it reads. That position must already be waiting for any exchanges that
+    # equations whose results it reads. That position must already be waiting for all exchanges that
     # the equation needs; otherwise, everything else there would have to wait for them, too.
     for i in rest:
         for p in graph.makers(i):

@@ -1,6 +1,6 @@
 """Counts how many ranks took each branch of a conditional, or left an inner loop early.
 
-If ranks disagree about a conditional, those that don't take a branch exchange zeros in its place.
+If ranks disagree about a conditional, those that don't take a branch exchange zeros instead.
 Similarly, a rank that leaves a loop early exchanges something other than the loop's actual result.
 This would go unnoticed, because the exchange itself succeeds.
 

@@ -45,8 +45,8 @@ may then have the same label at different places, as long as each of them exchan
 value at the other's place.
 
 Finally, in a pipeline or ring, each rank sends whatever its neighbour needs next. So permutations
-only get the label of all equations before and after them, and mpi4jax's point-to-point calls don't
-get any.
+only get the label of all equations before and after them, and mpi4jax's point-to-point calls have
+no labels at all.
 """
 
 from __future__ import annotations

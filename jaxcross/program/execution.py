@@ -183,9 +183,9 @@ class Compiled:
         """Returns the arrays that a step only reads and later steps get again, with their bytes.
 
         A typical example is the frozen weights underneath an adapter. The result includes the
-        step's constants and all arguments that aren't donated. The exception is arguments for which
-        the step returns a result of the same shape and type that doesn't overwrite a donated
-        argument, because the caller may pass that result instead on the next step.
+        step's constants and all arguments that aren't donated. An argument is left out if the step
+        returns a result of the same shape and type that doesn't overwrite a donated argument, since
+        the caller may pass that result in its place on the next step.
 
         Args:
             inputs: As for `execution`.
@@ -275,8 +275,8 @@ class Execution:
                         raise ValueError(text) from None
                 raise
         if runnable.device is None:
-            # This scalar is never donated, whereas the other results may already belong to the next
-            # segment by the time this segment finishes.
+            # This scalar is never donated, whereas the other results may already have been donated
+            # to the next segment by the time this segment finishes.
             self._fences[index] = outs[-1]
         elif self._finite is not None:
             self._finite.keep(index, outs)

@@ -213,9 +213,8 @@ class Flattener(Emitter):
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
         # A rank that doesn't take this branch makes its exchanges on zeros, and on zeros, a loop
-        # might never end. So ranks have to vote on when to stop in every loop inside a branch. In
-        # addition, the host can't choose any branches nested in a branch, and loops there aren't
-        # unrolled.
+        # might never end. So in every loop inside a branch, the ranks vote on when to stop. The
+        # host can't choose any nested branches in there, and loops aren't unrolled.
         walker = Flattener(
             self.axes,
             self.wire,

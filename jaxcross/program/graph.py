@@ -147,7 +147,7 @@ class Graph:
         To save memory, an exchange whose result is larger than its operand should be made as late
         as possible. For example, gathering weights doesn't depend on anything, so we could gather
         the weights of all layers right at the start. But then all of them would be in memory before
-        the first matrix product needs any.
+        the first matrix product needs any of them.
         """
         late: dict[int, int] = {}
         # Equation -> the lowest level of an exchange that depends on it.

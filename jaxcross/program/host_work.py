@@ -153,8 +153,8 @@ def _made_of_constants(graph: Graph) -> set[Any]:
 
     Constants may differ between ranks, because a step may derive them from the shape of its batch.
     If such a constant is used as an index between two exchanges, ranks might come to different
-    decisions about the work there. This doesn't go unnoticed, because the ranks compare their
-    exchanges before the first step.
+    decisions about the work there. They'd notice this, because they compare their exchanges before
+    the first step.
     """
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     found = set(inner.invars[: len(graph.traced.consts)])
