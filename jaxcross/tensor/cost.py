@@ -11,9 +11,9 @@ fast, and that each collective receives the minimum number of bytes.
 
 If each of P ranks contributes n bytes, a rank receives:
 
-- 2(P-1)/P n bytes in 2(P-1) messages in an all-reduce (as a ring),
-- (P-1) n bytes in P-1 messages in an all-gather,
-- (P-1)/P n bytes in P-1 messages in a reduce-scatter.
+- 2(P-1)/P n bytes in 2(P-1) messages for an all-reduce (as a ring),
+- (P-1) n bytes in P-1 messages for an all-gather,
+- (P-1)/P n bytes in P-1 messages for a reduce-scatter.
 """
 
 from __future__ import annotations

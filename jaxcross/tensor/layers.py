@@ -39,7 +39,7 @@ def parameter(
 
     To initialise the parameter, every rank draws the whole array from the same key and keeps only
     its own part. That way, you get the serial model's initial values regardless of the mesh. The
-    downside is that the whole array has to fit in memory temporarily.
+    downside is that the whole array temporarily has to fit in memory.
 
     Args:
         module: A module with the fields `mesh` and `param_dtype`.

@@ -15,8 +15,8 @@ def cross_entropy(
 ) -> jax.Array:
     """Returns the mean of `-log softmax(logits)[label]` over all ranks' tokens, as a scalar.
 
-    The result is the same on every rank: the losses of all tokens added up, divided by the number
-    of tokens in the *global* batch (or by the sum of their weights). Since we don't divide by the
+    The result is the same on every rank: the total loss of all tokens, divided by the number of
+    tokens in the *global* batch (or by the sum of their weights). Since we don't divide by the
     number of tokens on this rank, the ranks' gradients add up to the gradient of the serial model.
 
     A token's logits are spread over the ranks of `mesh.inner`, so computing the softmax takes two

@@ -185,8 +185,8 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     step.
 
     Call this inside a step. It performs two all-reduces per leaf: the first broadcasts the first
-    rank's copy to the ranks that should have the same copy, and the second collects how far each
-    rank's own copy is from that.
+    rank's copy to the ranks that should have the same copy, and the second collects each rank's
+    distance from it.
 
     Args:
         tree: What this rank holds, i.e. parameters or a batch. For a batch, all specs are
@@ -211,8 +211,8 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
             wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32)
         )
         # Different large integers may be rounded to the same float32, which would give them a
-        # distance of 0. So we make the distance between different elements at least the smallest
-        # positive number.
+        # distance of 0. To prevent that, elements that differ are at least the smallest positive
+        # number apart.
         apart = jnp.max(
             jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0
         )

@@ -22,8 +22,8 @@ works on its own part of the batch. So layers don't communicate with each other 
 and the axis `depth` doesn't appear in this module. Only the weights' gradients are summed over
 `depth`, which `layers.parameter` takes care of.
 
-Sources: van de Geijn and Watts, SUMMA (1997); Xu et al., Optimus, arXiv 2104.05343, algorithms 1 to
-3; Wang et al., arXiv 2105.14500, for the 2.5-D mesh.
+Sources: SUMMA, by van de Geijn and Watts (1997); Optimus, by Xu et al. (arXiv 2104.05343,
+algorithms 1 to 3); Wang et al. (arXiv 2105.14500) for the 2.5-D mesh.
 """
 
 from __future__ import annotations

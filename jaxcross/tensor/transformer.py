@@ -97,8 +97,8 @@ class Block(nn.Module):
 
     Each of them has a normalisation in front of it and a residual connection around it.
 
-    The following formulas say how much a rank receives for b sequences of s tokens with h features.
-    They count float32 elements, not including normalisations and biases.
+    Here's how much a rank receives for b sequences of s tokens with h features, in float32 elements
+    and not counting normalisations and biases:
 
     - In 1-D on p ranks, it's 4(p-1)/p bsh elements in the forward pass, and the same again in the
       backward pass.
